@@ -1,0 +1,99 @@
+"""Native torch.distributed: hops by ``batch_isend_irecv`` on a group of the ring's own, training by DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
+from ring_backends.layout import LayoutKind
+from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.ring import Ring, Transfer
+from ring_backends.training import ReplicatedTraining, TrainingState
+from ring_backends.transfer import WorkTransfer, needs_host, through_host
+
+__all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
+
+
+def initialize(
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    timeout: timedelta = timedelta(seconds=300),
+) -> Ring:
+    """Join a ring; every one of its ranks makes this call.
+
+    Args:
+        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world.
+        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
+        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
+        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+    """
+    check_options(ring_size, layout, timeout)
+    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout)
+
+
+class NativeRingDilatedAttention(_RingDilatedAttention):
+    """Ring dilated attention whose hops are torch.distributed's own point-to-point operations."""
+
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        group = self.ring.group
+        assert group is not None
+        device = next(iter([*outgoing.values(), *incoming.values()])).device
+
+        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+            receives = [
+                dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=peer)
+                for peer, buffer in incoming.items()
+            ]
+            sends = [
+                dist.P2POp(dist.isend, buffer, group=group, tag=tag, group_peer=peer)
+                for peer, buffer in outgoing.items()
+            ]
+            works = dist.batch_isend_irecv([*receives, *sends])
+            return WorkTransfer(works, [*outgoing.values(), *incoming.values()])
+
+        return through_host(post, outgoing, incoming) if needs_host(group, device) else post(outgoing, incoming)
+
+
+RingDilatedAttention = NativeRingDilatedAttention
+
+
+def parallelize(
+    model: nn.Module,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ring: Ring,
+    *,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    **framework_options: Any,
+) -> TrainingState:
+    """Replicate a model over data × ring with DistributedDataParallel; in a world of one, leave it as it is.
+
+    Args:
+        model: any module, on its device already.
+        make_optimizer: called once with the parameters to train.
+        ring: the ring its attention uses.
+        max_grad_norm: clip the gradient's global norm to this before each step.
+        accumulation_steps: backward calls per step.
+        framework_options: for DistributedDataParallel.
+
+    Raises:
+        ValueError: an argument breaks its rule, or data size × ring size is not the world.
+        RuntimeError: the reducer leaves the replicas with different gradients.
+    """
+
+    def wrap(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module, **framework_options) if dist.is_initialized() else module
+
+    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps)

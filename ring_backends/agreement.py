@@ -1,0 +1,182 @@
+"""Do the ranks of a ring call alike? Checked in full once per configuration, and told apart from a lost peer later.
+
+The first time a rank uses a configuration it publishes it in the ring's store and compares it with the others'. After
+that a call costs nothing but a number: call number and configuration make up the tag of every hop, so that ranks whose
+calls differ wait for each other instead of reading each other's bytes. When such a wait fails, every rank publishes its
+latest calls, which tells ranks that went different ways from ranks that are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import NoReturn
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+
+GRACE = timedelta(seconds=5)
+"""How long a rank whose wait failed listens for where the others are."""
+
+
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """What all ranks of a ring must have in common in one call: field name to a value that JSON can hold."""
+
+    fields: Mapping[str, object]
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps(self.fields)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One walk of a ring by attention: its number among the ring's calls, what it computes, and when it has to end."""
+
+    number: int
+    configuration: Configuration
+    direction: str
+    deadline: float
+
+    @cached_property
+    def _tag(self) -> int:
+        return zlib.crc32(f"{self.number}:{self.direction}:{self.configuration.text}".encode()) & 0x7FFF_0000
+
+    def tag(self, index: int) -> int:
+        """The tag of hop ``index``: 31 bits, of which the upper 15 stand for the call and its configuration."""
+        return self._tag | (index & 0xFFFF)
+
+    def time_left(self) -> timedelta:
+        """Until the deadline; never zero, which some transports take for no limit."""
+        return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+
+    @property
+    def position(self) -> dict[str, object]:
+        return {"direction": self.direction, **self.configuration.fields}
+
+
+@dataclass
+class Agreement:
+    """One rank's side of the checks.
+
+    Args:
+        store: shared by the ranks of this ring and by nobody else.
+        rank, size: in the ring.
+        timeout: the most that one call may wait for its peers.
+        abort: closes the ring's connections, so that peers that wait for this rank learn at once.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    timeout: timedelta
+    abort: Callable[[], None]
+    _agreed: set[str] = field(default_factory=set)
+    _num_checks: int = 0
+    _num_calls: int = 0
+    _num_modules: int = 0
+    _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
+    _failure: str | None = None
+
+    def begin(self, configuration: Configuration, *, direction: str = "forward") -> Call:
+        """Number a call, after making sure that all ranks mean the same by it.
+
+        Raises:
+            RingMismatchError: on every rank, naming each field that differs and every rank's value.
+            RingPeerError: a rank did not come to the check in time, or an earlier call of this ring failed.
+        """
+        if self._failure is not None:
+            raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
+        call = Call(self._num_calls, configuration, direction, time.monotonic() + self.timeout.total_seconds())
+        self._num_calls += 1
+        self._latest.append(call)
+        if configuration.text not in self._agreed:
+            self._check(call)
+            self._agreed.add(configuration.text)
+        return call
+
+    def number_module(self) -> int:
+        """Number an attention module, so that two alike whose calls are swapped on one rank are told apart."""
+        self._num_modules += 1
+        return self._num_modules
+
+    def refuse(self, error: Exception) -> None:
+        """Tell ranks that come to a check that this one refused its arguments, so that they need not wait for it."""
+        refusal = {"arguments": f"refused with {type(error).__name__}: {error}"}
+        self.store.set(f"{self._next_check()}/{self.rank}", json.dumps(refusal))
+
+    def _next_check(self) -> str:
+        self._num_checks += 1
+        return f"check/{self._num_checks}"
+
+    def _check(self, call: Call) -> None:
+        check = self._next_check()
+        keys = [f"{check}/{rank}" for rank in range(self.size)]
+        self.store.set(keys[self.rank], call.configuration.text)
+        try:
+            self.store.wait(keys, call.time_left())
+        except dist.DistError as error:
+            absent = [rank for rank, key in enumerate(keys) if not self._is_published(key)]
+            self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", error)
+        published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+        if any(fields != published[0] for fields in published.values()):
+            raise RingMismatchError(_describe(published))
+
+    def _is_published(self, key: str) -> bool:
+        try:
+            return bool(self.store.check([key]))
+        except dist.DistError:
+            return False  # the store went with the process that hosted it
+
+    def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
+        """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
+
+        Raises:
+            RingMismatchError: another rank made a different call under the same number.
+            RingPeerError: otherwise; ``what`` names what was waited for.
+        """
+        self._failure = what
+        own = json.dumps({latest.number: latest.position for latest in self._latest})
+        calls = {self.rank: json.loads(own)}
+        with contextlib.suppress(dist.DistError):  # without a store, what is known here has to do
+            self.store.set(f"failed/{self.rank}", own)
+        self.abort()
+        end = time.monotonic() + GRACE.total_seconds()
+        while len(calls) < self.size and time.monotonic() < end:
+            for rank in set(range(self.size)) - set(calls):
+                if self._is_published(f"failed/{rank}"):
+                    calls[rank] = json.loads(self.store.get(f"failed/{rank}"))
+            time.sleep(0.02)
+        for number in calls[self.rank]:
+            positions = {rank: latest[number] for rank, latest in sorted(calls.items()) if number in latest}
+            if any(position != positions[self.rank] for position in positions.values()):
+                raise RingMismatchError(f"in call {number} of the ring " + _describe(positions)) from cause
+        raise RingPeerError(
+            f"{what}, and the wait ended within the ring's timeout of {self.timeout.total_seconds():g} s: {cause}. A "
+            "rank has "
+            "died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
+        ) from cause
+
+
+def _describe(fields_of: Mapping[int, Mapping[str, object]]) -> str:
+    """Each field that differs, with every rank's value."""
+    differing = []
+    for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
+        values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
+        if len({json.dumps(value) for value in values.values()}) > 1:
+            differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
+    return (
+        f"the ranks differ in {'; '.join(differing)}. Every rank has to make the same calls in the same order with "
+        "the same "
+        "arguments, each on its own shard."
+    )

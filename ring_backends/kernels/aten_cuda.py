@@ -1,0 +1,381 @@
+"""The fused attentions that CUDA builds of torch carry: FlashAttention 2, memory-efficient (CUTLASS), cuDNN.
+
+Each class states what its operator asks of its arguments and brings them into that form: vectors of 16 bytes
+at aligned addresses, the layout of out and LSE, key/value heads expanded where the operator knows no grouped
+ones. The forward's dropout state is an argument of every backward, but is not read without dropout.
+
+The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. As on the
+CPU, a NaN or inf in a key or value may reach rows of the same block that do not see it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ring_backends.kernels.base import (
+    Kernel,
+    KernelInputs,
+    blank_rows,
+    check_tile,
+    expand_heads,
+    lse_for_backward,
+    sum_heads,
+)
+from ring_backends.kernels.math import MathKernel
+
+_HALF = (torch.bfloat16, torch.float16)
+
+
+class _AtenCudaKernel(Kernel):
+    """What the three have in common: an NVIDIA GPU new enough for the dtype, and the operator itself."""
+
+    device_types = ("cuda",)
+    unverified = (
+        "the project's tests have run it against a CPU model of the operator only, not on a GPU; "
+        "pytest -m gpu does that where there is one"
+    )
+    operator: str
+    min_capability: tuple[int, int]
+
+    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
+        reasons = super().not_supported_reasons(inputs)
+        if not hasattr(torch.ops.aten, self.operator):
+            reasons.append(f"torch {torch.__version__} has no aten::{self.operator}")
+        if inputs.device.type != "cuda":
+            return reasons
+        if torch.version.hip is not None:
+            reasons.append("it is written for NVIDIA's operators; on ROCm they differ")
+        elif not torch.cuda.is_available():
+            reasons.append(f"torch {torch.__version__} sees no CUDA device here")
+        else:
+            capability = torch.cuda.get_device_capability(inputs.device)
+            reasons.extend(self.device_reasons(inputs, capability))
+        return reasons
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        """Reasons that depend on the GPU at hand, by its compute capability (major, minor)."""
+        if capability < self.min_capability:
+            return [f"it needs compute capability {_dotted(self.min_capability)}, this is {_dotted(capability)}"]
+        return []
+
+
+class AtenCudaFlashKernel(_AtenCudaKernel):
+    """aten::_scaled_dot_product_flash_attention: grouped heads natively, no mask besides the causal one."""
+
+    name = "aten_cuda_flash"
+    dtypes = _HALF
+    operator = "_scaled_dot_product_flash_attention"
+    min_capability = (8, 0)
+
+    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
+        reasons = super().not_supported_reasons(inputs)
+        if inputs.head_dim % 8 or inputs.head_dim > 256:
+            reasons.append("head_dim must be a multiple of 8 and at most 256")
+        if inputs.has_key_mask:
+            reasons.append("it takes no key mask")
+        return reasons
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        reasons = super().device_reasons(inputs, capability)
+        if not torch.backends.cuda.is_flash_attention_available():
+            reasons.append(f"torch {torch.__version__} was built without FlashAttention")
+        small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+        if inputs.needs_grad and inputs.head_dim > 192 and small_shared_memory:
+            reasons.append(f"its backward takes head_dim up to 192 on compute capability {_dotted(capability)}")
+        return reasons
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
+            _aligned(query), _aligned(key), _aligned(value), 0.0, is_causal, False, scale=scale
+        )
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        unused = _unused_dropout_state(query)
+        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            _aligned(grad_out.to(query.dtype)),
+            _aligned(query),
+            _aligned(key),
+            _aligned(value),
+            _aligned(out.to(query.dtype)),
+            # The operator takes the LSE's address and assumes [B, H, S] without gaps.
+            lse_for_backward(lse).contiguous(),
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            unused,
+            unused,
+            scale=scale,
+        )
+        return grad_query, grad_key, grad_value
+
+
+class AtenCudaEfficientKernel(_AtenCudaKernel):
+    """aten::_scaled_dot_product_efficient_attention: fp32 too, key masks as an additive bias, older GPUs."""
+
+    name = "aten_cuda_efficient"
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    operator = "_scaled_dot_product_efficient_attention"
+    min_capability = (5, 0)
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        reasons = super().device_reasons(inputs, capability)
+        if inputs.dtype == torch.bfloat16 and capability < (8, 0):
+            reasons.append(f"bf16 needs compute capability 8.0, this is {_dotted(capability)}")
+        # Tensor cores read 16 bytes at a time; before Ampere they know no fp32, before Volta there are none.
+        multiple = 1
+        if inputs.dtype in _HALF and capability >= (7, 0):
+            multiple = 8
+        elif inputs.dtype == torch.float32 and capability >= (8, 0):
+            multiple = 4
+        if inputs.head_dim % multiple:
+            reasons.append(f"head_dim must be a multiple of {multiple} for {inputs.dtype} on this GPU")
+        return reasons
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        num_heads, seq_q = query.shape[1:3]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+            _aligned(query),
+            _aligned(expand_heads(key, num_heads)),
+            _aligned(expand_heads(value, num_heads)),
+            _aligned_bias(key_mask, query),
+            True,
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        lse = lse[:, :, :seq_q]
+        return (out, lse) if key_mask is None else blank_rows(out, lse, key_mask, is_causal)
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        unused = _unused_dropout_state(query)
+        grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            _rows_outermost(grad_out.to(query.dtype)),
+            _aligned(query),
+            _aligned(expand_heads(key, num_heads)),
+            _aligned(expand_heads(value, num_heads)),
+            _aligned_bias(key_mask, query),
+            _rows_outermost(out.to(query.dtype)),
+            _padded_lse(lse_for_backward(lse)),
+            unused,
+            unused,
+            0.0,
+            [True, True, True, False],
+            is_causal,
+            scale=scale,
+        )
+        return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
+
+
+class AtenCudaCudnnKernel(_AtenCudaKernel):
+    """aten::_scaled_dot_product_cudnn_attention.
+
+    cuDNN refuses tiles of a single key; those few run on the math kernel. Its plans are cached by the strides
+    of query, key and value only, so everything is made contiguous.
+    """
+
+    name = "aten_cuda_cudnn"
+    dtypes = _HALF
+    operator = "_scaled_dot_product_cudnn_attention"
+    min_capability = (8, 0)
+    min_version = 91501
+    """cuDNN 9.15.1: before it, lengths not divisible by 128 could give wrong results (torch issue 169849)."""
+
+    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
+        reasons = super().not_supported_reasons(inputs)
+        if inputs.head_dim % 8 or inputs.head_dim > 128:
+            reasons.append("head_dim must be a multiple of 8 and at most 128")
+        if inputs.has_key_mask:
+            reasons.append("it takes no key mask")
+        return reasons
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        reasons = super().device_reasons(inputs, capability)
+        version = torch.backends.cudnn.version()
+        if version is None or version < self.min_version:
+            reasons.append(f"it needs cuDNN 9.15.1 ({self.min_version}), this is {version}")
+        if torch.are_deterministic_algorithms_enabled():
+            reasons.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        return reasons
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        if key.shape[2] == 1:
+            return MathKernel().forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
+        out, lse = self._run_forward(query, key, value, is_causal, scale)
+        return out, lse.reshape(query.shape[:-1])
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        if key.shape[2] == 1:
+            return MathKernel().backward(
+                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
+            )
+        num_heads, num_kv_heads = query.shape[1], key.shape[1]
+        unused = _unused_dropout_state(query)
+        # The backward wants the LSE as the forward gives it, [B, H, S] or [B, H, S, 1] by torch release, and
+        # nothing but the forward tells which.
+        probe = query.new_zeros(1, 1, 64, 64)
+        has_unit_dim = self._run_forward(probe, probe, probe, False, 1.0)[1].dim() == 4
+        row_lse = lse_for_backward(lse).contiguous()
+        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            _dense(grad_out.to(query.dtype)),
+            _dense(query),
+            _dense(expand_heads(key, num_heads)),
+            _dense(expand_heads(value, num_heads)),
+            _dense(out.to(query.dtype)),
+            row_lse.unsqueeze(-1) if has_unit_dim else row_lse,
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
+        return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
+
+    def _run_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        num_heads = query.shape[1]
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            _dense(query),
+            _dense(expand_heads(key, num_heads)),
+            _dense(expand_heads(value, num_heads)),
+            None,
+            True,
+            0.0,
+            is_causal,
+            False,
+            scale=scale,
+        )
+        return out, lse
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """x with stride 1 in its last dim and every vector of 16 bytes at an aligned address."""
+    vector = 16 // x.element_size()
+    offsets = (x.storage_offset(), *x.stride()[:-1])
+    if x.stride(-1) == 1 and all(offset % vector == 0 for offset in offsets):
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _dense(x: Tensor) -> Tensor:
+    """x contiguous in [B, H, S, D], strides of dims of size 1 included, at an aligned address."""
+    strides = [1]
+    for size in reversed(x.shape[1:]):
+        strides.insert(0, strides[0] * size)
+    if list(x.stride()) == strides and (x.storage_offset() * x.element_size()) % 16 == 0:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _rows_outermost(x: Tensor) -> Tensor:
+    """x [B, H, S, D] lying in memory as [B, S, H, D]: the layout the CUTLASS backward assumes of out."""
+    return _dense(x.transpose(1, 2)).transpose(1, 2)
+
+
+def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
+    """The mask [B, Hk, Sk] as an additive [B, Hq, Sq, Sk], rows expanded, each padded to 16 elements."""
+    if key_mask is None:
+        return None
+    batch, num_heads, seq_q, _ = query.shape
+    seq_k = key_mask.shape[2]
+    mask = expand_heads(key_mask, num_heads).unsqueeze(2)
+    bias = query.new_zeros(batch, num_heads, 1, seq_k + -seq_k % 16)[..., :seq_k]
+    return bias.masked_fill_(mask, -torch.inf).expand(batch, num_heads, seq_q, seq_k)
+
+
+def _padded_lse(lse: Tensor) -> Tensor:
+    """LSE padded to a multiple of 32 rows, as the CUTLASS forward returns it, with +inf in the padding."""
+    return pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
+
+
+def _unused_dropout_state(x: Tensor) -> Tensor:
+    return torch.empty((), dtype=torch.int64, device=x.device)

@@ -1,0 +1,58 @@
+"""Which dtype suits a device, and the spellings of a dtype that users may give."""
+
+from __future__ import annotations
+
+import torch
+
+_NAMES = {
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "fp64": torch.float64,
+    "float64": torch.float64,
+}
+
+
+def auto_dtype(device: torch.device | str) -> torch.dtype:
+    """The dtype to train in on `device` where the user does not say.
+
+    CUDA: fp32 below compute capability 7.0 (Pascal and older have no tensor cores), fp16 for 7.0 to 7.5
+    (Volta, Turing: no bf16), bf16 from 8.0 (Ampere). CPU and every other device: fp32.
+
+    Raises ValueError for a CUDA device on a machine where torch sees none.
+    """
+    device = torch.device(device)
+    if device.type != "cuda":
+        return torch.float32
+    if not torch.cuda.is_available():
+        raise ValueError(f"device = {device}: torch sees no CUDA device here; use device='cpu'.")
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (7, 0):
+        return torch.float32
+    return torch.float16 if capability < (8, 0) else torch.bfloat16
+
+
+def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.dtype:
+    """The dtype that `spec` names: "auto" (see `auto_dtype`), a torch.dtype, or a name such as "bf16".
+
+    Raises ValueError for a name or dtype that attention does not compute in, TypeError for anything else.
+    """
+    if isinstance(spec, torch.dtype):
+        if spec in _NAMES.values():
+            return spec
+    elif not isinstance(spec, str):
+        raise TypeError(
+            f"dtype = {spec!r}: expected a string or a torch.dtype, got {type(spec).__name__}; use one of {_choices()}."
+        )
+    elif spec == "auto":
+        return auto_dtype(device)
+    elif spec in _NAMES:
+        return _NAMES[spec]
+    raise ValueError(f"dtype = {spec!r}: attention computes in fp16, bf16, fp32 or fp64; use one of {_choices()}.")
+
+
+def _choices() -> str:
+    return ", ".join(repr(name) for name in ("auto", *_NAMES))

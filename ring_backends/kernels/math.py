@@ -1,0 +1,233 @@
+"""Attention in plain torch, block by block: every device and float dtype, and the last resort of "auto".
+
+Online softmax over key blocks, so memory is O(S * block) beyond inputs and outputs. Products, sums and
+statistics are fp32 (fp64 for fp64 inputs) whatever the inputs are, autocast included.
+
+A row never feels a key it does not see, not even a NaN or inf there: scores are masked by masked_fill; masked
+keys and values are set to 0 before use; and where rows of one block see different keys (the diagonal of a
+causal tile) a matrix product would turn 0 * NaN into NaN, so its operand keeps only its finite part there,
+and the non-finite part is added by a cumulative sum over the rows or keys that do see it. The same holds in
+the backward for a NaN in a row (query or grad_out) that a key is not seen by.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_backends.kernels.base import Kernel, check_tile
+from ring_backends.softmax import statistics_dtype
+
+
+class _BlockPair(NamedTuple):
+    """One block of rows against one of keys: where they lie, and whether the causal diagonal crosses it."""
+
+    rows: slice
+    keys: slice
+    diagonal: bool
+
+
+class MathKernel(Kernel):
+    """Blockwise attention from torch matrix products. `block`: rows and keys per block."""
+
+    name = "math"
+    device_types = None
+    dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+    def __init__(self, block: int = 256) -> None:
+        self.block = block
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
+        with _without_autocast(query.device):
+            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
+                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, pairs)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As Kernel.backward; all three gradients are in the statistics dtype."""
+        check_tile(query, key, value, is_causal, key_mask)
+        stats = statistics_dtype(query.dtype)
+        grad_query = torch.empty_like(query, dtype=stats)
+        grad_key = torch.zeros_like(key, dtype=stats)
+        grad_value = torch.zeros_like(value, dtype=stats)
+        with _without_autocast(query.device):
+            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
+                grad_query[:, :, rows] = _backward_rows(
+                    grad_out, query, key, value, out, lse, scale, key_mask, pairs, grad_key, grad_value
+                )
+        if key_mask is not None:
+            grad_key.masked_fill_(key_mask.unsqueeze(-1), 0.0)
+            grad_value.masked_fill_(key_mask.unsqueeze(-1), 0.0)
+        return grad_query, grad_key, grad_value
+
+    def _row_blocks(self, seq_q: int, seq_k: int, is_causal: bool) -> list[tuple[slice, list[_BlockPair]]]:
+        """Per block of rows, the blocks of keys that it sees; blocks wholly in the future are left out."""
+        plan = []
+        for first_row in range(0, seq_q, self.block):
+            rows = slice(first_row, min(first_row + self.block, seq_q))
+            # Rows and keys share one block size and a causal tile is square, so the diagonal meets blocks
+            # corner to corner: before it every row sees every key.
+            stop = rows.stop if is_causal else seq_k
+            pairs = [
+                _BlockPair(rows, slice(k, min(k + self.block, stop)), diagonal=is_causal and k == first_row)
+                for k in range(0, stop, self.block)
+            ]
+            plan.append((rows, pairs))
+        return plan
+
+
+def _forward_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
+    pairs: list[_BlockPair],
+) -> tuple[Tensor, Tensor]:
+    """out [B, Hq, b, D] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
+    num_kv_heads = key.shape[1]
+    q = _fold(query[:, :, pairs[0].rows], num_kv_heads, statistics_dtype(query.dtype)) * scale
+    repeats = query.shape[1] // num_kv_heads
+    maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
+    total = torch.zeros_like(maximum)
+    weighted = torch.zeros_like(q)
+    for pair in pairs:
+        k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
+        scores = q @ k.transpose(-1, -2)
+        hidden = _hidden(pair, repeats, key_mask, scores)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
+        # A row that has seen no key yet: exp(-inf - 0) is 0 where exp(-inf + inf) would be NaN.
+        shift = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
+        weights = torch.exp(scores - shift)
+        rescale = torch.exp(maximum - shift)
+        total = total * rescale + weights.sum(-1, keepdim=True)
+        weighted = weighted * rescale
+        if pair.diagonal:
+            finite, rest = _split_finite(v)
+            weighted = weighted + weights @ finite + rest.cumsum(2).repeat(1, 1, repeats, 1)
+        else:
+            weighted = weighted + weights @ v
+        maximum = new_maximum
+    blind = maximum == -torch.inf
+    out = (weighted / total).masked_fill(blind, 0.0)
+    lse = (maximum + total.log()).masked_fill(blind, -torch.inf)
+    return _unfold(out, repeats), _unfold(lse, repeats).squeeze(-1)
+
+
+def _backward_rows(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    key_mask: Tensor | None,
+    pairs: list[_BlockPair],
+    grad_key: Tensor,
+    grad_value: Tensor,
+) -> Tensor:
+    """grad_query [B, Hq, b, D] of one block of b rows; adds the rows' share to grad_key and grad_value.
+
+    do is the gradient of the output, p the softmax weights of the pair, ds the gradient of its scores.
+    """
+    num_kv_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
+    rows, stats = pairs[0].rows, grad_key.dtype
+    row_lse = _fold(lse[:, :, rows].unsqueeze(-1), num_kv_heads, stats)
+    blind = row_lse == -torch.inf
+    q = _fold(query[:, :, rows], num_kv_heads, stats).masked_fill(blind, 0.0)
+    do = _fold(grad_out[:, :, rows], num_kv_heads, stats).masked_fill(blind, 0.0)
+    o = _fold(out[:, :, rows], num_kv_heads, stats)
+    delta = (do * o).sum(-1, keepdim=True).masked_fill(blind, 0.0)
+    grad_q = torch.zeros_like(q)
+    for pair in pairs:
+        k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
+        hidden = blind
+        masked = _hidden(pair, repeats, key_mask, q)
+        if masked is not None:
+            hidden = hidden | masked
+        p = torch.exp((q * scale) @ k.transpose(-1, -2) - row_lse).masked_fill(hidden, 0.0)
+        ds = (p * (do @ v.transpose(-1, -2) - delta) * scale).masked_fill(hidden, 0.0)
+        keys = pair.keys
+        if pair.diagonal:
+            # A NaN in q or k is already in the scores, hence in ds, of every pair that sees it.
+            finite_do, rest = _split_finite(do)
+            seen_by = rest.unflatten(2, (repeats, -1)).sum(2).flip(2).cumsum(2).flip(2)
+            grad_q += ds @ _split_finite(k)[0]
+            grad_key[:, :, keys] += ds.transpose(-1, -2) @ _split_finite(q)[0]
+            grad_value[:, :, keys] += p.transpose(-1, -2) @ finite_do + seen_by
+        else:
+            grad_q += ds @ k
+            grad_key[:, :, keys] += ds.transpose(-1, -2) @ q
+            grad_value[:, :, keys] += p.transpose(-1, -2) @ do
+    return _unfold(grad_q.masked_fill(blind, 0.0), repeats)
+
+
+def _fold(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
+    """[B, Hq, b, D] as [B, Hk, repeats * b, D]: heads that share keys become more rows."""
+    grouped: Tensor = x.unflatten(1, (num_kv_heads, -1))
+    return grouped.flatten(2, 3).to(dtype)
+
+
+def _unfold(x: Tensor, repeats: int) -> Tensor:
+    """The inverse of `_fold`."""
+    grouped: Tensor = x.unflatten(2, (repeats, -1))
+    return grouped.flatten(1, 2)
+
+
+def _key_block(x: Tensor, key_mask: Tensor | None, pair: _BlockPair) -> Tensor:
+    """A block of keys or values in the statistics dtype, masked ones set to 0."""
+    block = x[:, :, pair.keys].to(statistics_dtype(x.dtype))
+    return block if key_mask is None else block.masked_fill(key_mask[:, :, pair.keys].unsqueeze(-1), 0.0)
+
+
+def _hidden(pair: _BlockPair, repeats: int, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+    """Bool, broadcastable to [B, Hk, repeats * rows, keys]: who does not see whom; None if all see all."""
+    hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
+    if pair.diagonal:
+        size = pair.rows.stop - pair.rows.start
+        future = torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1).repeat(repeats, 1)
+        hidden = future if hidden is None else hidden | future
+    return hidden
+
+
+def _split_finite(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x as a sum of a finite tensor and one that holds only its infinities and NaNs."""
+    finite = torch.isfinite(x)
+    return x.masked_fill(~finite, 0.0), x.masked_fill(finite, 0.0)
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Autocast would run the matrix products in half precision behind our back."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

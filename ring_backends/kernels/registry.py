@@ -1,0 +1,66 @@
+"""Kernels in order of preference; the first that has no objection runs.
+
+There is no other rule: device and dtype are matters for each kernel's own `not_supported_reasons`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
+from ring_backends.kernels.aten_cuda import AtenCudaCudnnKernel, AtenCudaEfficientKernel, AtenCudaFlashKernel
+from ring_backends.kernels.base import Kernel, KernelInputs
+from ring_backends.kernels.math import MathKernel
+
+_KERNELS: tuple[Kernel, ...] = (
+    AtenCudaFlashKernel(),
+    AtenCudaCudnnKernel(),
+    AtenCudaEfficientKernel(),
+    AtenCpuFlashKernel(),
+    MathKernel(),
+)
+
+
+def kernels() -> tuple[Kernel, ...]:
+    """All kernels, in the order in which "auto" tries them."""
+    return _KERNELS
+
+
+def kernel_names() -> tuple[str, ...]:
+    """The names that `select_kernel` takes besides "auto"."""
+    return tuple(kernel.name for kernel in _KERNELS)
+
+
+def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
+    """The kernel called `name`, or with "auto" the first in order of preference that can run `inputs`.
+
+    A kernel asked for by name is never replaced by another. Raises ValueError for an unknown name, and with
+    every tried kernel's reasons where none can run.
+    """
+    if name != "auto" and name not in kernel_names():
+        choices = ", ".join(repr(choice) for choice in ("auto", *kernel_names()))
+        raise ValueError(f"kernel = {name!r}: there is no such kernel; use one of {choices}.")
+    refusals = []
+    for kernel in _KERNELS:
+        if name in ("auto", kernel.name):
+            reasons = kernel.not_supported_reasons(inputs)
+            if not reasons:
+                return kernel
+            refusals.append(f"  {kernel.name}: {'; '.join(reasons)}")
+    way_out = "change device, dtype or head_dim" if name == "auto" else "use kernel='auto' or change the inputs"
+    raise ValueError(
+        f"kernel = {name!r}: no kernel can run {inputs}:\n" + "\n".join(refusals) + f"\nWay out: {way_out}."
+    )
+
+
+def available_kernels() -> dict[str, str | None]:
+    """For each kernel, in order of preference: None if this machine can run it, else the reasons.
+
+    Asked with the kernel's own device and first dtype, and a head dim of 64.
+    """
+    answers: dict[str, str | None] = {}
+    for kernel in _KERNELS:
+        device = torch.device("cpu" if kernel.device_types is None else kernel.device_types[0])
+        reasons = kernel.not_supported_reasons(KernelInputs(device, kernel.dtypes[0], head_dim=64))
+        answers[kernel.name] = "; ".join(reasons) or None
+    return answers

@@ -1,0 +1,78 @@
+"""How a sequence lies over the ranks of a ring: which global positions each rank holds, in which order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+LayoutKind = Literal["contiguous", "zigzag"]
+
+
+@dataclass(frozen=True)
+class SequenceLayout:
+    """The positions 0 … seq_len − 1, cut into chunks that are dealt out to the ranks of a ring.
+
+    Args:
+        seq_len: length of the global sequence, in tokens, at least 1.
+        ring_size: number of ranks, at least 1. Nothing has to divide anything; a rank may hold no position.
+        kind: ``"contiguous"``: rank i holds piece i of ``torch.tensor_split`` into ring_size. ``"zigzag"``: pieces i
+            and
+            2p − 1 − i of ``torch.tensor_split`` into 2p, which balances causal attention.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above.
+    """
+
+    seq_len: int
+    ring_size: int
+    kind: LayoutKind = "contiguous"
+
+    def __post_init__(self) -> None:
+        for name, value in (("seq_len", self.seq_len), ("ring_size", self.ring_size)):
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+        if self.kind not in get_args(LayoutKind):
+            raise ValueError(f"layout = {self.kind!r}: unknown option; choose 'contiguous' or 'zigzag'.")
+
+    @property
+    def num_chunks(self) -> int:
+        return self.ring_size * (2 if self.kind == "zigzag" else 1)
+
+    def chunk_start(self, chunk: int) -> int:
+        """First global position of ``chunk``; of ``num_chunks``, the length of the sequence."""
+        size, extra = divmod(self.seq_len, self.num_chunks)
+        return chunk * size + min(chunk, extra)
+
+    def chunk_starts(self) -> Tensor:
+        """First global position of every chunk, and seq_len behind them: int64 [num_chunks + 1]."""
+        size, extra = divmod(self.seq_len, self.num_chunks)
+        chunk = torch.arange(self.num_chunks + 1)
+        return chunk * size + chunk.clamp(max=extra)
+
+    def chunk_ranks(self) -> Tensor:
+        """The rank that holds each chunk: int64 [num_chunks]."""
+        chunk = torch.arange(self.num_chunks)
+        return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.kind == "zigzag" else chunk
+
+    def chunks(self, rank: int) -> tuple[int, ...]:
+        """The chunks that ``rank`` holds, in the order in which they lie in its local tensors."""
+        if not 0 <= rank < self.ring_size:
+            raise ValueError(f"rank = {rank}: a ring of {self.ring_size} has ranks 0 … {self.ring_size - 1}.")
+        return (rank, self.num_chunks - 1 - rank) if self.kind == "zigzag" else (rank,)
+
+    def pieces(self, rank: int) -> tuple[range, ...]:
+        """The global positions that ``rank`` holds, one range per chunk."""
+        return tuple(range(self.chunk_start(chunk), self.chunk_start(chunk + 1)) for chunk in self.chunks(rank))
+
+    def local_len(self, rank: int) -> int:
+        """How many positions ``rank`` holds."""
+        return sum(map(len, self.pieces(rank)))
+
+    def positions(self, rank: int) -> Tensor:
+        """The global position of each local row of ``rank``: int64 [local seq]."""
+        return torch.cat([torch.arange(piece.start, piece.stop) for piece in self.pieces(rank)])

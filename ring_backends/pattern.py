@@ -1,0 +1,152 @@
+"""Who sees whom: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
+
+Position t is covered by branch i for head j iff ``(t mod w) mod r == offset(i, j)``; two covered positions of
+one segment see each other. Everything else in the package asks this module and nothing else about that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+HeadMode = Literal["all", "grouped"]
+Offset = Literal["mod", "block", "branch"]
+Padding = Literal["masked", "zeros"]
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """The branches of dilated attention, and which heads run them where.
+
+    Args:
+        segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as the sequence.
+        dilation_rates: r of each branch, at least 1; one per segment length.
+        head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
+            contiguous group per branch, sizes differing by at most one, the larger groups first.
+        offset: head j's offset in branch i: ``"mod"`` j % r (the paper), ``"block"`` j // ceil(H / r) (torchscale),
+            ``"branch"`` i % r. None means ``"mod"``, or ``"branch"`` when grouped.
+        padding: ``"masked"``: keys beyond the sequence do not exist. ``"zeros"``: torchscale's, whose last segment is
+            filled up with zero keys and values that its non-causal queries do see.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    head_mode: HeadMode = "all"
+    offset: Offset | None = None
+    padding: Padding = "masked"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "dilation_rates", _positive_ints("dilation_rates", self.dilation_rates))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                f"segment_lengths has {len(self.segment_lengths)} entries and dilation_rates has "
+                f"{len(self.dilation_rates)}: a branch is one pair, so give both the same length."
+            )
+        _check_choice("head_mode", self.head_mode, get_args(HeadMode))
+        _check_choice("offset", self.offset, (None, *get_args(Offset)))
+        _check_choice("padding", self.padding, get_args(Padding))
+
+    @classmethod
+    def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+        """The paper's pattern: every head in every branch, offset j % r."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates))
+
+    @classmethod
+    def torchscale(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+        """torchscale's pattern, which published checkpoints were trained with: offset by blocks, zero padding."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), offset="block", padding="zeros")
+
+    @classmethod
+    def grouped(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+        """One group of heads per branch, offset i % r."""
+        return cls(tuple(segment_lengths), tuple(dilation_rates), head_mode="grouped", offset="branch")
+
+    @property
+    def num_branches(self) -> int:
+        return len(self.segment_lengths)
+
+    def heads(self, branch: int, num_heads: int) -> range:
+        """The heads that run ``branch``."""
+        if self.head_mode == "all":
+            return range(num_heads)
+        size, extra = divmod(num_heads, self.num_branches)
+        start = branch * size + min(branch, extra)
+        return range(start, start + size + (branch < extra))
+
+    def head_offset(self, branch: int, head: int, num_heads: int) -> int:
+        """The offset of ``head`` in ``branch``, in 0 … r − 1."""
+        rate = self.dilation_rates[branch]
+        rule = self.offset or ("branch" if self.head_mode == "grouped" else "mod")
+        if rule == "mod":
+            return head % rate
+        if rule == "block":
+            return head // -(-num_heads // rate)
+        return branch % rate
+
+    def segment_length(self, branch: int, seq_len: int) -> int:
+        """w of ``branch`` on a sequence of ``seq_len`` tokens, where a longer one acts as the whole sequence."""
+        return min(self.segment_lengths[branch], seq_len)
+
+    def phantom_keys(self, branch: int, offset: int, seq_len: int) -> int:
+        """How many zero keys ``padding="zeros"`` adds to the last segment, for a head at ``offset``."""
+        if self.padding == "masked":
+            return 0
+        w, r = self.segment_length(branch, seq_len), self.dilation_rates[branch]
+        last_length = (seq_len - 1) % w + 1
+        padded_length = -(-w // r) * r
+        return _num_covered(padded_length, offset, r) - _num_covered(last_length, offset, r)
+
+    def check(self, *, seq_len: int, num_heads: int) -> None:
+        """Refuse what this pattern cannot mean on ``seq_len`` tokens and ``num_heads`` heads.
+
+        Raises:
+            ValueError: grouped with fewer heads than branches; zero padding where torchscale misplaces its outputs.
+        """
+        if self.head_mode == "grouped" and num_heads < self.num_branches:
+            raise ValueError(
+                f"head_mode='grouped' with {num_heads} heads and {self.num_branches} branches: every branch needs a "
+                "head "
+                f"of its own; use at least {self.num_branches} heads, fewer branches, or head_mode='all'."
+            )
+        if self.padding == "zeros":
+            for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True):
+                if w < seq_len and w % r:
+                    raise ValueError(
+                        f"padding='zeros' with segment length {w} and dilation rate {r} on {seq_len} tokens: "
+                        "torchscale "
+                        f"pads each segment to a multiple of {r} there and then reads outputs back at unpadded "
+                        "places, so "
+                        f"its result belongs to no position; use a segment length that {r} divides, or "
+                        "padding='masked'."
+                    )
+
+
+def _num_covered(length: int, offset: int, rate: int) -> int:
+    """How many of the first ``length`` positions of a segment lie at ``offset``."""
+    return max(0, -(-(length - offset) // rate))
+
+
+def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} = {values!r}: expected a sequence of integers; give a list such as [2048, 8192].")
+    values = tuple(values)
+    if not values:
+        raise ValueError(f"{name} is empty: attention needs at least one branch; give one entry per branch.")
+    for index, value in enumerate(values):
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"{name}[{index}] = {value!r}: expected an int; convert it with int().")
+        if value < 1:
+            raise ValueError(
+                f"{name}[{index}] = {value}: must be at least 1; drop the branch or give a positive number."
+            )
+    return values
+
+
+def _check_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} = {value!r}: unknown option; choose one of {', '.join(map(repr, choices))}.")

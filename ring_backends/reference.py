@@ -1,0 +1,268 @@
+"""The dense oracle: dilated attention written down the way it is defined, in fp64, one predicate per line.
+
+The rule of this file: it imports torch and the standard library, and nothing of this package. Whatever is
+tested against it is thereby tested against a second reading of the definition, not against its own helpers.
+It is meant to be read, not to be fast: memory and time are O(n^2) per head.
+
+    covered      position t is covered by branch i for head j    iff (t mod w) mod r == offset(i, j)
+    shown        branch i shows key u to query t                 iff both are covered, t // w == u // w,
+                                                                 and, if causal, u <= t
+    attention    one softmax over the multiset union of the keys that a head's branches show the query
+                 (LongNet, arXiv 2307.02486, mixes its branches so: each weighted by its softmax denominator)
+
+A key that k branches show counts k times, which is the same as adding ln(k) to its score.
+
+Letters: B batch, n sequence, H query heads, D head dim, w segment length, r dilation rate, i branch, j head,
+t query position, u key position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    head_mode: str = "all",
+    offset: str | None = None,
+    padding: str = "masked",
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
+
+    Args:
+        query: ``[B, n, H, D]``, any floating dtype; cast to fp64. Gradients come back in the tensor's own
+            dtype, so give fp64 tensors where the gradients are to be exact.
+        key, value: ``[B, n, Hk, D]`` with H a multiple of Hk; query head j reads head ``j // (H // Hk)``.
+        segment_lengths, dilation_rates: w and r of each branch, in positions.
+        is_causal: a query sees keys at its own and earlier positions only.
+        head_mode: ``"all"`` or ``"grouped"``.
+        offset: None, ``"mod"``, ``"block"`` or ``"branch"``.
+        padding: ``"masked"`` or ``"zeros"``.
+        scale: factor on the scores; None means ``1 / sqrt(D)``.
+        key_padding_mask: bool ``[B, n]``, True = ignore this key.
+
+    Returns:
+        out, fp64 ``[B, n, H, D]``, and LSE, fp64 ``[B, H, n]``, detached. A query that sees no key has
+        out 0, LSE -inf and gradient 0.
+
+    Raises:
+        ValueError: an option is unknown, or the branches are not valid for this sequence and these heads.
+    """
+    seq_len, num_heads = query.shape[1], query.shape[2]
+    counts = reference_counts(
+        seq_len,
+        num_heads,
+        segment_lengths,
+        dilation_rates,
+        is_causal=is_causal,
+        head_mode=head_mode,
+        offset=offset,
+    )
+    phantom_counts = None
+    if padding == "zeros":
+        phantom_counts = reference_phantom_counts(
+            seq_len,
+            num_heads,
+            segment_lengths,
+            dilation_rates,
+            is_causal=is_causal,
+            head_mode=head_mode,
+            offset=offset,
+        )
+    elif padding != "masked":
+        raise ValueError(f'padding = {padding!r}: it must be "masked" or "zeros".')
+    return dense_attention(
+        query,
+        key,
+        value,
+        counts,
+        phantom_counts=phantom_counts,
+        scale=scale,
+        key_padding_mask=key_padding_mask,
+    )
+
+
+def reference_counts(
+    seq_len: int,
+    num_heads: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    head_mode: str = "all",
+    offset: str | None = None,
+) -> Tensor:
+    """int64 ``[H, n, n]``, axes head, query t, key u: how many branches show this key to this query."""
+    counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
+    t = torch.arange(seq_len)[:, None]
+    u = torch.arange(seq_len)[None, :]
+    for _, j, w, r, o in _branches_of_heads(num_heads, segment_lengths, dilation_rates, head_mode, offset):
+        shown = (t % w) % r == o
+        shown = shown & ((u % w) % r == o)
+        shown = shown & (t // w == u // w)
+        if is_causal:
+            shown = shown & (u <= t)
+        counts[j] += shown
+    return counts
+
+
+def reference_phantom_counts(
+    seq_len: int,
+    num_heads: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    is_causal: bool = False,
+    head_mode: str = "all",
+    offset: str | None = None,
+) -> Tensor:
+    """int64 ``[H, n]``: how many phantom keys, of score 0 and value 0, ``padding="zeros"`` shows each query.
+
+    torchscale fills the last segment to w positions, and those to a multiple of r, with zero keys and values.
+    The covered ones among them are seen by every covered query of that segment, unless causal: they lie
+    behind all queries.
+    """
+    phantom_counts = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+    t = torch.arange(seq_len)
+    for i, j, w, r, o in _branches_of_heads(num_heads, segment_lengths, dilation_rates, head_mode, offset):
+        w = min(w, seq_len)
+        if seq_len > w and w % r != 0:
+            raise ValueError(
+                f'padding = "zeros" with segment_lengths[{i}] = {w} and dilation_rates[{i}] = {r}: a segment '
+                f"shorter than the sequence ({seq_len}) must be a multiple of the dilation rate, since "
+                'torchscale misplaces outputs otherwise; choose such lengths, or padding="masked".'
+            )
+        if is_causal:
+            continue
+        s = ((seq_len - 1) // w) * w
+        # Counted from s, not modulo w: with w clamped to n, the fill-up to a multiple of r lies beyond s + w.
+        phantoms = [u for u in range(seq_len, s + math.ceil(w / r) * r) if (u - s) % r == o]
+        phantom_counts[j] += len(phantoms) * ((t >= s) & ((t % w) % r == o))
+    return phantom_counts
+
+
+def dense_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    counts: Tensor,
+    *,
+    phantom_counts: Tensor | None = None,
+    scale: float | None = None,
+    key_padding_mask: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Softmax attention over a multiset of keys, by one dense score matrix.
+
+    With ``dtype=query.dtype`` this is plain PyTorch attention: both products and the weights in that dtype,
+    softmax statistics in fp32 at least. Its error against fp64 is the yardstick for kernels of that dtype.
+
+    Args:
+        query, key, value, scale, key_padding_mask: as in :func:`reference_attention`.
+        counts: int ``[H, n, n]``, how often query t sees key u.
+        phantom_counts: int ``[H, n]``, how many phantom keys, of score 0 and value 0, query t sees;
+            key_padding_mask does not remove them.
+        dtype: what to compute in; None means fp64.
+
+    Returns:
+        out ``[B, n, H, D]`` in ``dtype``, and LSE ``[B, H, n]``, detached, in fp32 (fp64 for fp64).
+    """
+    dtype = dtype or torch.float64
+    statistics_dtype = torch.promote_types(dtype, torch.float32)
+    batch, seq_len, num_heads, head_dim = query.shape
+    if scale is None:
+        scale = 1 / math.sqrt(head_dim)
+    if phantom_counts is None:
+        phantom_counts = torch.zeros(num_heads, seq_len, dtype=torch.int64)
+
+    query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    queries_per_key_head = num_heads // key.shape[2]
+    key = key.repeat_interleave(queries_per_key_head, dim=2)
+    value = value.repeat_interleave(queries_per_key_head, dim=2)
+
+    # Phantom keys are all alike, so one column stands for them, counted as often as there are.
+    phantom_key = key.new_zeros(batch, 1, num_heads, head_dim)
+    key = torch.cat([key, phantom_key], dim=1)
+    value = torch.cat([value, phantom_key], dim=1)
+    counts = torch.cat([counts.to(query.device), phantom_counts[:, :, None].to(query.device)], dim=2)
+    counts = counts.expand(batch, num_heads, seq_len, seq_len + 1)
+    if key_padding_mask is not None:
+        ignored = torch.cat([key_padding_mask, key_padding_mask.new_zeros(batch, 1)], dim=1)
+        counts = counts.masked_fill(ignored[:, None, None, :], 0)
+
+    scores = torch.einsum("bthd,buhd->bhtu", query, key) * scale
+    scores = scores.to(statistics_dtype) + counts.to(statistics_dtype).log()
+    # A row of -inf alone has no softmax. It is replaced before, not after: no NaN may enter the gradient.
+    sees_a_key = (counts > 0).any(dim=-1, keepdim=True)
+    scores = scores.masked_fill(~sees_a_key, 0)
+    weights = torch.softmax(scores, dim=-1).masked_fill(~sees_a_key, 0)
+    out = torch.einsum("bhtu,buhd->bthd", weights.to(dtype), value)
+    lse = torch.logsumexp(scores, dim=-1).masked_fill(~sees_a_key[..., 0], float("-inf"))
+    return out, lse.detach()
+
+
+def _branches_of_heads(
+    num_heads: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    head_mode: str,
+    offset: str | None,
+) -> list[tuple[int, int, int, int, int]]:
+    """(i, j, w, r, offset(i, j)) for every branch i and every head j that runs it."""
+    num_branches = len(segment_lengths)
+    if num_branches == 0 or len(dilation_rates) != num_branches:
+        raise ValueError(
+            f"segment_lengths = {list(segment_lengths)} and dilation_rates = {list(dilation_rates)}: give "
+            "one length and one rate for each branch, and at least one branch."
+        )
+    if min(segment_lengths) < 1 or min(dilation_rates) < 1:
+        raise ValueError(
+            f"segment_lengths = {list(segment_lengths)}, dilation_rates = {list(dilation_rates)}: every "
+            "one must be at least 1."
+        )
+    if offset is None:
+        offset = "branch" if head_mode == "grouped" else "mod"
+    return [
+        (i, j, segment_lengths[i], r, _offset(i, j, r, num_heads, offset))
+        for i, r in enumerate(dilation_rates)
+        for j in _heads_of_branch(i, num_branches, num_heads, head_mode)
+    ]
+
+
+def _heads_of_branch(i: int, num_branches: int, num_heads: int, head_mode: str) -> range:
+    """The heads that run branch i: all of them, or its contiguous group, the larger groups first."""
+    if head_mode == "all":
+        return range(num_heads)
+    if head_mode == "grouped":
+        if num_heads < num_branches:
+            raise ValueError(
+                f'head_mode = "grouped" with {num_heads} heads and {num_branches} branches: every branch '
+                'needs a head; give more heads, fewer branches, or head_mode="all".'
+            )
+        smaller, one_more = divmod(num_heads, num_branches)
+        sizes = [smaller + 1] * one_more + [smaller] * (num_branches - one_more)
+        return range(sum(sizes[:i]), sum(sizes[: i + 1]))
+    raise ValueError(f'head_mode = {head_mode!r}: it must be "all" or "grouped".')
+
+
+def _offset(i: int, j: int, r: int, num_heads: int, offset: str) -> int:
+    """Head j's offset in branch i."""
+    if offset == "mod":  # the paper
+        return j % r
+    if offset == "block":  # torchscale
+        return j // math.ceil(num_heads / r)
+    if offset == "branch":  # fkodom's dilated-attention-pytorch
+        return i % r
+    raise ValueError(f'offset = {offset!r}: it must be None, "mod", "block" or "branch".')

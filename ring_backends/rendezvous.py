@@ -1,0 +1,150 @@
+"""How the ranks of a ring find each other, for adapters whose ring lives on a torch process group.
+
+The world is what the launcher's environment says (torchrun's variables), unless a process group exists already. A ring
+always gets a process group of its own, so that its hops never queue behind a framework's collectives.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_backends.agreement import Agreement
+from ring_backends.layout import LayoutKind, SequenceLayout
+from ring_backends.ring import Ring
+
+START_TIMEOUT = timedelta(seconds=300)
+"""Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
+
+_rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
+
+
+def check_options(ring_size: object, layout: object, timeout: object) -> None:
+    """Refuse what no ring can be made of, before any communication."""
+    if ring_size is not None:
+        SequenceLayout(1, ring_size)  # type: ignore[arg-type]
+    SequenceLayout(1, 1, layout)  # type: ignore[arg-type]
+    if not isinstance(timeout, timedelta):
+        raise TypeError(f"timeout = {timeout!r}: expected a datetime.timedelta, such as timedelta(seconds=300).")
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout = {timeout}: must be positive; a hop takes time.")
+
+
+def start_world(timeout: timedelta) -> int:
+    """Initialise torch.distributed if the environment names several ranks; return the size of the world.
+
+    gloo carries the hops of CPU tensors, and of GPUs that several ranks share; NCCL those of ranks with a GPU each.
+    """
+    if not dist.is_initialized():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return 1
+        local_rank, local_size = (
+            int(os.environ.get("LOCAL_RANK", "0")),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        )
+        backend = "gloo"
+        if dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
+            torch.cuda.set_device(local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, timeout=max(timeout, START_TIMEOUT))
+    return dist.get_world_size()
+
+
+def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | None, world_size: int) -> tuple[int, ...]:
+    """The global ranks of this rank's ring, in ring order.
+
+    Raises:
+        ValueError: the ring does not divide the world, or ``ring_size`` and ``group`` disagree.
+    """
+    if group is None:
+        size = world_size if ring_size is None else ring_size
+        if world_size % size:
+            raise ValueError(
+                f"ring_size = {size}: must divide the {world_size} ranks of the world, which are data size × ring "
+                "size; "
+                "start a multiple of it, or use another ring size."
+            )
+        first = dist.get_rank() // size * size if world_size > 1 else 0
+        return tuple(range(first, first + size))
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh with axes {group.mesh_dim_names}: pass the ring's axis alone, mesh['ring']."
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group = {group!r}: expected a ProcessGroup, a one-dimensional DeviceMesh, or None.")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ring_size is not None and ring_size != len(ranks):
+        raise ValueError(
+            f"ring_size = {ring_size} and group has {len(ranks)} ranks: leave ring_size out, or pass a group of that "
+            "size."
+        )
+    return ranks
+
+
+def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta) -> Ring:
+    """Join the ring of these global ranks, of which this process is one; a ring of one connects to nothing.
+
+    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0.
+    """
+    ranks = tuple(ranks)
+    data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
+    if len(ranks) == 1:
+        return Ring(data_size=data_size, data_rank=data_rank, ranks=ranks, layout_kind=layout, timeout=timeout)
+    _rings_made[ranks] += 1
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    name = f"ring_backends/{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(name, world.get_group_store())
+    group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
+    # NCCL wants a group's first call to be joined by all its ranks, which a hop is not.
+    dist.barrier(group)
+    return Ring(
+        size=size,
+        rank=rank,
+        data_size=data_size,
+        data_rank=data_rank,
+        ranks=ranks,
+        layout_kind=layout,
+        group=group,
+        agreement=Agreement(store, rank, size, timeout, group.abort),
+        timeout=timeout,
+    )
+
+
+def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of these ranks, made by them alone, after they have all arrived.
+
+    torch names such a group after its ranks and the number of groups that the process is in, and waits for ever where
+    members disagree on the name. Ranks that are in fewer groups than others therefore join some of their own first.
+    """
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    store.set(f"groups/{dist.get_rank()}", str(num_groups))
+    keys = [f"groups/{rank}" for rank in ranks]
+    store.wait(keys, timeout)
+    for _ in range(num_groups, max(int(store.get(key)) for key in keys)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _place_among_rings(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
+    """(data size, data rank) of a ring, if rings of its shape tile the world; (1, 0) for a ring that stands alone."""
+    size = len(ranks)
+    stride = ranks[1] - ranks[0] if size > 1 else 1
+    evenly_spaced = stride > 0 and all(rank == ranks[0] + index * stride for index, rank in enumerate(ranks))
+    block = stride * size
+    if not evenly_spaced or world_size % block or ranks[0] % block >= stride:
+        return 1, 0
+    return world_size // size, ranks[0] // block * stride + ranks[0] % stride

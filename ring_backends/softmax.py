@@ -1,0 +1,50 @@
+"""Online softmax: results over disjoint sets of keys, merged into the result over their union.
+
+Each result is (out, lse): the softmax-weighted mean of the values, and the logsumexp of the scores. A set without
+keys is out = 0, lse = −inf, the neutral element, and two of them merge without a NaN. This merge serves ring steps
+and branches alike (LongNet, arXiv 2307.02486, equation 10; Milakov and Gimelshein, arXiv 1805.02867).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of LSE and of every running sum: fp32, or fp64 for fp64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The LSE of the union, and the weight in 0 … 1 of the other result in its output.
+
+    Args:
+        lse, other_lse: same shape and dtype; −inf where a set has no key.
+    """
+    merged = torch.logaddexp(lse, other_lse)
+    weight = torch.exp(other_lse - merged).masked_fill(merged == -math.inf, 0.0)
+    return merged, weight
+
+
+def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two results.
+
+    Args:
+        out, other_out: [..., head_dim].
+        lse, other_lse: [...], in the statistics dtype.
+
+    Returns:
+        (out, lse) over the union of both sets of keys; a key in both counts twice.
+    """
+    merged, weight = merge_weight(lse, other_lse)
+    return torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype)), merged
+
+
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """:func:`merge` in place: ``out`` and ``lse``, of the statistics dtype, become the result over the union."""
+    merged, weight = merge_weight(lse, other_lse)
+    lse.copy_(merged)
+    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))

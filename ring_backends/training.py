@@ -1,0 +1,221 @@
+"""Training over data × ring: a loss whose gradient is exact, steps, checkpoints.
+
+The commonest mistake under sequence sharding is a gradient that is off by the ring size, or by the share of valid
+tokens on each rank. The rule here: each rank's loss *sum*, divided by the number of valid tokens of the whole step,
+times whatever the framework's reducer divides by. That divisor is measured once, through the real reducer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_backends.ring import Ring
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class TrainingState(ABC):
+    """A model being trained over data × ring, the same way whatever framework reduces its gradients.
+
+    Attributes:
+        model: the wrapped model, to be called in the forward pass.
+        optimizer: the optimizer, from ``make_optimizer``.
+        divisor: what the framework's reducer divides the ranks' summed gradients by.
+        step_count: optimizer steps taken so far; part of a checkpoint.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    divisor: float
+    step_count: int
+
+    def __init__(self, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive; None does not clip.")
+        if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps = {accumulation_steps}: must be an int of at least 1.")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if ring.data_size * ring.size != world_size:
+            raise ValueError(
+                f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: "
+                "training "
+                "replicates the model over all of them; use rings that tile the world evenly."
+            )
+        self.ring = ring
+        self.max_grad_norm = max_grad_norm
+        self.accumulation_steps = accumulation_steps
+        self.step_count = 0
+
+    def global_count(self, local_count: int | Tensor) -> int:
+        """The sum of a count over all ranks of the world."""
+        count = torch.as_tensor(local_count, dtype=torch.int64, device=_device(self.model)).clone()
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return int(count)
+
+    def loss(
+        self, local_loss_sum: Tensor, local_token_count: int | Tensor, step_token_count: int | None = None
+    ) -> Tensor:
+        """The loss to call :meth:`backward` on: its reduced gradient is that of the mean over all valid tokens.
+
+        Args:
+            local_loss_sum: scalar, the sum of the losses of this rank's valid tokens.
+            local_token_count: how many those are.
+            step_token_count: valid tokens of the whole step, over all ranks and micro-batches (:meth:`global_count`
+                of a
+                rank's own sum). None counts this micro-batch over the ranks, which is the whole step unless
+                accumulating.
+
+        Raises:
+            ValueError: several micro-batches make a step and ``step_token_count`` is not given.
+        """
+        if step_token_count is None:
+            if self.accumulation_steps > 1:
+                raise ValueError(
+                    f"step_token_count is not given with accumulation_steps = {self.accumulation_steps}: the mean is "
+                    "over all "
+                    "micro-batches of a step; pass state.global_count(this rank's valid tokens of the whole step)."
+                )
+            step_token_count = self.global_count(local_token_count)
+        return local_loss_sum * (self.divisor / max(1, step_token_count))
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of one micro-batch, reduced over the ranks by the last one of a step."""
+
+    @abstractmethod
+    def step(self) -> None:
+        """Clip, let the optimizer take its step, and clear the gradients.
+
+        Raises:
+            RuntimeError: fewer backward calls were made than make a step.
+        """
+
+    @abstractmethod
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write model, optimizer and step count, all ranks together; whole or not at all."""
+
+    @abstractmethod
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read what :meth:`save` wrote, all ranks together."""
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The whole model's state as CPU tensors, by the model's own names, on every rank."""
+
+
+class ReplicatedTraining(TrainingState):
+    """Training with a whole replica of model and optimizer on every rank, whose wrapper reduces the gradients.
+
+    Args:
+        wrap: makes a module reduce its gradients over the world, as DistributedDataParallel does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        ring: Ring,
+        wrap: Callable[[nn.Module], nn.Module],
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+    ) -> None:
+        super().__init__(ring, max_grad_norm, accumulation_steps)
+        self._replica = model
+        self.model = wrap(model)
+        self.optimizer = make_optimizer(model.parameters())
+        self.divisor = measure_divisor(wrap, _device(model))
+        self._backward_calls = 0
+        self._unreduced = contextlib.ExitStack()
+        self._prepare_next()
+
+    def _prepare_next(self) -> None:
+        """Let the wrapper reduce the gradients of the next micro-batch only if it ends a step.
+
+        It has to know before that micro-batch's forward.
+        """
+        self._unreduced.close()
+        ends_step = self._backward_calls + 1 >= self.accumulation_steps
+        if not ends_step and self.model is not self._replica:
+            self._unreduced.enter_context(self.model.no_sync())  # type: ignore[operator]
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+        self._backward_calls += 1
+        self._prepare_next()
+
+    def step(self) -> None:
+        if self._backward_calls < self.accumulation_steps:
+            raise RuntimeError(
+                f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients are "
+                "not reduced "
+                "yet; call backward() once per micro-batch first."
+            )
+        if self.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(self._replica.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._backward_calls = 0
+        self._prepare_next()
+        self.step_count += 1
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            path = Path(path)
+            unfinished = path.with_name(path.name + ".unfinished")
+            state = {
+                "model": self._replica.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
+                "step": self.step_count,
+            }
+            torch.save(state, unfinished)
+            os.replace(unfinished, path)
+        if dist.is_initialized():
+            dist.barrier()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        state = torch.load(path, map_location=_device(self.model), weights_only=True)
+        self._replica.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step_count = state["step"]
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._replica.state_dict().items()}
+
+
+def _device(model: nn.Module) -> torch.device:
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+
+
+def measure_divisor(wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> float:
+    """What a reducer divides by: send one known gradient per rank through it, and see what comes out.
+
+    Raises:
+        RuntimeError: the ranks get different gradients, so that replicas would drift apart.
+    """
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    probe = nn.Linear(1, 1, bias=False, device=device)
+    wrap(probe)(torch.full((1, 1), float(rank + 1), device=device)).sum().backward()
+    assert probe.weight.grad is not None
+    reduced = probe.weight.grad.flatten().double()
+    everywhere = [torch.empty_like(reduced) for _ in range(world_size)]
+    if dist.is_initialized():
+        dist.all_gather(everywhere, reduced)
+    else:
+        everywhere = [reduced]
+    values = [float(value) for value in everywhere]
+    if max(values) - min(values) > 1e-6 * abs(values[0]):
+        raise RuntimeError(
+            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would "
+            "drift apart: "
+            "it has to reduce over all ranks of data × ring; do not restrict its process group."
+        )
+    return world_size * (world_size + 1) / 2 / values[0]

@@ -1,0 +1,339 @@
+"""Walk a plan: the forward and the backward of ring dilated attention on one rank.
+
+Both post the next hop of K and V before they compute the tiles of the current one. Backward passes K and V around
+again; the dK and dV of a parcel follow one step behind it, gathering every rank's share, and go home from the last.
+
+Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]; gathered rows are [B, H, S, D].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ring_backends.agreement import Agreement, Call
+from ring_backends.gather import gather, gather_into, scatter_add, scatter_merge
+from ring_backends.kernels import Kernel
+from ring_backends.packing import PackedRows, RowFormat
+from ring_backends.plan import HeadBlock, Message, Phantom, RankPlan, Step, Tile
+from ring_backends.ring import Traffic, Transfer
+from ring_backends.softmax import statistics_dtype
+
+RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
+"""(outgoing, incoming, tag) -> Transfer: post one hop, with at most one buffer per ring rank in either direction."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What one call attends over, on this rank."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_padding_mask: Tensor | None
+
+    def block(self, block: HeadBlock) -> Inputs:
+        """The heads of one block; the mask as one per key/value head, without a copy."""
+        mask = self.key_padding_mask
+        if mask is not None:
+            mask = mask.unsqueeze(2).expand(-1, -1, block.kv_heads.stop - block.kv_heads.start)
+        kv_heads = block.kv_heads
+        return Inputs(self.query[:, :, block.heads], self.key[:, :, kv_heads], self.value[:, :, kv_heads], mask)
+
+
+class Arrival(Protocol):
+    """Something on its way. ``wait`` is called once, and returns None where nothing was to come."""
+
+    def wait(self) -> PackedRows | None: ...
+
+
+class _Nothing:
+    def wait(self) -> None:
+        return None
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A hop under way; holds on to what leaves until it has left."""
+
+    transfer: Transfer
+    outgoing: Mapping[int, Tensor]
+    incoming: PackedRows
+    what: str
+    hops: Hops
+
+    def wait(self) -> PackedRows:
+        try:
+            self.transfer.wait(self.hops.call.time_left())
+        except Exception as error:
+            self.hops.agreement.fail(self.hops.call, self.what, error)
+        return self.incoming
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Posts the hops of one walk: tags and counts them, and gives a failed one its meaning."""
+
+    rank: int
+    ring_pass: RingPass
+    call: Call
+    agreement: Agreement
+    traffic: Traffic
+
+    def post(
+        self, index: int, name: str, outgoing: Mapping[int, Tensor], sends: tuple[Message, ...], incoming: PackedRows
+    ) -> Arrival:
+        if not outgoing and not incoming.by_peer:
+            return _Nothing()
+        what = (
+            f"rank {self.rank} waited in step {index // 2} of {self.call.direction} for {name} "
+            f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
+        )
+        try:
+            transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
+        except Exception as error:
+            self.agreement.fail(self.call, what, error)
+        self.traffic.messages += len(outgoing)
+        self.traffic.bytes += sum(incoming.row_format.payload_bytes(message.parcels) for message in sends)
+        return _Posted(transfer, outgoing, incoming, what, self)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One rank's plan with the kernel and the score scale that carry it out."""
+
+    plan: RankPlan
+    kernel: Kernel
+    scale: float
+
+    def forward(self, inputs: Inputs, hops: Hops | None) -> tuple[Tensor, Tensor]:
+        """Attend.
+
+        Returns:
+            out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
+        """
+        query = inputs.query
+        out = _contiguous_zeros(query)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=statistics_dtype(query.dtype))
+        for _, block, step, arrived in self._arrivals(inputs, hops):
+            here = inputs.block(block)
+            block_lse = lse[:, :, block.heads]
+            if step is block.steps[0]:
+                block_out = _accumulator(out[:, :, block.heads])
+            for phantom in step.phantoms:
+                _merge_phantom(block_out, block_lse, phantom)
+            for tile in step.tiles:
+                scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, arrived))
+            del arrived  # freed before the loop goes on and posts the next hop: two received buffers are enough
+            if step is block.steps[-1] and block_out.dtype != out.dtype:
+                out[:, :, block.heads] = block_out
+        return out, lse
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
+        grads = Inputs(
+            _contiguous_zeros(inputs.query), _contiguous_zeros(inputs.key), _contiguous_zeros(inputs.value), None
+        )
+        grad_hop: _GradHop | None = None
+        for index, block, step, arrived in self._arrivals(inputs, hops):
+            if step is block.steps[0]:
+                sums = _BlockSums.of(grads, block)
+            here = inputs.block(block)
+            block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
+            passed_on = _grad_rows(step.grad_sends, inputs, zeroed=True)
+            for tile in step.tiles:
+                grad_query, grad_key, grad_value = self._tile_backward(
+                    tile, here, arrived, block_out, block_lse, block_grad_out
+                )
+                scatter_add(sums.query, tile.queries, grad_query)
+                if tile.keys is not None:
+                    scatter_add(sums.key, tile.keys, grad_key)
+                    scatter_add(sums.value, tile.keys, grad_value)
+                else:
+                    assert tile.parcel is not None
+                    parcel_key, parcel_value, _ = passed_on.slices(tile.parcel)
+                    parcel_key += grad_key
+                    parcel_value += grad_value
+            del arrived  # as in forward
+            if grad_hop is not None:
+                grad_hop.settle(passed_on, grads)
+            arrival: Arrival = _Nothing()
+            if hops is not None:
+                incoming = _grad_rows(step.grad_receives, inputs)
+                arrival = hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
+            grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
+        if grad_hop is not None:
+            grad_hop.settle(None, grads)
+        return grads.query, grads.key, grads.value
+
+    def _tile_forward(self, tile: Tile, here: Inputs, arrived: PackedRows | None) -> tuple[Tensor, Tensor]:
+        rows = _TileRows.gather(tile, here, arrived)
+        return self.kernel.forward(
+            rows.query, rows.key, rows.value, is_causal=tile.is_causal, scale=self.scale, key_mask=rows.key_mask
+        )
+
+    def _tile_backward(
+        self, tile: Tile, here: Inputs, arrived: PackedRows | None, out: Tensor, lse: Tensor, grad_out: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        rows = _TileRows.gather(tile, here, arrived)
+        grad_query, grad_key, grad_value = self.kernel.backward(
+            gather(grad_out, tile.queries),
+            rows.query,
+            rows.key,
+            rows.value,
+            gather(out, tile.queries),
+            gather(lse, tile.queries),
+            is_causal=tile.is_causal,
+            scale=self.scale,
+            key_mask=rows.key_mask,
+        )
+        return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
+
+    def _arrivals(
+        self, inputs: Inputs, hops: Hops | None
+    ) -> Iterator[tuple[int, HeadBlock, Step, PackedRows | None]]:
+        """Every step, numbered, with the K and V that arrived for it, the next hop being under way.
+
+        Not for ``enumerate`` or ``zip``, which hold on to what they yielded last.
+        """
+        steps = [(block, step) for block in self.plan.blocks for step in block.steps]
+        arriving: Arrival = _Nothing()
+        for index, (block, step) in enumerate(steps):
+            arrived = arriving.wait()
+            arriving = _Nothing()
+            if hops is not None and index + 1 < len(steps):
+                arriving = _post_rows(hops, index + 1, inputs.block(steps[index + 1][0]), steps[index + 1][1], arrived)
+            yield index, block, step, arrived
+
+
+def _post_rows(hops: Hops, index: int, inputs: Inputs, step: Step, arrived: PackedRows | None) -> Arrival:
+    """Send on what ``arrived``, or send this rank's own rows off, and receive what ``step`` needs."""
+    batch, head_dim, masked = inputs.key.shape[0], inputs.key.shape[-1], inputs.key_padding_mask is not None
+    row_format = RowFormat(batch, head_dim, inputs.key.dtype, masked)
+    if arrived is not None and all(parcel in arrived for message in step.sends for parcel in message.parcels):
+        outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
+    else:
+        packed = PackedRows(row_format, step.sends, inputs.key.device)
+        for parcel in packed.parcels:
+            own = (inputs.key, inputs.value, inputs.key_padding_mask)
+            for destination, tensor in zip(packed.slices(parcel), own, strict=True):
+                if destination is not None and tensor is not None:
+                    gather_into(destination, tensor, parcel.source)
+        outgoing = packed.by_peer
+    incoming = PackedRows(row_format, step.receives, inputs.key.device)
+    return hops.post(2 * index, "K and V", outgoing, step.sends, incoming)
+
+
+def _grad_rows(messages: tuple[Message, ...], inputs: Inputs, *, zeroed: bool = False) -> PackedRows:
+    key = inputs.key
+    row_format = RowFormat(key.shape[0], key.shape[-1], statistics_dtype(key.dtype))
+    return PackedRows(row_format, messages, key.device, zeroed=zeroed)
+
+
+def _contiguous_zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _accumulator(tensor: Tensor) -> Tensor:
+    """``tensor`` itself where it has the statistics dtype, else zeros that have."""
+    dtype = statistics_dtype(tensor.dtype)
+    return tensor if tensor.dtype == dtype else torch.zeros_like(tensor, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class _BlockSums:
+    """Gradients of one block of heads, summed in the statistics dtype."""
+
+    block: HeadBlock
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, grads: Inputs, block: HeadBlock) -> _BlockSums:
+        part = grads.block(block)
+        return cls(block, _accumulator(part.query), _accumulator(part.key), _accumulator(part.value))
+
+    def store(self, grads: Inputs) -> None:
+        """Round the sums to the gradients' dtype, where they are not the gradients themselves."""
+        if self.query.dtype != grads.query.dtype:
+            part = grads.block(self.block)
+            part.query.copy_(self.query)
+            part.key.copy_(self.key)
+            part.value.copy_(self.value)
+
+
+@dataclass(frozen=True)
+class _GradHop:
+    """The dK and dV under way after one step, for the block whose sums they belong to."""
+
+    arrival: Arrival
+    sums: _BlockSums
+    ends_block: bool
+
+    def settle(self, passed_on: PackedRows | None, grads: Inputs) -> None:
+        """Add what arrived to what this rank passes on next, or, where it came home, to this rank's own sums."""
+        arrived = self.arrival.wait()
+        if arrived is not None:
+            for parcel in arrived.parcels:
+                key, value, _ = arrived.slices(parcel)
+                if passed_on is not None and parcel in passed_on:
+                    next_key, next_value, _ = passed_on.slices(parcel)
+                    next_key += key
+                    next_value += value
+                else:
+                    scatter_add(self.sums.key, parcel.source, key)
+                    scatter_add(self.sums.value, parcel.source, value)
+        if self.ends_block:
+            self.sums.store(grads)
+
+
+@dataclass(frozen=True)
+class _TileRows:
+    """What one kernel call reads: [B, H, S, D], with as many key/value heads as the kernel can group evenly."""
+
+    tile: Tile
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+
+    @classmethod
+    def gather(cls, tile: Tile, inputs: Inputs, arrived: PackedRows | None) -> _TileRows:
+        mask: Tensor | None
+        if tile.keys is not None:
+            key, value = gather(inputs.key, tile.keys), gather(inputs.value, tile.keys)
+            mask = None if inputs.key_padding_mask is None else gather(inputs.key_padding_mask, tile.keys)
+        else:
+            assert arrived is not None
+            assert tile.parcel is not None
+            key, value, mask = arrived.slices(tile.parcel)
+        if not tile.streams_are_grouped:
+            index = torch.tensor(tile.stream_of_head, device=key.device)
+            key, value = key.index_select(1, index), value.index_select(1, index)
+            mask = None if mask is None else mask.index_select(1, index)
+        return cls(tile, gather(inputs.query, tile.queries), key, value, mask)
+
+    def sum_over_heads(self, grad: Tensor) -> Tensor:
+        """The gradient of each stream, from that of each key/value head the kernel saw."""
+        if self.tile.streams_are_grouped:
+            return grad
+        index = torch.tensor(self.tile.stream_of_head, device=grad.device)
+        grad = grad.to(statistics_dtype(grad.dtype))
+        sums = grad.new_zeros((grad.shape[0], self.tile.num_streams, *grad.shape[2:]))
+        return sums.index_add_(1, index, grad)
+
+
+def _merge_phantom(out: Tensor, lse: Tensor, phantom: Phantom) -> None:
+    """Let the phantom's queries see its zero keys: scores 0, values 0."""
+    rows = phantom.queries
+    shape = (out.shape[0] * rows.segments, rows.num_heads, rows.rows)
+    zeros = out.new_zeros(()).expand(*shape, out.shape[-1])
+    scatter_merge(out, lse, rows, zeros, lse.new_tensor(math.log(phantom.count)).expand(shape))

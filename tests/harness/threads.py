@@ -1,0 +1,151 @@
+"""A ring inside one process: threads as ranks, a hop as a hand-over through a queue.
+
+The very attention that adapters run, without processes: property tests afford rings of 16 with it, and a debugger can
+step from rank to rank.
+
+    def attend(ring):
+        attention = ThreadRingDilatedAttention([64], [1], ring=ring)
+        ...
+        return out
+
+    outs = run_in_threads(4, attend)
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+import traceback
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ring_backends.agreement import Agreement
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.layout import LayoutKind
+from ring_backends.ring import Ring, Transfer
+
+T = TypeVar("T")
+
+
+class Exchange:
+    """What the threads of one ring share: a queue per (source, destination, tag), and a sign that somebody has left."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.store = HashStore()
+        self.closed = threading.Event()
+        self._queues: defaultdict[tuple[int, int, object], queue.Queue[Tensor]] = defaultdict(queue.Queue)
+        self._lock = threading.Lock()
+
+    def put(self, source: int, destination: int, tag: object, tensor: Tensor) -> None:
+        self._queue(source, destination, tag).put(tensor.clone())
+
+    def get(self, source: int, destination: int, tag: object, timeout: timedelta) -> Tensor:
+        end = time.monotonic() + timeout.total_seconds()
+        while not self.closed.is_set() and time.monotonic() < end:
+            try:
+                return self._queue(source, destination, tag).get(timeout=0.02)
+            except queue.Empty:
+                continue
+        raise TimeoutError(
+            f"nothing came from rank {source}; " + ("the ring is closed" if self.closed.is_set() else "timed out")
+        )
+
+    def _queue(self, source: int, destination: int, tag: object) -> queue.Queue[Tensor]:
+        with self._lock:
+            return self._queues[source, destination, tag]
+
+
+@dataclass(frozen=True)
+class ThreadRing(Ring):
+    """A ring whose ranks are threads."""
+
+    exchange: Exchange = field(default_factory=lambda: Exchange(1))
+
+    @classmethod
+    def of(cls, exchange: Exchange, rank: int, layout: LayoutKind, timeout: timedelta) -> ThreadRing:
+        agreement = Agreement(exchange.store, rank, exchange.size, timeout, exchange.closed.set)
+        return cls(
+            size=exchange.size,
+            rank=rank,
+            ranks=tuple(range(exchange.size)),
+            layout_kind=layout,
+            agreement=agreement if exchange.size > 1 else None,
+            timeout=timeout,
+            exchange=exchange,
+        )
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._all_to_all("all-gather", [tensor] * self.size))
+
+    def reduce_scatter(self, tensor: Tensor) -> Tensor:
+        return torch.stack(self._all_to_all("reduce-scatter", list(tensor))).sum(0)
+
+    def _all_to_all(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        for destination, tensor in enumerate(tensors):
+            self.exchange.put(self.rank, destination, name, tensor)
+        return [self.exchange.get(source, self.rank, name, self.timeout) for source in range(self.size)]
+
+
+@dataclass(frozen=True)
+class _HandOver(Transfer):
+    exchange: Exchange
+    rank: int
+    incoming: Mapping[int, Tensor]
+    tag: int
+
+    def wait(self, timeout: timedelta) -> None:
+        for source, buffer in self.incoming.items():
+            arrived = self.exchange.get(source, self.rank, self.tag, timeout)
+            assert arrived.shape == buffer.shape, (
+                f"rank {source} sent {arrived.shape}, rank {self.rank} expects {buffer.shape}"
+            )
+            buffer.copy_(arrived)
+
+
+class ThreadRingDilatedAttention(RingDilatedAttention):
+    """Ring dilated attention over a :class:`ThreadRing`."""
+
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        assert isinstance(self.ring, ThreadRing)
+        for destination, buffer in outgoing.items():
+            self.ring.exchange.put(self.ring.rank, destination, tag, buffer)
+        return _HandOver(self.ring.exchange, self.ring.rank, incoming, tag)
+
+
+def run_in_threads(
+    size: int,
+    function: Callable[[ThreadRing], T],
+    *,
+    layout: LayoutKind = "contiguous",
+    timeout: timedelta = timedelta(seconds=60),
+) -> list[T]:
+    """Call ``function(ring)`` on every rank of a new ring of threads.
+
+    Returns:
+        The results by rank.
+
+    Raises:
+        AssertionError: a rank raised; the message has every rank's traceback, and the first error is the cause.
+    """
+    exchange = Exchange(size)
+    with ThreadPoolExecutor(size) as pool:
+        rings = [ThreadRing.of(exchange, rank, layout, timeout) for rank in range(size)]
+        futures = [pool.submit(function, ring) for ring in rings]
+        for future in futures:
+            future.add_done_callback(lambda done: exchange.closed.set() if done.exception() else None)
+        errors = {rank: future.exception() for rank, future in enumerate(futures)}
+    failed = {rank: error for rank, error in errors.items() if error is not None}
+    if failed:
+        reports = (f"rank {rank}:\n{''.join(traceback.format_exception(error))}" for rank, error in failed.items())
+        raise AssertionError("\n".join(reports)) from next(iter(failed.values()))
+    return [future.result() for future in futures]

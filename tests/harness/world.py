@@ -1,0 +1,271 @@
+"""A world of long-lived ranks for tests: spawned once, joined by gloo once, then called many times.
+
+The rule of this file: nothing that a rank does may hang, kill or silence the session. An error shows what
+*every* rank was doing, since the rank that raises is seldom the one that is wrong; a rank that hangs is asked
+for its stacks and killed; a world that lost a rank is started again at its next use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import re
+import signal
+import tempfile
+import time
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from ring_backends.testing.rank import LEAVE, STACK_SIGNAL, Outcome, rank_main, reference_to
+
+__all__ = ["Outcome", "RanksFailedError", "World"]
+
+
+class RanksFailedError(RuntimeError):
+    """A call did not return on every rank. The message tells of each; ``outcomes`` holds the same as data."""
+
+    def __init__(self, what: str, outcomes: list[Outcome]) -> None:
+        self.outcomes = outcomes
+        asked = [outcome for outcome in outcomes if outcome.status != "not asked"]
+        failed = [outcome for outcome in asked if outcome.status != "returned"]
+        header = f"{what} failed on {len(failed)} of {len(asked)} ranks"
+        super().__init__("\n".join([header, *map(str, asked)]))
+
+
+class World:
+    """``size`` ranks, each a process with one torch thread, in one gloo group that is ready to use.
+
+    Ranks start at the first call, or at the first one after :meth:`close` or after a rank hung or died; what
+    they cached is then gone. They share standard output and error with this process, and none outlives it.
+
+    Args:
+        size: how many ranks.
+        start_timeout: seconds that all ranks together have for importing torch and joining.
+        call_timeout: seconds for a call, unless it says otherwise.
+        grace: seconds that the other ranks still have once one of them has failed in :meth:`run`.
+    """
+
+    def __init__(self, size: int, *, start_timeout: float = 120, call_timeout: float = 120, grace: float = 5) -> None:
+        if size < 1:
+            raise ValueError(f"size = {size}: a world has at least 1 rank.")
+        self.size = size
+        self.start_timeout = start_timeout
+        self.call_timeout = call_timeout
+        self.grace = grace
+        self._processes: list[BaseProcess] = []
+        self._connections: list[Connection] = []
+        self._store: TCPStore | None = None
+        self._stack_folder: tempfile.TemporaryDirectory[str] | None = None
+        # Runs at exit too, before multiprocessing's own clean-up, which waits for ever for a stopped rank.
+        self._finalizer = weakref.finalize(self, _kill, self._processes)
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank and return the results by rank.
+
+        Args:
+            function: a function of a module's top level; it learns its rank from ``torch.distributed``.
+            ranks: who is to call it; None means all. The list holds None for the others.
+            timeout: seconds; None means the world's call_timeout.
+
+        Raises:
+            RanksFailedError: a rank raised, died or did not answer in time. Once one has failed, the others
+                have ``grace`` seconds left.
+            ValueError: ``function`` cannot be found by its name, or a rank is not in the world.
+        """
+        outcomes = self._call(function, args, kwargs, ranks, timeout, self.grace)
+        if any(outcome.status not in ("returned", "not asked") for outcome in outcomes):
+            raise RanksFailedError(f"{function.__module__}.{function.__qualname__}", outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def run_collect(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        ranks: Iterable[int] | None = None,
+        timeout: float | None = None,
+        **kwargs: Any,
+    ) -> list[Outcome]:
+        """As :meth:`run`, for calls that are meant to fail: one :class:`Outcome` for each rank, and no error.
+
+        Every rank has the whole of ``timeout``, whatever becomes of the others.
+        """
+        return self._call(function, args, kwargs, ranks, timeout, None)
+
+    def close(self) -> None:
+        """Ask the ranks to leave, and end those that do not. The next call starts new ones."""
+        for connection in self._connections:
+            with contextlib.suppress(BrokenPipeError):  # that rank has left already
+                connection.send_bytes(LEAVE)
+        deadline = time.monotonic() + self.grace
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self._abandon()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Iterable[int] | None,
+        timeout: float | None,
+        grace: float | None,
+    ) -> list[Outcome]:
+        request = pickle.dumps((reference_to(function), pickle.dumps((args, kwargs))))
+        asked = sorted(range(self.size) if ranks is None else set(ranks))
+        if not set(asked) <= set(range(self.size)):
+            raise ValueError(f"ranks = {asked}: the ranks of this world are 0 to {self.size - 1}.")
+        lost = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
+        if lost:
+            how = ", ".join(f"rank {rank} {_how_it_ended(self._processes[rank])}" for rank in lost)
+            warnings.warn(f"after the last call {how}; starting new ranks", RuntimeWarning, stacklevel=3)
+            self._abandon()
+        try:
+            if not self._processes:
+                self._start()
+            for rank in asked:
+                with contextlib.suppress(BrokenPipeError):  # it died just now, as the wait will find
+                    self._connections[rank].send_bytes(request)
+            return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace)
+        except BaseException:  # Ctrl-C, say: answers would come late, and be taken for those of the next call
+            self._abandon()
+            raise
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        # Hosted here, so that no rank's end takes the store from the others.
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._stack_folder = tempfile.TemporaryDirectory(prefix="world-")
+        for rank in range(self.size):
+            self._stack_file(rank).touch()
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=rank_main,
+                args=(rank, self.size, self._store.port, theirs, self._stack_file(rank), self.start_timeout),
+                name=f"rank {rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()  # else the end of the rank would not end the pipe
+            self._processes.append(process)
+            self._connections.append(ours)
+        outcomes = self._wait_for(list(range(self.size)), self.start_timeout, self.grace)
+        if any(outcome.status != "returned" for outcome in outcomes):
+            raise RanksFailedError(f"starting a world of {self.size}", outcomes)
+
+    def _wait_for(self, asked: list[int], timeout: float, grace: float | None) -> list[Outcome]:
+        """One outcome per rank. A rank that died or did not answer costs the world its life."""
+        outcomes = {r: Outcome(r, "not asked") for r in range(self.size) if r not in asked}
+        waiting = set(asked)
+        deadline = time.monotonic() + timeout
+        limit = f"within {timeout:g} s"
+        while waiting:
+            sources = [source for r in waiting for source in (self._connections[r], self._processes[r].sentinel)]
+            ready = wait_for_any(sources, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for rank in sorted(waiting):
+                if self._connections[rank] not in ready and self._processes[rank].sentinel not in ready:
+                    continue
+                outcomes[rank] = self._receive(rank)
+                waiting.remove(rank)
+                if grace is not None and outcomes[rank].status != "returned":
+                    if time.monotonic() + grace < deadline:
+                        deadline = time.monotonic() + grace
+                        limit = f"within {grace:g} s of the failure of rank {rank}"
+                    grace = None
+        if waiting:
+            for rank, stacks in self._stacks(sorted(waiting)).items():
+                outcomes[rank] = Outcome(rank, "no answer", message=limit, detail=stacks)
+        if any(outcome.status in ("no answer", "died") for outcome in outcomes.values()):
+            self._abandon()
+        return [outcomes[rank] for rank in range(self.size)]
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            # An answer may be waiting although the rank has ended since.
+            if self._connections[rank].poll():
+                answer: Outcome = pickle.loads(self._connections[rank].recv_bytes())
+                return answer
+        except (EOFError, ConnectionError):
+            pass  # the pipe ended with the rank, in the midst of an answer or before one
+        process = self._processes[rank]
+        process.join(5)  # the pipe ends a moment before the process does
+        return Outcome(rank, "died", message=_how_it_ended(process))
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """What each of these ranks is doing now, by rank."""
+        for rank in ranks:
+            pid = self._processes[rank].pid
+            assert pid is not None
+            with contextlib.suppress(ProcessLookupError):  # it died just now
+                os.kill(pid, STACK_SIGNAL)
+        stacks = dict.fromkeys(ranks, "")
+        deadline = time.monotonic() + 3
+        # A dump is whole when it has stopped growing.
+        while time.monotonic() < deadline:
+            time.sleep(0.1)
+            seen = {rank: self._stack_file(rank).read_text(errors="replace") for rank in ranks}
+            if seen == stacks and all(seen.values()):
+                break
+            stacks = seen
+        return {rank: _without_harness(text) for rank, text in stacks.items()}
+
+    def _stack_file(self, rank: int) -> Path:
+        assert self._stack_folder is not None
+        return Path(self._stack_folder.name, f"rank{rank}.txt")
+
+    def _abandon(self) -> None:
+        """End what is left of the ranks; the next call starts new ones."""
+        _kill(self._processes)
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._store = None
+        if self._stack_folder is not None:
+            self._stack_folder.cleanup()
+            self._stack_folder = None
+
+
+def _without_harness(stacks: str) -> str:
+    """A faulthandler dump without the rank's own loop and its watching thread."""
+    threads = [thread for thread in stacks.split("\n\n") if " in _end_with_parent" not in thread]
+    told = [re.sub(r"\n[^\n]* in _call_by_reference\n.*", "", thread, flags=re.DOTALL) for thread in threads]
+    return "\n\n".join(told) or "(no stacks: the process is stopped, or not yet up)"
+
+
+def _kill(processes: list[BaseProcess]) -> None:
+    for process in processes:
+        process.kill()  # SIGKILL: a rank stopped, or blocked in C++, heeds nothing else
+    for process in processes:
+        process.join()
+    processes.clear()
+
+
+def _how_it_ended(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is None:
+        return "closed its pipe and went on running"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

@@ -1,0 +1,263 @@
+"""One device and a ring of threads against the dense fp64 reference: out, LSE, dq, dk and dv, each on its own."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_backends import DilatedPattern, RingSchedule, dilated_attention
+from ring_backends.plan import rank_plan
+from ring_backends.reference import dense_attention, reference_attention, reference_counts, reference_phantom_counts
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.threads import ThreadRing, ThreadRingDilatedAttention, run_in_threads
+
+NAMES = ("out", "lse", "dq", "dk", "dv")
+Results = dict[str, Tensor]
+
+
+def reference_results(case: AttentionCase) -> Results:
+    query, key, value, grad_out, mask = case.tensors()
+    leaves = [x.double().requires_grad_() for x in (query, key, value)]
+    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask)
+    return dict(
+        zip(NAMES, (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out.double())), strict=True)
+    )
+
+
+def plain_results(case: AttentionCase) -> Results:
+    """torch's own attention of the case's dtype over the same multiset of keys: the yardstick for rounding."""
+    query, key, value, grad_out, mask = case.tensors()
+    options = {name: case.options()[name] for name in ("is_causal", "head_mode", "offset")}
+    pattern = (case.seq_len, case.num_heads, case.segment_lengths, case.dilation_rates)
+    counts = reference_counts(*pattern, **options)
+    phantoms = None
+    if case.padding == "zeros":
+        phantoms = reference_phantom_counts(*pattern, **options)
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    _, lse = dense_attention(
+        *leaves, counts, phantom_counts=phantoms, scale=case.scale, key_padding_mask=mask, dtype=case.dtype
+    )
+
+    # A key that counts c times stands there c times, and so does a phantom key of zeros.
+    counts = counts.expand(case.batch, -1, -1, -1)
+    if mask is not None:
+        counts = counts.masked_fill(mask[:, None, None, :], 0)
+    repeats = int(counts.max())
+    seen = [counts > c for c in range(repeats)]
+    if phantoms is not None:
+        most = int(phantoms.max())
+        seen.append((phantoms.unsqueeze(-1) > torch.arange(most)).expand(case.batch, -1, -1, -1))
+        zeros = torch.zeros(case.batch, most, case.num_kv_heads, case.head_dim, dtype=case.dtype)
+    if not seen:
+        return dict(zip(NAMES, (torch.zeros_like(query), lse, *map(torch.zeros_like, leaves)), strict=True))
+    phantom_rows = [] if phantoms is None else [zeros]
+    keys, values = (torch.cat([*[x] * repeats, *phantom_rows], 1).transpose(1, 2) for x in leaves[1:])
+    visible = torch.cat(seen, -1)
+    blind = ~visible.any(-1, keepdim=True)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        query.transpose(1, 2), keys, values, attn_mask=visible | blind, scale=case.scale, enable_gqa=True
+    )
+    out = out.masked_fill(blind, 0).transpose(1, 2)
+    grads = torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)
+    return dict(zip(NAMES, (out.detach(), lse, *grads), strict=True))
+
+
+def single_device_results(case: AttentionCase, **options: Any) -> Results:
+    query, key, value, grad_out, mask = case.tensors()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
+    assert not lse.requires_grad
+    return dict(zip(NAMES, (out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out)), strict=True))
+
+
+def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tuple[Results, list[ThreadRing]]:
+    """The results of a ring of threads, put together, and its ranks, with what they sent."""
+    query, key, value, grad_out, mask = case.tensors()
+    options = {name: value for name, value in case.options().items() if name != "is_causal"}
+
+    def attend(ring: ThreadRing) -> tuple[list[Tensor], ThreadRing]:
+        attention = ThreadRingDilatedAttention(ring=ring, **options)
+        leaves = [ring.shard(x).detach().requires_grad_() for x in (query, key, value)]
+        local_mask = None if mask is None else ring.shard(mask)
+        out, lse = attention(
+            *leaves,
+            is_causal=case.is_causal,
+            seq_len=case.seq_len,
+            key_padding_mask=local_mask,
+            return_lse=True,
+        )
+        grads = torch.autograd.grad(out, leaves, ring.shard(grad_out))
+        dims = (1, 2, 1, 1, 1)
+        parts = (out.detach(), lse, *grads)
+        return [ring.unshard(x, dim, case.seq_len) for x, dim in zip(parts, dims, strict=True)], ring
+
+    by_rank = run_in_threads(ring_size, attend, layout=layout)
+    for results, _ in by_rank[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(results, by_rank[0][0], strict=True))
+    return dict(zip(NAMES, by_rank[0][0], strict=True)), [ring for _, ring in by_rank]
+
+
+def error_norm(actual: Tensor, expected: Tensor) -> float:
+    """The norm of the difference; infinite where one is infinite or NaN and the other is not the same."""
+    actual, expected = actual.double(), expected.double()
+    difference = torch.where(actual == expected, 0.0, actual - expected)
+    return float(difference.norm()) if difference.isfinite().all() else math.inf
+
+
+def check_exact(actual: Results, expected: Results) -> None:
+    for name in NAMES:
+        assert error_norm(actual[name], expected[name]) < 1e-10, name
+
+
+@settings(max_examples=500, deadline=None)
+@given(attention_cases(dtypes=[torch.float64]))
+def test_single_device_equals_the_reference(case: AttentionCase) -> None:
+    check_exact(single_device_results(case), reference_results(case))
+
+
+@settings(max_examples=60, deadline=None)
+@given(attention_cases(dtypes=[torch.float64], max_n=70))
+def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
+    check_exact(single_device_results(case, kernel="math"), reference_results(case))
+
+
+# Large enough that the ratio of two error norms is not a matter of luck.
+LOW_PRECISION_CASES = attention_cases(
+    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32]
+).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(LOW_PRECISION_CASES)
+def test_rounding_is_at_most_twice_that_of_plain_attention(case: AttentionCase) -> None:
+    actual, plain, exact = single_device_results(case), plain_results(case), reference_results(case)
+    # Where plain attention happens to be exact, a few roundings per number are the least one can ask.
+    rounding = 4 * max(map(_largest, exact.values())) * torch.finfo(torch.float32).eps
+    for name in NAMES:
+        floor = rounding * math.sqrt(exact[name].numel())
+        assert error_norm(actual[name], exact[name]) <= 2 * error_norm(plain[name], exact[name]) + floor, name
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    attention_cases(dtypes=[torch.float64], max_n=100),
+    st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]),
+    st.sampled_from(["contiguous", "zigzag"]),
+)
+def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
+    case: AttentionCase, ring_size: int, layout: str
+) -> None:
+    actual, rings = thread_ring_results(case, ring_size, layout)
+    check_exact(actual, reference_results(case))
+    pattern = DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset, case.padding)
+    for ring in rings:
+        schedule = RingSchedule(pattern, ring.layout(case.seq_len), case.num_heads, case.num_kv_heads, case.is_causal)
+        expected = sum(
+            schedule.wire_bytes(
+                ring.rank,
+                batch=case.batch,
+                head_dim=case.head_dim,
+                itemsize=8,
+                backward=backward,
+                masked=case.masked is not None,
+            )
+            for backward in (False, True)
+        )
+        assert ring.traffic.bytes == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    attention_cases(dtypes=[torch.float64, torch.float32, torch.bfloat16], max_n=60),
+    st.sampled_from([1, 2, 3, 4]),
+    st.sampled_from(["contiguous", "zigzag"]),
+)
+def test_fine_cuts_of_heads_and_hops_change_no_result(case: AttentionCase, ring_size: int, layout: str) -> None:
+    coarse, _ = thread_ring_results(case, ring_size, layout)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ring_backends.plan.MIN_HOP_BYTES", 16)
+        patch.setattr("ring_backends.plan.MIN_BLOCK_BYTES", 16)
+        rank_plan.cache_clear()
+        fine, _ = thread_ring_results(case, ring_size, layout)
+        rank_plan.cache_clear()
+    for name in NAMES:
+        tolerance = 64 * torch.finfo(coarse[name].dtype).eps * max(1.0, _largest(coarse[name]))
+        assert error_norm(fine[name], coarse[name]) <= tolerance, name
+
+
+def test_uncovered_positions_and_masked_queries_are_zero_without_nan() -> None:
+    query, key, value = (torch.randn(2, 12, 1, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mask = torch.zeros(2, 12, dtype=torch.bool)
+    mask[1] = True
+    out, lse = dilated_attention(query, key, value, [6], [3], key_padding_mask=mask, return_lse=True)
+    seen = torch.arange(12) % 6 % 3 == 0
+    assert torch.equal(lse[0, 0] == -math.inf, ~seen)
+    assert (lse[1] == -math.inf).all()
+    out.backward(torch.randn_like(out))
+    for tensor in (out, query.grad, key.grad, value.grad):
+        assert tensor.isfinite().all()
+        assert not tensor[0, ~seen].any()
+        assert not tensor[1].any()
+
+
+def test_two_equal_branches_count_every_key_twice() -> None:
+    query, key, value = torch.randn(3, 1, 40, 2, 8, dtype=torch.float64)
+    once = dilated_attention(query, key, value, [16], [2], return_lse=True)
+    twice = dilated_attention(query, key, value, [16, 16], [2, 2], return_lse=True)
+    torch.testing.assert_close(twice[0], once[0], rtol=0, atol=1e-12)
+    torch.testing.assert_close(twice[1], once[1] + math.log(2), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
+def test_under_autocast_as_scaled_dot_product_attention(autocast_dtype: torch.dtype) -> None:
+    """Everything but fp64 is cast, mixed dtypes among it; gradients come back in the dtype of the inputs."""
+    query = torch.randn(1, 32, 2, 8, requires_grad=True)
+    key = torch.randn(1, 32, 2, 8).half().requires_grad_()
+    value = torch.randn(1, 32, 2, 8).bfloat16().requires_grad_()
+    with torch.autocast("cpu", dtype=autocast_dtype):
+        out = dilated_attention(query, key, value, [32], [1])
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            *(x.transpose(1, 2) for x in (query, key, value))
+        ).transpose(1, 2)
+        assert out.dtype == expected.dtype == autocast_dtype
+        double = dilated_attention(*(x.double() for x in (query, key, value)), [32], [1])
+        assert double.dtype == torch.float64
+        with pytest.raises(ValueError, match="key has dtype"):
+            dilated_attention(query.double(), key, value, [32], [1])
+    torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+    out.backward(torch.randn_like(out))
+    assert [x.grad.dtype for x in (query, key, value)] == [torch.float32, torch.float16, torch.bfloat16]
+
+
+def test_mixed_dtypes_are_refused_without_autocast() -> None:
+    query, key = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 2, 4).double()
+    with pytest.raises(ValueError, match=r"key has dtype torch\.float64 and query torch\.float32"):
+        dilated_attention(query, key, key, [8], [1])
+
+
+def test_second_derivatives_are_refused_clearly() -> None:
+    query = torch.randn(1, 8, 1, 4, dtype=torch.float64, requires_grad=True)
+    (grad,) = torch.autograd.grad(dilated_attention(query, query, query, [8], [1]).sum(), query, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 2, 4), (2, 8, 2, 4)])
+def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
+    query = torch.randn(shape, requires_grad=True)
+    out, lse = dilated_attention(query, query, query, [4], [1], return_lse=True)
+    assert out.shape == shape
+    assert lse.shape == (shape[0], shape[2], shape[1])
+    out.sum().backward()
+    assert query.grad.shape == shape

@@ -1,0 +1,314 @@
+"""The plan as data: symmetric, complete, nothing twice, and as many bytes as it says; up to rings of 64."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends.gather import gather
+from ring_backends.packing import PackedRows, RowFormat
+from ring_backends.plan import Message, Parcel, RankPlan, Step, rank_plan
+from ring_backends.reference import reference_counts
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+
+RING_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 31, 64]))
+LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
+CASES = attention_cases(max_n=90, max_heads=4, paddings=["masked"], masks=[None], dtypes=[torch.float32])
+SIZES = {"batch": 1, "head_dim": 4, "itemsize": 4}
+
+
+def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedule:
+    pattern = DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset)
+    return RingSchedule(
+        pattern, SequenceLayout(case.seq_len, ring_size, layout), case.num_heads, case.num_kv_heads, case.is_causal
+    )
+
+
+def plans_of(schedule: RingSchedule) -> list[RankPlan]:
+    return [rank_plan(schedule, rank, **SIZES) for rank in range(schedule.layout.ring_size)]
+
+
+def steps_of(plan: RankPlan) -> list[Step]:
+    return [step for block in plan.blocks for step in block.steps]
+
+
+def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
+    return ((message.peer, parcel) for message in messages for parcel in message.parcels)
+
+
+@pytest.fixture
+def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Cut heads and hops as finely as for huge tensors."""
+    monkeypatch.setattr("ring_backends.plan.MIN_HOP_BYTES", 16)
+    monkeypatch.setattr("ring_backends.plan.MIN_BLOCK_BYTES", 16)
+    rank_plan.cache_clear()
+    yield
+    rank_plan.cache_clear()
+
+
+def check_symmetry(schedule: RingSchedule) -> None:
+    """What i sends to j at a step is what j expects from i, in the same order, and no peer is named twice."""
+    plans = plans_of(schedule)
+    for outgoing, incoming in (("sends", "receives"), ("grad_sends", "grad_receives")):
+        sent, expected = {}, {}
+        for plan in plans:
+            for index, step in enumerate(steps_of(plan)):
+                for messages, flows, here_first in (
+                    (getattr(step, outgoing), sent, True),
+                    (getattr(step, incoming), expected, False),
+                ):
+                    peers = [message.peer for message in messages]
+                    assert len(peers) == len(set(peers))
+                    assert plan.rank not in peers
+                    for message in messages:
+                        ends = (plan.rank, message.peer) if here_first else (message.peer, plan.rank)
+                        flows[(index, *ends)] = [parcel.key for parcel in message.parcels]
+        assert sent == expected
+
+
+def check_forwarding(schedule: RingSchedule) -> None:
+    """A rank sends on what arrived one step before, or its own rows; and passes on the gradients of what arrived."""
+    for plan in plans_of(schedule):
+        arrived: set[Parcel] = set()
+        pieces = schedule.layout.pieces(plan.rank)
+        for step in steps_of(plan):
+            for _, parcel in parcels_of(step.sends):
+                assert parcel in arrived or any(parcel.start in piece for piece in pieces)
+            arrived = {parcel for _, parcel in parcels_of(step.receives)}
+            assert arrived == {parcel for _, parcel in parcels_of(step.grad_sends)}
+            assert {tile.parcel for tile in step.tiles if tile.parcel is not None} <= arrived
+
+
+def computed_counts(schedule: RingSchedule) -> Tensor:
+    """How often each (head, query position, key position) is computed over all ranks: int64 [H, n, n]."""
+    layout, heads = schedule.layout, schedule.num_heads
+    counts = torch.zeros(heads, layout.seq_len, layout.seq_len, dtype=torch.int64)
+    positions = [layout.positions(rank) for rank in range(layout.ring_size)]
+
+    def grid(rank: int, num_heads: int) -> Tensor:
+        return positions[rank].view(1, -1, 1).expand(1, -1, num_heads)
+
+    for plan in plans_of(schedule):
+        for block in plan.blocks:
+            query_grid = grid(plan.rank, block.heads.stop - block.heads.start)
+            for step in block.steps:
+                for tile in step.tiles:
+                    queries = gather(query_grid, tile.queries)
+                    if tile.keys is not None:
+                        keys = gather(grid(plan.rank, block.kv_heads.stop - block.kv_heads.start), tile.keys)
+                    else:
+                        keys = parcel_positions(schedule, tile.parcel)
+                    block_heads = torch.arange(heads)[block.heads].view(1, 1, -1)
+                    head_ids = gather(block_heads.expand_as(query_grid), tile.queries)
+                    keys = keys[:, list(tile.stream_of_head)]
+                    t, u = torch.broadcast_tensors(queries.unsqueeze(-1), keys.unsqueeze(-2))
+                    seen = torch.ones_like(t, dtype=torch.bool)
+                    if tile.is_causal:
+                        seen = seen.tril()
+                    index = (head_ids.unsqueeze(-1).expand_as(t)[seen], t[seen], u[seen])
+                    counts.index_put_(index, torch.ones_like(index[0]), accumulate=True)
+    return counts
+
+
+def parcel_positions(schedule: RingSchedule, parcel: Parcel) -> Tensor:
+    """Global positions of a parcel's rows: [1, streams, rows], read off its source rank's layout."""
+    positions = schedule.layout.positions(owner_of(schedule.layout, parcel.start))
+    return gather(positions.view(1, -1, 1).expand(1, -1, schedule.kv_heads), parcel.source)
+
+
+@lru_cache(maxsize=1024)
+def owner_of(layout: SequenceLayout, position: int) -> int:
+    """The rank that holds a position."""
+    return next(r for r in range(layout.ring_size) if any(position in piece for piece in layout.pieces(r)))
+
+
+def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
+    expected = reference_counts(
+        case.seq_len,
+        case.num_heads,
+        case.segment_lengths,
+        case.dilation_rates,
+        is_causal=case.is_causal,
+        head_mode=case.head_mode,
+        offset=case.offset,
+    )
+    assert torch.equal(computed_counts(schedule), expected)
+    assert int(schedule.pairs.sum()) == int(expected.sum())
+
+
+def check_bytes(schedule: RingSchedule) -> None:
+    """The totals over all ranks, by arithmetic, are those of the steps, one by one."""
+    for plan in plans_of(schedule):
+        for messages, rows in (("sends", schedule.rows_sent), ("grad_sends", schedule.grad_rows_sent)):
+            parcels = [parcel for step in steps_of(plan) for _, parcel in parcels_of(getattr(step, messages))]
+            assert sum(parcel.rows * parcel.num_streams for parcel in parcels) == int(rows[plan.rank])
+
+
+@settings(max_examples=80, deadline=None)
+@given(CASES, RING_SIZES, LAYOUTS)
+def test_ranks_expect_what_others_send(case: AttentionCase, ring_size: int, layout: str) -> None:
+    schedule = schedule_of(case, ring_size, layout)
+    check_symmetry(schedule)
+    check_forwarding(schedule)
+    check_bytes(schedule)
+
+
+@settings(max_examples=50, deadline=None)
+@given(CASES, RING_SIZES, LAYOUTS)
+def test_every_visible_pair_is_computed_exactly_once(case: AttentionCase, ring_size: int, layout: str) -> None:
+    check_completeness(schedule_of(case, ring_size, layout), case)
+
+
+@pytest.mark.usefixtures("fine_cuts")
+@settings(max_examples=40, deadline=None)
+@given(CASES, st.integers(2, 8), LAYOUTS)
+def test_fine_cuts_change_nothing_but_the_number_of_hops(case: AttentionCase, ring_size: int, layout: str) -> None:
+    schedule = schedule_of(case, ring_size, layout)
+    check_symmetry(schedule)
+    check_forwarding(schedule)
+    check_bytes(schedule)
+    check_completeness(schedule, case)
+
+
+@settings(max_examples=50, deadline=None)
+@given(CASES, RING_SIZES, LAYOUTS)
+def test_only_needed_rows_travel(case: AttentionCase, ring_size: int, layout: str) -> None:
+    """The last rank of every route computes with what reaches it, and no parcel visits a rank twice."""
+    schedule = schedule_of(case, ring_size, layout)
+    visits: Counter[tuple[object, int]] = Counter()
+    for plan in plans_of(schedule):
+        for block_index, block in enumerate(plan.blocks):
+            for step in block.steps:
+                used = {tile.parcel for tile in step.tiles}
+                for _, parcel in parcels_of(step.receives):
+                    visits[(block_index, *parcel.key), plan.rank] += 1
+                for message in step.grad_sends:
+                    home = [p for p in message.parcels if message.peer == owner_of(schedule.layout, p.start)]
+                    assert all(parcel in used for parcel in home)
+    assert all(count == 1 for count in visits.values())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_segments_inside_the_shards_cost_nothing(layout: str, is_causal: bool) -> None:
+    schedule = RingSchedule(
+        DilatedPattern((8, 16), (1, 2)), SequenceLayout(256, 8, layout), num_heads=4, is_causal=is_causal
+    )
+    assert schedule.num_steps == 0
+    assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
+
+
+def test_bytes_of_a_plain_ring() -> None:
+    """One full-length branch, p ranks: every rank sends p − 1 shards of K and V, and as much of dK and dV in fp32."""
+    schedule = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=2, num_kv_heads=1)
+    shard = 16 * 8
+    assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2) == 3 * 3 * 2 * shard * 2
+    assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2, backward=True) == 3 * 3 * 2 * shard * (2 + 4)
+    assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2, masked=True) == 3 * 3 * (2 * shard * 2 + 16)
+    assert schedule.tile_flops(0, batch=3, head_dim=8) == 3 * 2 * 16 * 64 * 4 * 8
+
+
+def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
+    causal = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=1, is_causal=True)
+    assert causal.rows_sent.tolist() == [16, 32, 48, 0]
+    zigzag = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4, "zigzag"), num_heads=1, is_causal=True)
+    # First-half chunks go all around; second-half ones only down, to the ranks whose chunks come later.
+    assert zigzag.rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
+    assert len(set(zigzag.pairs.tolist())) == 1, "zigzag balances causal work"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_what_goes_on_leaves_without_a_copy_where_segments_nest(layout: str, is_causal: bool) -> None:
+    schedule = RingSchedule(
+        DilatedPattern((16, 32, 64, 128), (1, 2, 2, 4)),
+        SequenceLayout(128, 16, layout),
+        num_heads=4,
+        is_causal=is_causal,
+    )
+    row_format = RowFormat(1, 4, torch.float32)
+    for plan in plans_of(schedule):
+        arrived = PackedRows(row_format, (), torch.device("cpu"))
+        for step in steps_of(plan):
+            for message in step.sends:
+                if all(parcel in arrived for parcel in message.parcels):
+                    stretch = arrived.stretch(message.parcels)
+                    assert stretch.untyped_storage().data_ptr() == arrived.buffer.untyped_storage().data_ptr()
+            arrived = PackedRows(row_format, step.receives, torch.device("cpu"))
+
+
+def test_communication_buffers_are_a_tenth_of_the_tensors() -> None:
+    """Plain ring attention, the pattern that sends most: hops are cut until six buffers fit."""
+    schedule = RingSchedule(DilatedPattern((65536,), (1,)), SequenceLayout(65536, 4), num_heads=8)
+    sizes = {"batch": 1, "head_dim": 64, "itemsize": 4}
+    tensors = 8 * 65536 // 4 * 8 * 64 * 4
+    for rank in range(4):
+        plan = rank_plan(schedule, rank, **sizes)
+        key_value, gradient = RowFormat(1, 64, torch.float32), RowFormat(1, 64, torch.float32)
+        hop = max(key_value.buffer_bytes(p for _, p in parcels_of(step.receives)) for step in steps_of(plan))
+        grad_hop = max(gradient.buffer_bytes(p for _, p in parcels_of(step.grad_sends)) for step in steps_of(plan))
+        assert 3 * (hop + grad_hop) <= 0.1 * tensors
+
+
+def test_description_is_a_table_of_branches_and_ranks() -> None:
+    schedule = RingSchedule(
+        DilatedPattern((2048, 65536), (1, 16)), SequenceLayout(65536, 4), num_heads=8, is_causal=True
+    )
+    text = schedule.describe(batch=1, head_dim=64, itemsize=2)
+    assert "65,536 tokens, contiguous, ring of 4" in text
+    for heading in ("segment length", "dilation rate", "sent forward", "sent backward", "GFLOP forward"):
+        assert heading in text
+    long_ring = RingSchedule(DilatedPattern((2048,), (1,)), SequenceLayout(10**6, 1000), num_heads=8).describe()
+    assert "999" in long_ring
+    assert long_ring.count("\n") < 40
+
+
+def test_a_billion_tokens_on_a_thousand_ranks() -> None:
+    """Built and totalled in under 10 seconds and 1 GiB, the import of torch included in neither."""
+    script = textwrap.dedent(
+        """
+        import resource, time
+        from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+        before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.perf_counter()
+        pattern = DilatedPattern((2048, 32768, 524288, 33554432, 10**9), (1, 8, 64, 1024, 16384))
+        for layout in ("contiguous", "zigzag"):
+            for is_causal in (False, True):
+                schedule = RingSchedule(pattern, SequenceLayout(10**9, 1024, layout), 32, 8, is_causal=is_causal)
+                total = sum(
+                    schedule.wire_bytes(rank, batch=1, head_dim=128, itemsize=2, backward=backward)
+                    + schedule.tile_flops(rank, batch=1, head_dim=128)
+                    for rank in range(1024) for backward in (False, True)
+                )
+                assert total > 0
+                print(layout, is_causal, round(time.perf_counter() - start, 2), "s")
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        seconds = (time.perf_counter() - start) / 4
+        assert seconds < 10 and used < 2**20, (seconds, used)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"num_heads": 6, "num_kv_heads": 4}, ValueError, "num_heads = 6 and num_kv_heads = 4"),
+        ({"num_heads": 0}, ValueError, "num_heads = 0"),
+        ({"num_heads": 2.0}, TypeError, "num_heads = 2.0"),
+    ],
+)
+def test_bad_heads_are_refused(arguments: dict[str, int], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        RingSchedule(DilatedPattern((8,), (1,)), SequenceLayout(8, 2), **arguments)

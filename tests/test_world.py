@@ -1,0 +1,270 @@
+"""The world of ranks: what comes back, what an error shows, and that no failure outlives its test."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ring_backends.testing.world
+from ring_backends.errors import RingMismatchError
+from ring_backends.testing.world import RanksFailedError, World
+
+# What a process needs to import the package under test from where this one has it.
+PACKAGE_ROOT = Path(ring_backends.testing.world.__file__).absolute().parents[2]
+
+
+@dataclass
+class Parcel:
+    text: str
+
+
+@pytest.fixture(scope="module")
+def pair():
+    with World(2, grace=1) as ranks:
+        yield ranks
+
+
+def rank_and(*args, **kwargs):
+    return dist.get_rank(), args, kwargs
+
+
+def process_ids():
+    return os.getpid()
+
+
+def sum_over_ranks(value):
+    total = torch.tensor(float(value) + dist.get_rank())
+    dist.all_reduce(total)
+    return total.item()
+
+
+def tensors():
+    leaf = torch.arange(6.0).reshape(2, 3).requires_grad_()
+    return {"strided": leaf.detach().T, "bf16": leaf.detach().bfloat16(), "grown": leaf * 2, "leaf": leaf}
+
+
+def settings_of_a_rank():
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return torch.get_num_threads(), dist.get_backend(), [os.environ[name] for name in names]
+
+
+def fail_on_rank(rank):
+    if dist.get_rank() == rank:
+        raise RingMismatchError("rank one is wrong here")
+    return "fine"
+
+
+def leave_the_others_waiting(rank):
+    if dist.get_rank() == rank:
+        raise ValueError("left before the barrier")
+    dist.barrier()
+
+
+def sleep_on_rank(rank):
+    while dist.get_rank() == rank:
+        time.sleep(0.1)
+
+
+def abort_on_rank(rank):
+    if dist.get_rank() == rank:
+        os.abort()
+
+
+def stop_on_rank(rank):
+    if dist.get_rank() == rank:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def end_soon():
+    threading.Timer(0.1, os._exit, (3,)).start()
+
+
+def exit_with_status():
+    sys.exit(2)
+
+
+def give_back_a_lock():
+    return threading.Lock()
+
+
+def test_results_come_back_by_rank(pair):
+    assert pair.run(rank_and, 1, named=2) == [(0, (1,), {"named": 2}), (1, (1,), {"named": 2})]
+    assert pair.run(sum_over_ranks, 2) == [5.0, 5.0]
+    assert pair.run(rank_and, Parcel("x"), ranks=[1]) == [None, (1, (Parcel("x"),), {})]
+
+
+def test_tensors_come_back_whole(pair):
+    for result in pair.run(tensors):
+        expected = tensors()
+        for name, tensor in result.items():
+            assert torch.equal(tensor, expected[name])
+            assert tensor.dtype == expected[name].dtype
+            assert tensor.requires_grad == expected[name].requires_grad
+
+
+def test_what_a_rank_finds(pair):
+    for rank, (threads, backend, environment) in enumerate(pair.run(settings_of_a_rank)):
+        assert (threads, backend) == (1, "gloo")
+        assert environment[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
+        assert int(environment[4]) > 0
+
+
+def test_collected_errors_leave_the_ranks_running(pair):
+    before = pair.run(process_ids)
+    fine, wrong = pair.run_collect(fail_on_rank, 1)
+    assert (fine.status, fine.value, fine.error_type) == ("returned", "fine", None)
+    assert (wrong.status, wrong.error_type) == ("raised", "RingMismatchError")
+    assert wrong.message == "rank one is wrong here"
+    assert wrong.raised(RingMismatchError)
+    assert wrong.raised(RuntimeError)
+    assert not wrong.raised(ValueError)
+    assert not fine.raised(RuntimeError)
+    assert [outcome.error_type for outcome in pair.run_collect(exit_with_status)] == ["SystemExit"] * 2
+    assert [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])] == [
+        "returned",
+        "not asked",
+    ]
+    assert pair.run(process_ids) == before
+
+
+def test_a_result_that_cannot_travel_is_an_error_of_its_rank(pair):
+    with pytest.raises(RanksFailedError, match="cannot pickle"):
+        pair.run(give_back_a_lock, ranks=[0])
+
+
+def test_a_function_without_a_name_is_refused(pair):
+    with pytest.raises(ValueError, match="top level"):
+        pair.run(lambda: None)
+    with pytest.raises(ValueError, match="0 to 1"):
+        pair.run(process_ids, ranks=[2])
+
+
+def test_an_error_shows_every_rank(pair):
+    with pytest.raises(RanksFailedError) as failure:
+        pair.run(fail_on_rank, 1)
+    message = str(failure.value)
+    assert re.search(r"fail_on_rank failed on 1 of 2 ranks", message)
+    assert "--- rank 0 returned" in message
+    assert "--- rank 1 raised RingMismatchError:\nTraceback" in message
+    assert "rank one is wrong here" in message
+    assert [outcome.status for outcome in failure.value.outcomes] == ["returned", "raised"]
+
+
+def test_an_error_shows_where_the_others_wait(pair):
+    start = time.monotonic()
+    with pytest.raises(RanksFailedError) as failure:
+        pair.run(leave_the_others_waiting, 1)
+    assert time.monotonic() - start < 30
+    message = str(failure.value)
+    assert "--- rank 0 no answer: within 1 s of the failure of rank 1" in message
+    assert re.search(r"test_world.py\", line \d+ in leave_the_others_waiting", message)
+    assert "ValueError: left before the barrier" in message
+    assert "_call_by_reference" not in message
+    assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
+
+
+def test_a_hang_ends_in_stacks_and_the_next_call_in_new_ranks(pair):
+    before = pair.run(process_ids)
+    with pytest.raises(RanksFailedError) as failure:
+        pair.run(sleep_on_rank, 0, timeout=0.5)
+    message = str(failure.value)
+    assert "--- rank 0 no answer: within 0.5 s" in message
+    assert re.search(r"test_world.py\", line \d+ in sleep_on_rank", message)
+    assert "--- rank 1 returned" in message
+    after = pair.run(process_ids)
+    assert not set(before) & set(after)
+    for process_id in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(process_id, 0)
+
+
+def test_a_death_is_told_and_the_next_call_has_new_ranks(pair):
+    returned, died = pair.run_collect(abort_on_rank, 1)
+    assert returned.status == "returned"
+    assert (died.status, died.message) == ("died", "was killed by SIGABRT")
+    assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
+
+
+def test_a_rank_lost_between_calls_is_told(pair):
+    pair.run(end_soon, ranks=[1])
+    time.sleep(0.5)
+    with pytest.warns(RuntimeWarning, match="rank 1 exited with status 3"):
+        assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
+
+
+def test_a_stopped_rank_is_told_too(pair):
+    stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
+    assert (stopped.status, returned.status) == ("no answer", "returned")
+    assert "no stacks" in stopped.detail
+
+
+def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import os, signal, time
+            from ring_backends.testing.world import World
+
+            def hang():
+                print("hanging", flush=True)
+                os.kill(os.getppid(), signal.SIGKILL)
+                time.sleep(600)
+
+            if __name__ == "__main__":
+                World(1).run(hang)
+            """
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "TMPDIR": str(tmp_path)}
+    # The rank holds the output open too, so that the output ends when the rank has.
+    told = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert told.returncode == -signal.SIGKILL
+    assert told.stdout == "hanging\n"
+
+
+def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
+    folder = tmp_path / "checks" / "inner"
+    folder.mkdir(parents=True)
+    (folder / "test_named.py").write_text(
+        textwrap.dedent(
+            """
+            from dataclasses import dataclass
+            from ring_backends.testing.world import World
+
+            @dataclass
+            class Parcel:
+                text: str
+
+            def same(parcel):
+                return parcel
+
+            def test_same():
+                with World(1) as world:
+                    assert world.run(same, Parcel("x")) == [Parcel("x")]
+            """
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    told = subprocess.run(
+        [*command, f"--rootdir={tmp_path}", str(folder)],
+        env=environment,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+    )
+    assert told.returncode == 0, told.stdout
