@@ -1,12 +1,22 @@
-"""Exact ring dilated attention (LongNet's pattern, sharded over devices by a point-to-point ring)."""
+"""Exact ring dilated attention (LongNet's pattern, sharded over devices by a point-to-point ring).
 
-from ring_backends.attention import RingDilatedAttention, dilated_attention
-from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
-from ring_backends.layout import SequenceLayout
-from ring_backends.pattern import DilatedPattern
-from ring_backends.registry import available_adapters
-from ring_backends.ring import Ring, Transfer
-from ring_backends.schedule import RingSchedule
+The names below are imported when they are first asked for: the command line, the pattern and the registry need no
+torch, and answer at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ring_backends.attention import RingDilatedAttention, dilated_attention
+    from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
+    from ring_backends.layout import SequenceLayout
+    from ring_backends.pattern import DilatedPattern
+    from ring_backends.registry import available_adapters
+    from ring_backends.ring import Ring, Transfer
+    from ring_backends.schedule import RingSchedule
 
 __all__ = [
     "AdapterUnavailableError",
@@ -22,3 +32,27 @@ __all__ = [
     "dilated_attention",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "AdapterUnavailableError": "errors",
+    "DilatedPattern": "pattern",
+    "Ring": "ring",
+    "RingDilatedAttention": "attention",
+    "RingMismatchError": "errors",
+    "RingPeerError": "errors",
+    "RingSchedule": "schedule",
+    "SequenceLayout": "layout",
+    "Transfer": "ring",
+    "available_adapters": "registry",
+    "dilated_attention": "attention",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

@@ -24,6 +24,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 
+REFUSED = "refused"
+"""The field under which a rank publishes, instead of a configuration, why it does not make the call."""
+
 GRACE = timedelta(seconds=5)
 """How long a rank whose wait failed listens for where the others are."""
 
@@ -112,7 +115,7 @@ class Agreement:
 
     def refuse(self, error: Exception) -> None:
         """Tell ranks that come to a check that this one refused its arguments, so that they need not wait for it."""
-        refusal = {"arguments": f"refused with {type(error).__name__}: {error}"}
+        refusal = {REFUSED: f"refused its arguments with {type(error).__name__}: {error}"}
         self.store.set(f"{self._next_check()}/{self.rank}", json.dumps(refusal))
 
     def _next_check(self) -> str:
@@ -129,6 +132,9 @@ class Agreement:
             absent = [rank for rank, key in enumerate(keys) if not self._is_published(key)]
             self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", error)
         published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+        refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
+        if refusals:
+            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
         if any(fields != published[0] for fields in published.values()):
             raise RingMismatchError(_describe(published))
 

@@ -288,11 +288,18 @@ class _OnlyOnce(torch.autograd.Function):
 def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     """Cast as autocast casts the arguments of ``scaled_dot_product_attention``: every float but fp64."""
     for tensor in tensors:
-        if isinstance(tensor, Tensor) and torch.is_autocast_enabled(tensor.device.type):
-            eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-            yield tensor.to(torch.get_autocast_dtype(tensor.device.type)) if eligible else tensor
-        else:
-            yield tensor
+        dtype = _autocast_dtype(tensor)
+        yield tensor if dtype is None else tensor.to(dtype)
+
+
+def _autocast_dtype(tensor: object) -> torch.dtype | None:
+    """What autocast makes of a tensor; None where it leaves it alone, as it does whatever is no tensor it knows."""
+    if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+        return None
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
 
 
 @lru_cache(maxsize=256)

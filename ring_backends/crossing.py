@@ -72,15 +72,15 @@ class CrossingPieces:
         _, segment, count = self.segment_start[pieces].unique_consecutive(return_inverse=True, return_counts=True)
         first = count.cumsum(0) - count
         partners = count[segment]
-        source = torch.arange(len(pieces)).repeat_interleave(partners)
-        within = torch.arange(len(source)) - (partners.cumsum(0) - partners).repeat_interleave(partners)
+        source = torch.arange(len(pieces), device="cpu").repeat_interleave(partners)
+        within = torch.arange(len(source), device="cpu") - (partners.cumsum(0) - partners).repeat_interleave(partners)
         return pieces[source], pieces[first[segment[source]] + within]
 
 
 def crossing_pieces(layout: SequenceLayout, segment_length: int, *, is_causal: bool) -> CrossingPieces:
     """Cut every segment of ``segment_length`` (at most the sequence) at the chunk boundaries inside it."""
     starts = layout.chunk_starts()
-    chunk = torch.arange(layout.num_chunks)[starts[:-1] < starts[1:]]
+    chunk = torch.arange(layout.num_chunks, device="cpu")[starts[:-1] < starts[1:]]
     begin, end = starts[chunk], starts[chunk + 1]
 
     first_segment = begin // segment_length * segment_length

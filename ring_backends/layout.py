@@ -1,4 +1,7 @@
-"""How a sequence lies over the ranks of a ring: which global positions each rank holds, in which order."""
+"""How a sequence lies over the ranks of a ring: which global positions each rank holds, in which order.
+
+Index arithmetic runs on the CPU, whatever torch's default device is.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ class SequenceLayout:
     def chunk_starts(self) -> Tensor:
         """First global position of every chunk, and seq_len behind them: int64 [num_chunks + 1]."""
         size, extra = divmod(self.seq_len, self.num_chunks)
-        chunk = torch.arange(self.num_chunks + 1)
+        chunk = torch.arange(self.num_chunks + 1, device="cpu")
         return chunk * size + chunk.clamp(max=extra)
 
     def chunk_ranks(self) -> Tensor:
         """The rank that holds each chunk: int64 [num_chunks]."""
-        chunk = torch.arange(self.num_chunks)
+        chunk = torch.arange(self.num_chunks, device="cpu")
         return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.kind == "zigzag" else chunk
 
     def chunks(self, rank: int) -> tuple[int, ...]:
@@ -75,4 +78,4 @@ class SequenceLayout:
 
     def positions(self, rank: int) -> Tensor:
         """The global position of each local row of ``rank``: int64 [local seq]."""
-        return torch.cat([torch.arange(piece.start, piece.stop) for piece in self.pieces(rank)])
+        return torch.cat([torch.arange(piece.start, piece.stop, device="cpu") for piece in self.pieces(rank)])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -65,6 +66,9 @@ class RingSchedule:
     is_causal: bool = False
 
     def __post_init__(self) -> None:
+        for name, kind in (("pattern", DilatedPattern), ("layout", SequenceLayout)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} = {getattr(self, name)!r}: expected a {kind.__name__}.")
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         for name in ("num_heads", "num_kv_heads"):
@@ -106,14 +110,14 @@ class RingSchedule:
         rate = self.pattern.dilation_rates[index]
         segment_length = self.pattern.segment_length(index, self.layout.seq_len)
         crossing = crossing_pieces(self.layout, segment_length, is_causal=self.is_causal)
-        num_rows = crossing.num_rows(torch.tensor(offsets), rate)
+        num_rows = crossing.num_rows(_integers(offsets), rate)
         return BranchSchedule(
             index=index,
             rate=rate,
             segment_length=segment_length,
-            offsets=torch.tensor(offsets),
-            heads_at=torch.tensor([heads_at[offset] for offset in offsets]),
-            streams_at=torch.tensor([streams_at[offset] for offset in offsets]),
+            offsets=_integers(offsets),
+            heads_at=_integers(heads_at[offset] for offset in offsets),
+            streams_at=_integers(streams_at[offset] for offset in offsets),
             crossing=crossing,
             num_rows=num_rows,
             reach=crossing.reach(num_rows),
@@ -136,7 +140,7 @@ class RingSchedule:
 
     def _rows_sent(self, *, first_sender: int) -> Tensor:
         """Sum over routes: hop h leaves from the route's rank h; dK and dV leave from one rank further on."""
-        change = torch.zeros(self.layout.ring_size + 1, dtype=torch.int64)
+        change = torch.zeros(self.layout.ring_size + 1, dtype=torch.int64, device="cpu")
         for branch in self.branches:
             pieces, reach = branch.crossing, branch.reach
             rows = branch.num_rows * branch.streams_at
@@ -154,7 +158,7 @@ class RingSchedule:
     @cached_property
     def max_rows_in_flight(self) -> int:
         """The most K/V head rows that one rank packs, or receives, in one step."""
-        rows = torch.zeros(self.layout.ring_size, dtype=torch.int64)
+        rows = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
         for branch in self.branches:
             travelling = branch.num_rows * branch.streams_at * (branch.reach > 0)
             rows.index_add_(0, branch.crossing.rank, travelling.sum(1))
@@ -163,7 +167,7 @@ class RingSchedule:
     @cached_property
     def pairs(self) -> Tensor:
         """Visible (query row, key row) pairs that each rank computes, summed over heads: float64 [ring size]."""
-        pairs = torch.zeros(self.layout.ring_size, dtype=torch.float64)
+        pairs = torch.zeros(self.layout.ring_size, dtype=torch.float64, device="cpu")
         for branch in self.branches:
             per_chunk = self._pairs_before(self.layout.chunk_starts(), branch).diff(dim=0)
             pairs.index_add_(0, self.layout.chunk_ranks(), (per_chunk * branch.heads_at).sum(1))
@@ -173,7 +177,7 @@ class RingSchedule:
         """One head's visible pairs whose query lies before each position: float64 [positions, offsets]."""
         length, n = branch.segment_length, self.layout.seq_len
         whole = (position // length).unsqueeze(1)
-        segment_rows = num_covered(torch.tensor([[length]]), branch.offsets, branch.rate).double()
+        segment_rows = num_covered(_integers([length]), branch.offsets, branch.rate).double()
         rows = num_covered((position % length).unsqueeze(1), branch.offsets, branch.rate).double()
         if self.is_causal:
             return whole * segment_rows * (segment_rows + 1) / 2 + rows * (rows + 1) / 2
@@ -242,3 +246,7 @@ class RingSchedule:
         console.print(branches, ranks)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")

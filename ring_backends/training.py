@@ -46,13 +46,13 @@ class TrainingState(ABC):
         if ring.data_size * ring.size != world_size:
             raise ValueError(
                 f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: "
-                "training "
-                "replicates the model over all of them; use rings that tile the world evenly."
+                "training runs on all of them; use rings that tile the world evenly."
             )
         self.ring = ring
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
         self.step_count = 0
+        self._backward_calls = 0
 
     def global_count(self, local_count: int | Tensor) -> int:
         """The sum of a count over all ranks of the world."""
@@ -87,17 +87,39 @@ class TrainingState(ABC):
             step_token_count = self.global_count(local_token_count)
         return local_loss_sum * (self.divisor / max(1, step_token_count))
 
-    @abstractmethod
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch, reduced over the ranks by the last one of a step."""
+        """Add the gradient of one micro-batch; the last one of a step reduces the sum over the ranks."""
+        self._backward(loss)
+        self._backward_calls += 1
+        self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
-    @abstractmethod
     def step(self) -> None:
         """Clip, let the optimizer take its step, and clear the gradients.
 
         Raises:
             RuntimeError: fewer backward calls were made than make a step.
         """
+        if self._backward_calls < self.accumulation_steps:
+            raise RuntimeError(
+                f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients are "
+                "not reduced yet; call backward() once per micro-batch first."
+            )
+        self._step()
+        self._backward_calls = 0
+        self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
+        self.step_count += 1
+
+    @abstractmethod
+    def _backward(self, loss: Tensor) -> None:
+        """Run the framework's backward of one micro-batch."""
+
+    @abstractmethod
+    def _step(self) -> None:
+        """Clip to ``max_grad_norm`` if it is given, step the optimizer, and clear the gradients."""
+
+    @abstractmethod
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        """Called before each micro-batch's forward, for frameworks that have to know whether to reduce after it."""
 
     @abstractmethod
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -132,40 +154,23 @@ class ReplicatedTraining(TrainingState):
         self._replica = model
         self.model = wrap(model)
         self.optimizer = make_optimizer(model.parameters())
-        self.divisor = measure_divisor(wrap, _device(model))
-        self._backward_calls = 0
+        self.divisor = measure_divisor(lambda gradient: _reduced_by(wrap, gradient, _device(model)))
         self._unreduced = contextlib.ExitStack()
-        self._prepare_next()
+        self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
-    def _prepare_next(self) -> None:
-        """Let the wrapper reduce the gradients of the next micro-batch only if it ends a step.
-
-        It has to know before that micro-batch's forward.
-        """
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._unreduced.close()
-        ends_step = self._backward_calls + 1 >= self.accumulation_steps
         if not ends_step and self.model is not self._replica:
             self._unreduced.enter_context(self.model.no_sync())  # type: ignore[operator]
 
-    def backward(self, loss: Tensor) -> None:
+    def _backward(self, loss: Tensor) -> None:
         loss.backward()
-        self._backward_calls += 1
-        self._prepare_next()
 
-    def step(self) -> None:
-        if self._backward_calls < self.accumulation_steps:
-            raise RuntimeError(
-                f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients are "
-                "not reduced "
-                "yet; call backward() once per micro-batch first."
-            )
+    def _step(self) -> None:
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._replica.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._backward_calls = 0
-        self._prepare_next()
-        self.step_count += 1
 
     def save(self, path: str | os.PathLike[str]) -> None:
         if not dist.is_initialized() or dist.get_rank() == 0:
@@ -195,27 +200,33 @@ def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
-def measure_divisor(wrap: Callable[[nn.Module], nn.Module], device: torch.device) -> float:
-    """What a reducer divides by: send one known gradient per rank through it, and see what comes out.
+def _reduced_by(wrap: Callable[[nn.Module], nn.Module], gradient: float, device: torch.device) -> float:
+    """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``."""
+    probe = nn.Linear(1, 1, bias=False, device=device)
+    reducer = wrap(probe)  # has to live until backward, whose hooks are its own
+    reducer(torch.full((1, 1), gradient, device=device)).sum().backward()
+    assert probe.weight.grad is not None
+    return float(probe.weight.grad)
+
+
+def measure_divisor(reduced: Callable[[float], float]) -> float:
+    """What a framework's reducer divides by: send one known gradient per rank through it, and see what comes out.
+
+    Args:
+        reduced: takes this rank's gradient of one parameter, returns what the real reducer makes of it on this rank.
 
     Raises:
         RuntimeError: the ranks get different gradients, so that replicas would drift apart.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    probe = nn.Linear(1, 1, bias=False, device=device)
-    wrap(probe)(torch.full((1, 1), float(rank + 1), device=device)).sum().backward()
-    assert probe.weight.grad is not None
-    reduced = probe.weight.grad.flatten().double()
-    everywhere = [torch.empty_like(reduced) for _ in range(world_size)]
-    if dist.is_initialized():
-        dist.all_gather(everywhere, reduced)
-    else:
-        everywhere = [reduced]
-    values = [float(value) for value in everywhere]
+    values = [reduced(float(rank + 1))]
+    if world_size > 1:
+        everywhere: list[float | None] = [None] * world_size
+        dist.all_gather_object(everywhere, values[0])
+        values = [value for value in everywhere if value is not None]
     if max(values) - min(values) > 1e-6 * abs(values[0]):
         raise RuntimeError(
-            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would "
-            "drift apart: "
-            "it has to reduce over all ranks of data × ring; do not restrict its process group."
+            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
+            "apart: it has to reduce over all ranks of data × ring; do not restrict its process group."
         )
     return world_size * (world_size + 1) / 2 / values[0]

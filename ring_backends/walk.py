@@ -196,9 +196,7 @@ class Walk:
         )
         return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
 
-    def _arrivals(
-        self, inputs: Inputs, hops: Hops | None
-    ) -> Iterator[tuple[int, HeadBlock, Step, PackedRows | None]]:
+    def _arrivals(self, inputs: Inputs, hops: Hops | None) -> Iterator[tuple[int, HeadBlock, Step, PackedRows | None]]:
         """Every step, numbered, with the K and V that arrived for it, the next hop being under way.
 
         Not for ``enumerate`` or ``zip``, which hold on to what they yielded last.

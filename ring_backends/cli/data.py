@@ -1,0 +1,93 @@
+"""The document that `train` reads: files as bytes, one after the other, cut into windows.
+
+Every rank computes the same windows from the same files with no communication, and reads from disk only the
+window it is about to train on. A tail of the document is held back for the evaluation loss.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Sequence
+from pathlib import Path
+
+SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+
+
+def standard_library_sources() -> list[Path]:
+    """The ``*.py`` files of the running Python's standard library, sorted by their POSIX path relative to it.
+
+    Left out: installed packages and the library's own tests, which not every distribution ships.
+
+    Raises:
+        ValueError: this Python keeps no sources on disk.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    kept: list[Path] = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in SKIPPED_DIRECTORIES]
+        paths = (Path(directory, name) for name in names if name.endswith(".py"))
+        kept += [path for path in paths if path.is_file()]
+    if not kept:
+        raise ValueError(f"text: no *.py files under {root}, where this Python's library should be; give --text PATH.")
+    return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
+
+
+class Document:
+    """The bytes of some files in order, as windows of ``seq_len`` + 1 bytes: a token and the label behind it.
+
+    Args:
+        paths: the files, read as bytes, in this order.
+        seq_len: tokens per window.
+
+    Training windows start every ``seq_len`` bytes, so that each byte is a label once per pass; the last
+    ``seq_len`` + 1 bytes are the evaluation window, which no training window touches.
+
+    Raises:
+        ValueError: a path is no readable file, or all files together are shorter than 2 (seq_len + 1) bytes.
+    """
+
+    def __init__(self, paths: Sequence[Path], seq_len: int) -> None:
+        for path in paths:
+            if not path.is_file():
+                raise ValueError(f"text = {str(path)!r}: not a file; give the path of a readable file, once per file.")
+        self._paths = list(paths)
+        self._starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
+        self.seq_len = seq_len
+        self.num_bytes = self._starts[-1]
+        shortest = 2 * (seq_len + 1)
+        if self.num_bytes < shortest:
+            raise ValueError(
+                f"text: {self.num_bytes:,} bytes in {len(self._paths)} file(s) with seq_len = {seq_len:,}: at "
+                f"least {shortest:,} are needed, one window to train on and one held back for evaluation; give "
+                f"more text, or a shorter --seq-len."
+            )
+        self.num_windows = (self.num_bytes - (seq_len + 1) - 1) // seq_len
+
+    def window(self, index: int) -> bytes:
+        """Training window ``index``; past the last one they start again from the first."""
+        start = index % self.num_windows * self.seq_len
+        return self._read(start, start + self.seq_len + 1)
+
+    def evaluation_window(self) -> bytes:
+        return self._read(self.num_bytes - self.seq_len - 1, self.num_bytes)
+
+    def _read(self, start: int, stop: int) -> bytes:
+        parts = []
+        position = start
+        while position < stop:
+            index = bisect_right(self._starts, position) - 1
+            within = position - self._starts[index]
+            size = min(stop, self._starts[index + 1]) - position
+            with self._paths[index].open("rb") as file:
+                file.seek(within)
+                part = file.read(size)
+            if len(part) != size:
+                raise ValueError(
+                    f"text = {str(self._paths[index])!r}: the file became shorter while it was being read."
+                )
+            parts.append(part)
+            position += size
+        return b"".join(parts)

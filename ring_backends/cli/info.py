@@ -1,0 +1,191 @@
+"""``info``: what this machine and this installation can do, and what has not been tried on them."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ring_backends.cli.launch import launch
+from ring_backends.cli.report import reported_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+LATENCY_BYTES = 64 * 2**10
+BANDWIDTH_BYTES = 16 * 2**20
+
+# What auto_dtype decides, and why; the compute capabilities are NVIDIA's.
+DTYPE_ADVICE = (
+    ("CPU", "fp32", "bf16 is faster where the CPU multiplies it in hardware (AMX, AVX-512 BF16)"),
+    ("Pascal and older (below 7.0)", "fp32", "no tensor cores; no bf16"),
+    ("Volta, Turing (7.0, 7.5)", "fp16", "no bf16; fp16 needs loss scaling, so `train` takes fp32"),
+    ("Ampere, Ada, Hopper, Blackwell (8.0 and above)", "bf16", "the range of fp32, no loss scaling"),
+)
+HOPS = (
+    ("gloo, CPU tensors", "sent as they are, over TCP"),
+    ("gloo, CUDA tensors", "staged through pinned host memory, then over TCP"),
+    ("NCCL, CUDA tensors", "GPU to GPU, over NVLink, PCIe or the network"),
+)
+
+
+def info_command(
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Also measure latency and bandwidth between two local ranks.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write everything to this file.")] = None,
+) -> None:
+    """Show versions, devices, adapters, kernels, dtype advice and how a hop travels here."""
+    with reported_errors("info", ("json",)):
+        if json is not None and not json.absolute().parent.is_dir():
+            raise ValueError(f"json = {str(json)!r}: {json.absolute().parent} is no directory; make it first.")
+        found = collect()
+        if probe:
+            found["probe"] = launch(measure_hops, (), 2)[0]
+        _show(found)
+        if json is not None:
+            json.write_text(json_module.dumps(found, indent=2) + "\n")
+
+
+def collect() -> dict[str, Any]:
+    """Everything but the probe, as plain values."""
+    import os
+
+    import torch
+
+    from ring_backends import available_adapters
+    from ring_backends.cli.machine import versions
+    from ring_backends.kernels import auto_dtype, available_kernels, kernels
+
+    devices = [{"device": "cpu", "name": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        memory = f"{properties.total_memory / 2**30:.0f} GiB"
+        devices.append({"device": f"cuda:{index}", "name": f"{properties.name}, {memory}, {capability}"})
+    for device in devices:
+        device["dtype"] = str(auto_dtype(device["device"])).removeprefix("torch.")
+    reasons = available_kernels()
+    return {
+        "versions": versions(),
+        "devices": devices,
+        "adapters": available_adapters(),
+        "kernels": {
+            kernel.name: {"unusable": reasons[kernel.name], "unverified": kernel.unverified} for kernel in kernels()
+        },
+        "dtype_advice": [dict(zip(("device", "dtype", "why"), row, strict=True)) for row in DTYPE_ADVICE],
+        "hops": dict(HOPS),
+    }
+
+
+def measure_hops() -> dict[str, Any]:
+    """Run on each of two ranks: exchange messages both ways at once, as a ring pass does.
+
+    Returns:
+        ``latency_seconds`` of 64 KiB and ``bytes_per_second`` per direction at 16 MiB, medians of exchanges.
+    """
+    import statistics
+    import time
+    from datetime import timedelta
+
+    import torch
+    import torch.distributed as dist
+
+    from ring_backends.cli.machine import Device
+
+    device = Device.of_this_rank("auto")
+    transport = "nccl" if device.torch.type == "cuda" else "gloo"
+    dist.init_process_group(transport, timeout=timedelta(seconds=300))
+    peer = 1 - dist.get_rank()
+
+    def exchange(size: int, repeats: int) -> float:
+        outgoing = torch.zeros(size, dtype=torch.uint8, device=device.torch)
+        incoming = torch.empty_like(outgoing)
+        seconds = []
+        for _ in range(repeats):
+            dist.barrier()
+            started = time.perf_counter()
+            operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+            if device.torch.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - started)
+        return statistics.median(seconds[1:])
+
+    found = {
+        "transport": transport,
+        "device": device.name,
+        "latency_seconds": exchange(LATENCY_BYTES, 21),
+        "bytes_per_second": BANDWIDTH_BYTES / exchange(BANDWIDTH_BYTES, 11),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def _show(found: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    installed = {name: number or "not installed" for name, number in found["versions"].items()}
+    console.print(_table("Versions", ("package", "version"), installed.items()))
+    console.print(
+        _table(
+            "Devices",
+            ("device", "what it is", "dtype that auto gives"),
+            [(device["device"], device["name"], device["dtype"]) for device in found["devices"]],
+        )
+    )
+    console.print(
+        _table(
+            "Adapters",
+            ("adapter", "usable here"),
+            [(name, _usable(why)) for name, why in found["adapters"].items()],
+        )
+    )
+    console.print(
+        _table(
+            "Kernels, in order of preference",
+            ("kernel", "usable here", "not run by the project's tests"),
+            [
+                (name, _usable(kernel["unusable"]), kernel["unverified"] or "-")
+                for name, kernel in found["kernels"].items()
+            ],
+        )
+    )
+    console.print(
+        _table(
+            "Which dtype",
+            ("device (compute capability)", "dtype", "why"),
+            [tuple(row.values()) for row in found["dtype_advice"]],
+        )
+    )
+    console.print(_table("How a hop travels", ("transport", "path"), found["hops"].items()))
+    if "probe" in found:
+        probe = found["probe"]
+        rows = [
+            (f"{LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+            (
+                f"{BANDWIDTH_BYTES >> 20} MiB both ways",
+                f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction",
+            ),
+        ]
+        console.print(
+            _table(f"Two local ranks, {probe['transport']}, {probe['device']}", ("message", "measured"), rows)
+        )
+
+
+def _usable(reason: str | None) -> str:
+    return "yes" if reason is None else f"no: {reason}"
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Any) -> Table:
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    return table

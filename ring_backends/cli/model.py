@@ -1,0 +1,117 @@
+"""The model that `train` trains: a byte-level LongNet language model (arXiv 2307.02486).
+
+Pre-norm transformer blocks, rotary positions, the whole sequence spread over the ring; each rank computes the
+logits of its own rows. The attention is handed in, so that one model serves every adapter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.multihead import RingDilatedMultiheadAttention
+
+VOCABULARY = 256
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + MLP(norm(x))."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: nn.Module,
+        *,
+        num_kv_heads: int | None,
+        mlp_ratio: int,
+    ) -> None:
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(embed_dim)
+        self.attention = RingDilatedMultiheadAttention(
+            embed_dim, num_heads, attention, num_kv_heads=num_kv_heads, rotary=True
+        )
+        self.mlp_norm = nn.LayerNorm(embed_dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(embed_dim, mlp_ratio * embed_dim),
+            nn.GELU(approximate="tanh"),
+            nn.Linear(mlp_ratio * embed_dim, embed_dim),
+        )
+
+    def forward(self, x: Tensor, seq_len: int) -> Tensor:
+        """x [batch, local seq, embed_dim] to the same shape; ``seq_len`` is that of the global sequence."""
+        x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len)
+        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
+
+
+class LongNetLM(nn.Module):
+    """A causal language model over bytes.
+
+    Args:
+        embed_dim, num_heads, num_kv_heads: as in RingDilatedMultiheadAttention.
+        num_layers: number of blocks.
+        make_attention: called once per block; gives a RingDilatedAttention of any adapter.
+        mlp_ratio: hidden width of the MLP over embed_dim.
+        tied: the output layer shares the embedding's matrix.
+        activation_checkpointing: keep only each block's input and compute the block again in the backward.
+
+    The initial weights come from torch's random state alone: no rank, device or layout enters.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        num_layers: int,
+        make_attention: Callable[[], nn.Module],
+        *,
+        num_kv_heads: int | None = None,
+        mlp_ratio: int = 2,
+        tied: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__()
+        self.activation_checkpointing = activation_checkpointing
+        self.embedding = nn.Embedding(VOCABULARY, embed_dim)
+        self.blocks = nn.ModuleList(
+            Block(embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, mlp_ratio=mlp_ratio)
+            for _ in range(num_layers)
+        )
+        self.norm = nn.LayerNorm(embed_dim)
+        self.head = nn.Linear(embed_dim, VOCABULARY, bias=False)
+        self.reset_parameters()
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def reset_parameters(self) -> None:
+        """Normal weights of deviation 0.02, less by sqrt(2 num_layers) where a layer writes to the residual."""
+        residual = 0.02 / math.sqrt(2 * max(1, len(self.blocks)))
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                writes_residual = name.endswith(("out_proj", "mlp.2"))
+                nn.init.normal_(module.weight, std=residual if writes_residual else 0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
+        """Logits of this rank's rows.
+
+        Args:
+            tokens: int64 [batch, local seq], byte values of this rank's positions.
+            seq_len: length of the global sequence.
+
+        Returns:
+            [batch, local seq, 256], in the dtype of the parameters.
+        """
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                x = checkpoint(block, x, seq_len, use_reentrant=False)
+            else:
+                x = block(x, seq_len)
+        return cast(Tensor, self.head(self.norm(x)))

@@ -1,0 +1,321 @@
+"""What one rank does in ``train``: the loop, and what it says and writes at the end.
+
+Everything that differs between frameworks is behind the adapter (``initialize``, ``RingDilatedAttention``,
+``parallelize``). Step k depends on k, the options and the parameters alone, so a resumed run has the losses of an
+uninterrupted one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from torch import Tensor
+from torch.nn import functional as F
+
+from ring_backends.cli.machine import Device, peak_memory_bytes, versions
+from ring_backends.cli.model import LongNetLM
+from ring_backends.cli.train import TrainOptions
+from ring_backends.kernels import auto_dtype, resolve_dtype
+from ring_backends.registry import load_adapter
+
+WARMUP_STEPS = 4
+_LINES_OFF_TERMINAL = 20
+
+# What may differ between a run and the one that resumes it.
+_FREE_ON_RESUME = frozenset(
+    (
+        *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
+        *("save", "save_every", "resume", "json"),
+    )
+)
+
+
+def run(options: TrainOptions) -> None:
+    """Train as ``options`` say, as the rank that the environment names.
+
+    Raises:
+        ValueError, AdapterUnavailableError: what is asked for cannot work.
+        RingMismatchError, RingPeerError: from the ring.
+    """
+    device = Device.of_this_rank(options.device)
+    backend = load_adapter(options.backend)
+    ring = backend.initialize(
+        ring_size=options.ring_size, layout=options.layout, timeout=timedelta(seconds=options.timeout)
+    )
+    trainer = Trainer(options, backend, ring, device)
+    trainer.train()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Trainer:
+    """One rank of one training run."""
+
+    def __init__(self, options: TrainOptions, backend: Any, ring: Any, device: Device) -> None:
+        self.options, self.ring, self.device = options, ring, device
+        self.document = options.document()
+        self.world_size = ring.size * ring.data_size
+        self.is_first = not dist.is_initialized() or dist.get_rank() == 0
+        self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
+        self.dtype = training_dtype(options.dtype, device.torch)
+        torch.manual_seed(options.seed)
+        model = LongNetLM(
+            options.embed_dim,
+            options.num_heads,
+            options.num_layers,
+            lambda: backend.RingDilatedAttention(
+                options.segment_lengths,
+                options.dilation_rates,
+                ring=ring,
+                head_mode=options.head_mode,
+                offset=options.offset,
+                padding=options.padding,
+                kernel=options.kernel,
+            ),
+            num_kv_heads=options.num_kv_heads,
+            tied=options.tied,
+            activation_checkpointing=options.activation_checkpointing,
+        ).to(device.torch, self.dtype)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        eps = max(1e-8, torch.finfo(self.dtype).tiny)  # 1e-8 is 0 in fp16
+        self.state = backend.parallelize(
+            model,
+            lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), eps=eps),
+            ring,
+            max_grad_norm=options.max_grad_norm,
+        )
+
+    def train(self) -> None:
+        """The whole run: resume, steps, checkpoints, evaluation, the last line and the JSON file."""
+        options = self.options
+        self._say_what_runs()
+        self._resume()
+        self.ring.traffic.reset()
+        steps: list[dict[str, Any]] = []
+        with self._progress() as show:
+            for step in range(self.state.step_count, options.steps):
+                record = self._step(step)
+                steps.append(record)
+                show(record)
+                if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
+                    self._save()
+        traffic = self._gather(self.ring.traffic.bytes, self.ring.traffic.messages)
+        if options.save is not None and steps:
+            self._save()
+        evaluation_loss = self._evaluate()
+        peaks = [int(peak) for (peak,) in self._gather(peak_memory_bytes(self.device))]
+        timed = steps[1:] or steps  # the first step also makes plans, buffers and connections
+        seconds = sum(record["seconds"] for record in timed)
+        result = {
+            "steps": steps,
+            "evaluation_loss": evaluation_loss,
+            "bytes_sent": [int(sent) for sent, _ in traffic],
+            "messages_sent": [int(messages) for _, messages in traffic],
+            "peak_memory_bytes": peaks,
+            "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
+            "num_parameters": self.num_parameters,
+            "device": self.device.name,
+            "dtype": _name(self.dtype),
+            "world_size": self.world_size,
+            "ring_size": self.ring.size,
+            "versions": versions(),
+            "options": self._plain_options(),
+        }
+        if options.json is not None and self.is_first:
+            options.json.write_text(json.dumps(result, indent=2) + "\n")
+        self._say_what_was_reached(result)
+
+    @property
+    def _tokens_per_step(self) -> int:
+        return self.options.seq_len * self.options.batch_size * int(self.ring.data_size)
+
+    def _step(self, step: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        for group in self.state.optimizer.param_groups:
+            group["lr"] = self.options.lr * min(1.0, (step + 1) / WARMUP_STEPS)
+        first = (step * self.ring.data_size + self.ring.data_rank) * self.options.batch_size
+        windows = [self.document.window(first + index) for index in range(self.options.batch_size)]
+        self.state.model.train()
+        local_sum, count = self._loss_sum(windows)
+        loss = self.state.loss(local_sum, count)
+        self.state.backward(loss)
+        self.state.step()
+        sums = self._gather(local_sum.item(), count, peak_memory_bytes(self.device))
+        return {
+            "step": step + 1,
+            "loss": sum(row[0] for row in sums) / sum(row[1] for row in sums),
+            "seconds": time.perf_counter() - started,
+            "peak_memory_bytes": [int(row[2]) for row in sums],
+        }
+
+    def _evaluate(self) -> float:
+        """The loss on the window that was held back, the same on every rank."""
+        self.state.model.eval()
+        with torch.no_grad():
+            local_sum, count = self._loss_sum([self.document.evaluation_window()])
+        sums = self._gather(local_sum.item(), count)
+        return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
+
+    def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
+        """Sum of the cross-entropy over this rank's labels, and how many there are."""
+        window = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8).view(len(windows), -1)
+        # Shifted before it is sharded: the label of a shard's last token is the next rank's first token.
+        tokens = self.ring.shard(window[:, :-1], dim=1).to(self.device.torch, torch.int64)
+        labels = self.ring.shard(window[:, 1:], dim=1).to(self.device.torch, torch.int64)
+        logits = self.state.model(tokens, self.options.seq_len)
+        local_sum = F.cross_entropy(
+            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
+            labels.flatten(),
+            reduction="sum",
+        )
+        return local_sum, labels.numel()
+
+    def _gather(self, *values: float) -> list[list[float]]:
+        """The values of every rank, by global rank. fp64 holds a loss and any byte count up to 2⁵³."""
+        mine = torch.tensor(values, dtype=torch.float64, device=self.device.torch)
+        if self.world_size == 1:
+            return [list(values)]
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(every, mine)
+        return [row.tolist() for row in every]
+
+    # Checkpoints: the adapter's own, and beside it what the run was asked to do.
+
+    def _save(self) -> None:
+        path = self.options.save
+        assert path is not None
+        self.state.save(path)
+        if self.is_first:
+            _options_path(path).write_text(json.dumps(self._plain_options(), indent=2) + "\n")
+
+    def _resume(self) -> None:
+        path = self.options.save
+        if path is None:
+            return
+        if not self.options.resume:
+            if path.exists():
+                self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")
+            return
+        if not path.exists():
+            self.console.print(f"{path} is not there yet: training starts at step 1.")
+            return
+        if not _options_path(path).exists():
+            raise ValueError(
+                f"save = {str(path)!r}: {_options_path(path)} is not beside it, so it was not written by `train`; "
+                f"give another --save, or leave --resume out."
+            )
+        saved = json.loads(_options_path(path).read_text())
+        for name, value in self._plain_options().items():
+            if name not in _FREE_ON_RESUME and saved.get(name) != value:
+                raise ValueError(
+                    f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}, and this would not be "
+                    f"its continuation; give the same, or another --save."
+                )
+        self.state.load(path)
+        self.console.print(f"resumed {path} after step {self.state.step_count}.")
+
+    def _plain_options(self) -> dict[str, Any]:
+        """The options as JSON writes and reads them back, and how many sequences a step trains on at once."""
+        values = {**dataclasses.asdict(self.options), "data_size": self.ring.data_size}
+        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
+        return plain
+
+    # What the user sees.
+
+    def _say_what_runs(self) -> None:
+        options, ring = self.options, self.ring
+        branches = ", ".join(
+            f"({w}, {r})" for w, r in zip(options.segment_lengths, options.dilation_rates, strict=True)
+        )
+        source = "given files" if options.text else "the Python standard library's sources"
+        ranks = f"{ring.data_size} ring{'s' if ring.data_size > 1 else ''} of {ring.size}"
+        self.console.print(
+            f"{options.backend} adapter, {ranks}, {self.device.name}, {_name(self.dtype)}; "
+            f"{self.num_parameters:,} parameters; {options.seq_len:,} tokens per sequence, {options.layout}; "
+            f"branches {branches}; text: {source}, {self.document.num_bytes:,} bytes."
+        )
+        if self.dtype == torch.float16:
+            self.console.print("fp16 without loss scaling: small gradients become 0; bf16 or fp32 train better.")
+        elif options.dtype == "auto" and auto_dtype(self.device.torch) != self.dtype:
+            self.console.print("auto takes fp32 here: this device has no bf16, and fp16 would need loss scaling.")
+        if options.nproc_per_node not in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
+            self.console.print(
+                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so the launcher's "
+                f"ranks are."
+            )
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Any]:
+        """A function that shows one step: as a bar on a terminal, else as a plain line now and then."""
+        if not (self.is_first and self.console.is_terminal):
+            every = min(50, max(1, self.options.steps // _LINES_OFF_TERMINAL))
+
+            def line(record: dict[str, Any]) -> None:
+                if record["step"] % every == 0 or record["step"] == self.options.steps:
+                    self.console.print(f"step {record['step']}/{self.options.steps}  {self._describe(record)}")
+
+            yield line
+            return
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.description}"))
+        with Progress(*columns, console=self.console) as progress:
+            task = progress.add_task("", total=self.options.steps, completed=self.state.step_count)
+
+            def bar(record: dict[str, Any]) -> None:
+                progress.update(task, completed=record["step"], description=self._describe(record))
+
+            yield bar
+
+    def _describe(self, record: dict[str, Any]) -> str:
+        speed = self._tokens_per_step / record["seconds"]
+        peak = _per_rank([_mebibytes(size) for size in record["peak_memory_bytes"]])
+        return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {peak} MiB"
+
+    def _say_what_was_reached(self, result: dict[str, Any]) -> None:
+        steps = result["steps"]
+        reached = "no step was left to do"
+        if steps:
+            reached = f"loss {steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f} in {len(steps)} steps"
+        speed = result["tokens_per_second"]
+        self.console.print(
+            f"{reached}; evaluation loss {result['evaluation_loss']:.4f}; "
+            + (f"{speed:,.0f} tokens/s; " if speed else "")
+            + f"peak memory {_per_rank([_mebibytes(size) for size in result['peak_memory_bytes']])} MiB per rank; "
+            f"sent {_per_rank([f'{sent:,}' for sent in result['bytes_sent']])} bytes per rank."
+        )
+
+
+def _options_path(checkpoint: Path) -> Path:
+    return checkpoint.with_name(checkpoint.name + ".options.json")
+
+
+def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """``resolve_dtype``, but fp32 where ``"auto"`` would be fp16, for which this loop has no loss scaling."""
+    dtype = resolve_dtype(wanted, device)
+    return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _mebibytes(size: float) -> str:
+    return f"{size / 2**20:,.0f}"
+
+
+def _per_rank(values: list[str]) -> str:
+    """``"12 / 13"``; beyond eight ranks the first and the last say enough for one line."""
+    if len(values) > 8:
+        return f"{' / '.join(values[:3])} / … / {values[-1]} ({len(values)} ranks)"
+    return " / ".join(values)

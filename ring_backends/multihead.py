@@ -1,0 +1,194 @@
+"""The attention layer around a ring attention: projections, rotary embedding, sub-layer norm.
+
+Everything here is local to a rank except the attention itself: a row is projected where it lies, and its rotary
+angle comes from its global position, so that a sequence gives the same output however it lies over the ring.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ring_backends.layout import SequenceLayout
+from ring_backends.ring import Ring
+
+_MAX_CACHED_TABLES = 4
+
+
+class RingDilatedMultiheadAttention(nn.Module):
+    """Multi-head dilated attention over a ring (LongNet, arXiv 2307.02486), from hidden states to hidden states.
+
+    The layers have torchscale's names (``q_proj``, ``k_proj``, ``v_proj``, ``inner_attn_ln``, ``out_proj``), so that
+    the attention weights of a LongNet checkpoint load by name. The attention itself has no parameters.
+
+    Args:
+        embed_dim: width of the hidden states; num_heads must divide it.
+        num_heads: query heads.
+        attention: a RingDilatedAttention of any adapter; its ``ring`` says how the sequence lies over the ranks.
+        num_kv_heads: key and value heads, num_heads if None; it must divide num_heads.
+        rotary: rotate queries and keys by their global position (RoFormer, arXiv 2104.09864), in the rotate-half
+            convention (GPT-NeoX, LLaMA): component i is paired with component i + head_dim / 2.
+        rotary_base: the base of the angles' geometric series.
+        sub_layer_norm: LayerNorm over the joined heads before the output projection (Magneto, arXiv 2210.06423,
+            as LongNet has it).
+        bias: biases in the four projections.
+        device: of the parameters.
+        dtype: of the parameters; ``"auto"`` is what ``ring_backends.kernels.resolve_dtype`` advises for the device.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        attention: nn.Module,
+        *,
+        num_kv_heads: int | None = None,
+        rotary: bool = False,
+        rotary_base: float = 10000.0,
+        sub_layer_norm: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = None,
+    ) -> None:
+        super().__init__()
+        kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
+        for name, value in sizes.items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+        if embed_dim % num_heads:
+            raise ValueError(f"embed_dim = {embed_dim}: num_heads = {num_heads} must divide it; change one of the two.")
+        if num_heads % kv_heads:
+            raise ValueError(
+                f"num_kv_heads = {kv_heads}: it must divide num_heads = {num_heads}, so that every key head serves "
+                f"equally many query heads; change one of the two."
+            )
+        if not isinstance(attention, nn.Module) or not hasattr(attention, "ring"):
+            raise TypeError(
+                f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter; make one with "
+                f"backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring)."
+            )
+        head_dim = embed_dim // num_heads
+        if rotary and head_dim % 2:
+            raise ValueError(
+                f"rotary = True with head dim {head_dim}: components are rotated in pairs, so the head dim "
+                f"embed_dim / num_heads must be even; change embed_dim or num_heads, or leave rotary off."
+            )
+        if not rotary_base > 0:
+            raise ValueError(f"rotary_base = {rotary_base}: must be above 0; 10000.0 is usual.")
+        if isinstance(dtype, str):
+            from ring_backends.kernels import resolve_dtype
+
+            dtype = resolve_dtype(dtype, torch.get_default_device() if device is None else torch.device(device))
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = (
+            embed_dim,
+            num_heads,
+            kv_heads,
+            head_dim,
+        )
+        self.rotary, self.rotary_base = rotary, float(rotary_base)
+        self.attention = attention
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self.k_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
+        self.inner_attn_ln = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layer_norm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        self._rotary_tables: dict[tuple[SequenceLayout, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Attend over the whole sequence of which ``x`` is this rank's part.
+
+        Args:
+            x: [batch, local seq, embed_dim], in the dtype of the parameters.
+            is_causal: a position sees only itself and earlier ones.
+            seq_len: length of the global sequence; local length × ring size if None.
+            key_padding_mask: bool [batch, local seq], True = ignore this key.
+
+        Returns:
+            [batch, local seq, embed_dim].
+
+        Raises:
+            ValueError: the shape of x; TypeError: its dtype; and what the attention itself raises.
+        """
+        ring = cast(Ring, self.attention.ring)
+        try:
+            seq_len = self._check(x, ring, seq_len)
+        except (TypeError, ValueError) as error:
+            if ring.agreement is not None:
+                ring.agreement.refuse(error)  # as the attention itself does, so that the other ranks need not wait
+            raise
+        batch, local_len = x.shape[:2]
+        query = self.q_proj(x).view(batch, local_len, self.num_heads, self.head_dim)
+        key = self.k_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
+        value = self.v_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
+        if self.rotary:
+            cos, sin = self._rotary_table(ring, seq_len, query)
+            query, key = _rotate_half(query, cos, sin), _rotate_half(key, cos, sin)
+        out = self.attention(query, key, value, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask)
+        out = out.reshape(batch, local_len, self.embed_dim)
+        if self.inner_attn_ln is not None:
+            out = self.inner_attn_ln(out)
+        return cast(Tensor, self.out_proj(out))
+
+    def _check(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
+        """Refuse an x that is no part of a sequence of ``seq_len`` tokens; return that length."""
+        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
+            )
+        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise TypeError(
+                f"x is {x.dtype}: the parameters are {self.q_proj.weight.dtype}; convert x, or the module with .to()."
+            )
+        seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+        expected = ring.layout(seq_len).local_len(ring.rank)
+        if x.shape[1] != expected:
+            raise ValueError(
+                f"x has {x.shape[1]} local rows: of seq_len = {seq_len} this rank holds {expected}; shard the sequence "
+                f"with ring.shard(x, dim=1), and give the length of the whole as seq_len."
+            )
+        return seq_len
+
+    def extra_repr(self) -> str:
+        sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{sizes}, rotary={self.rotary}"
+
+    def _rotary_table(self, ring: Ring, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], fp32, or fp64 where ``like`` is."""
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        key = (ring.layout(seq_len), ring.rank, like.device, dtype)
+        if key in self._rotary_tables:
+            return self._rotary_tables[key]
+        # A table made under inference_mode could not be saved for a later backward.
+        with torch.inference_mode(False), torch.no_grad():
+            # Angles in fp64: in fp32 the angle of position 10⁶ is already off by a twentieth of a radian.
+            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+            angle = ring.positions(seq_len).to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
+            table = angle.cos().to(like.device, dtype), angle.sin().to(like.device, dtype)
+        while len(self._rotary_tables) >= _MAX_CACHED_TABLES:
+            del self._rotary_tables[next(iter(self._rotary_tables))]
+        self._rotary_tables[key] = table
+        return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_rotary_tables": {}}
+
+
+def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2) of x [batch, local seq, heads, head_dim]; fp32 arithmetic, x's dtype."""
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

@@ -1,0 +1,234 @@
+"""What is installed is what the tree holds, under the names the documentation uses.
+
+Three directories become one package (setup.cfg, package_dir), so a module can be in the tree and not in the
+wheel, or in the wheel twice. These tests build the sdist and the wheel from a copy of the tree and compare.
+"""
+
+from __future__ import annotations
+
+import configparser
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email.message import Message
+from email.parser import Parser
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+import ring_backends
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE_DIRS = {
+    "ring_backends": "ring_backends",
+    "adapters": "ring_backends/adapters",
+    "tests/harness": "ring_backends/testing",
+}
+NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pycache__")
+
+
+def tree_files() -> dict[str, Path]:
+    """Installed name to path in the tree, for every module and py.typed; symlinks are not followed."""
+    return {
+        (Path(installed) / path.relative_to(ROOT / source)).as_posix(): path
+        for source, installed in PACKAGE_DIRS.items()
+        for folder, _, names in os.walk(ROOT / source)
+        for path in (Path(folder, name) for name in names)
+        if path.suffix == ".py" or path.name == "py.typed"
+    }
+
+
+def run_python(code: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *args],
+        cwd=cwd,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+
+
+def build(kind: str, source: Path, out: Path) -> Path:
+    """Call setuptools' PEP 517 hook build_sdist or build_wheel on source, as pip and tox do."""
+    out.mkdir()
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
+    done = run_python(code, str(out), cwd=source)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (built,) = out.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("sdist")
+    shutil.copytree(ROOT, work / "tree", symlinks=True, ignore=NOT_SOURCE)
+    return build("sdist", work / "tree", work / "out")
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    work = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT, work / "tree", symlinks=True, ignore=NOT_SOURCE)
+    return build("wheel", work / "tree", work / "out")
+
+
+def names_in(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def dist_info(wheel: Path, name: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        (entry,) = (n for n in archive.namelist() if n.endswith(f".dist-info/{name}"))
+        return archive.read(entry).decode()
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: Path) -> Message:
+    return Parser().parsestr(dist_info(wheel, "METADATA"))
+
+
+def requirements(metadata: Message) -> list[Requirement]:
+    return [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+
+
+def test_the_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel: Path) -> None:
+    packaged = {name for name in names_in(wheel) if ".dist-info/" not in name}
+    assert packaged == set(tree_files())
+
+
+def test_the_tree_knows_the_three_directories() -> None:
+    expected = {
+        "ring_backends/__init__.py",
+        "ring_backends/py.typed",
+        "ring_backends/adapters/__init__.py",
+        "ring_backends/adapters/native.py",
+        "ring_backends/testing/__init__.py",
+    }
+    assert expected <= set(tree_files())
+
+
+def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    # The sdist holds no symlinks: it must not need them.
+    with tarfile.open(sdist) as archive:
+        assert not [member.name for member in archive if member.issym() or member.islnk()]
+        # The safe filter where this Python has it: 3.10.12, 3.11.4, 3.12 and later.
+        archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
+        archive.extractall(tmp_path)
+    (tree,) = tmp_path.iterdir()
+    assert (tree / "tests" / Path(__file__).name).is_file()
+    assert names_in(build("wheel", tree, tmp_path / "out")) == names_in(wheel)
+
+
+@pytest.mark.skipif((ROOT / "PKG-INFO").exists(), reason="an unpacked sdist holds no symlinks")
+def test_the_symlinks_lead_to_the_directories_that_are_installed() -> None:
+    assert os.readlink(ROOT / "ring_backends/adapters") == "../adapters"
+    assert os.readlink(ROOT / "ring_backends/testing") == "../tests/harness"
+
+
+def test_entry_points(wheel: Path) -> None:
+    written = configparser.ConfigParser()
+    written.read_string(dist_info(wheel, "entry_points.txt"))
+    assert dict(written["console_scripts"]) == {"ring-backends": "ring_backends.cli:main"}
+    adapters = {
+        name.removesuffix(".py"): f"ring_backends.adapters.{name.removesuffix('.py')}"
+        for name in os.listdir(ROOT / "adapters")
+        if name.endswith(".py") and not name.startswith("_")
+    }
+    assert dict(written["ring_backends.adapters"]) == adapters
+
+
+def test_the_installed_entry_points_load() -> None:
+    (native,) = entry_points(group="ring_backends.adapters", name="native")
+    assert native.load().__name__ == "ring_backends.adapters.native"
+    (script,) = entry_points(group="console_scripts", name="ring-backends")
+    assert callable(script.load())
+
+
+def test_hard_requirements_are_torch_typer_and_rich(metadata: Message) -> None:
+    assert {req.name for req in requirements(metadata) if req.marker is None} == {"torch", "typer", "rich"}
+
+
+def test_metadata(metadata: Message) -> None:
+    assert metadata["Name"] == "ring-backends"
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    assert metadata["License-Expression"] == "Apache-2.0"
+    assert metadata.get_all("License-File") == ["LICENSE"]
+
+
+def test_tox_pins_a_torch_the_package_accepts_and_the_tools_that_dev_installs(metadata: Message) -> None:
+    tox = configparser.ConfigParser(interpolation=None)
+    tox.read(ROOT / "tox.ini")
+    deps = [
+        Requirement(line)
+        for section in tox.sections()
+        for line in tox[section].get("deps", "").split("\n")
+        if line and not line.startswith("{")
+    ]
+    pins = {req.name: req.specifier for req in deps}
+    assert set(pins) == {"torch", "ruff", "mypy"}
+    (torch,) = (req for req in requirements(metadata) if req.name == "torch")
+    (pin,) = pins["torch"]
+    assert pin.operator == "=="
+    assert pin.version in torch.specifier
+    for tool in ("ruff", "mypy"):
+        (dev,) = (req for req in requirements(metadata) if req.name == tool)
+        assert str(dev.marker) == 'extra == "dev"'
+        assert dev.specifier == pins[tool]
+
+
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox promises to test a wheel")
+def test_tox_tests_the_wheel_and_not_the_checkout() -> None:
+    installed = Path(ring_backends.__file__).resolve().parent
+    assert installed != ROOT / "ring_backends"
+    assert installed.parent.name == "site-packages"
+    held = {path.relative_to(installed.parent).as_posix() for path in installed.rglob("*") if path.is_file()}
+    files = tree_files()
+    assert {name for name in held if not name.endswith(".pyc")} == set(files)
+    # A wheel built before the last edit would otherwise be tested in silence.
+    copies = {name: installed.parent / name for name in files}
+    assert [name for name, path in files.items() if path.read_bytes() != copies[name].read_bytes()] == []
+
+
+@pytest.mark.parametrize("statement", ["import adapters", "import adapters.native"])
+def test_adapters_is_no_top_level_package(statement: str) -> None:
+    done = run_python(statement, cwd=ROOT, PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1")
+    assert done.returncode != 0
+    (error,) = (line for line in done.stderr.splitlines() if line.startswith("ImportError: "))
+    assert "from ring_backends.adapters import native" in error
+
+
+@pytest.mark.parametrize("module", ["ring_backends", "ring_backends.adapters", "ring_backends.testing"])
+def test_importing_imports_no_framework(module: str, tmp_path: Path) -> None:
+    code = (
+        "import sys, torch; before = set(sys.modules); "
+        "__import__(sys.argv[1]); print(*sorted(set(sys.modules) - before), sep='\\n')"
+    )
+    done = run_python(code, module, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    added = done.stdout.split()
+    assert module in added
+    frameworks = ("deepspeed.", "fairscale.", "torch.distributed.fsdp.", "numpy.")
+    assert [name for name in added if f"{name}.".startswith(frameworks)] == []
+
+
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "ring_backends"], ["ring-backends"]])
+def test_both_ways_to_call_the_command_line(command: list[str], tmp_path: Path) -> None:
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        [*command, "--help"],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": scripts},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    for subcommand in ("train", "info"):
+        assert subcommand in done.stdout
