@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
     from ring_backends.layout import SequenceLayout
     from ring_backends.pattern import DilatedPattern
-    from ring_backends.registry import available_adapters
+    from ring_backends.registry import available_adapters, create_attention
     from ring_backends.ring import Ring, Transfer
     from ring_backends.schedule import RingSchedule
 
@@ -29,6 +29,7 @@ __all__ = [
     "SequenceLayout",
     "Transfer",
     "available_adapters",
+    "create_attention",
     "dilated_attention",
 ]
 __version__ = "0.1.0"
@@ -44,6 +45,7 @@ _MODULES = {
     "SequenceLayout": "layout",
     "Transfer": "ring",
     "available_adapters": "registry",
+    "create_attention": "registry",
     "dilated_attention": "attention",
 }
 

@@ -19,7 +19,7 @@ from ring_backends.agreement import Configuration
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.layout import SequenceLayout
 from ring_backends.pattern import DilatedPattern, HeadMode, Offset, Padding
-from ring_backends.plan import rank_plan
+from ring_backends.planner import rank_plan
 from ring_backends.ring import Ring, Transfer
 from ring_backends.schedule import RingSchedule
 from ring_backends.validation import check_dropout, check_flag, check_layout, check_scale, check_tensors

@@ -93,15 +93,23 @@ def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | No
     return ranks
 
 
-def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta) -> Ring:
+def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta, adapter: str = "native") -> Ring:
     """Join the ring of these global ranks, of which this process is one; a ring of one connects to nothing.
 
-    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0.
+    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0. ``adapter`` is
+    the name of the adapter that asks.
     """
     ranks = tuple(ranks)
     data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
     if len(ranks) == 1:
-        return Ring(data_size=data_size, data_rank=data_rank, ranks=ranks, layout_kind=layout, timeout=timeout)
+        return Ring(
+            data_size=data_size,
+            data_rank=data_rank,
+            ranks=ranks,
+            layout_kind=layout,
+            timeout=timeout,
+            adapter=adapter,
+        )
     _rings_made[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     name = f"ring_backends/{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
@@ -121,6 +129,7 @@ def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta) -> Rin
         group=group,
         agreement=Agreement(store, rank, size, timeout, partial(_abort, group)),
         timeout=timeout,
+        adapter=adapter,
     )
 
 

@@ -57,6 +57,7 @@ class Ring:
         agreement: checks that the ranks call alike; None in a ring of one.
         timeout: the most that one call of attention may wait for its peers.
         traffic: what this rank has sent; shared by all layouts of the ring.
+        adapter: name of the adapter whose ``initialize`` made the ring, as the registry knows it.
     """
 
     size: int = 1
@@ -69,6 +70,7 @@ class Ring:
     agreement: Agreement | None = None
     timeout: timedelta = timedelta(seconds=300)
     traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    adapter: str = "native"
 
     def __post_init__(self) -> None:
         SequenceLayout(1, self.size, self.layout_kind)

@@ -1,8 +1,8 @@
 """The plan of a ring pass as data: what every rank sends, what it computes, what it has to hold.
 
 Computed alike on every rank from (pattern, layout, heads, causal), with no process group and no communication. This
-module totals it for all ranks at once, by arithmetic on arrays; :mod:`ring_backends.plan` spells one rank's part out,
-step by step, for the attention to walk.
+module totals it for all ranks at once, by arithmetic on arrays; :mod:`ring_backends.planner` spells one rank's part
+out, step by step, for the attention to walk.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
-from ring_backends.plan import rank_plan
+from ring_backends.planner import rank_plan
 from ring_backends.reference import dense_attention, reference_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.threads import ThreadRing, ThreadRingDilatedAttention, run_in_threads
@@ -186,8 +186,8 @@ def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
 def test_fine_cuts_of_heads_and_hops_change_no_result(case: AttentionCase, ring_size: int, layout: str) -> None:
     coarse, _ = thread_ring_results(case, ring_size, layout)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ring_backends.plan.MIN_HOP_BYTES", 16)
-        patch.setattr("ring_backends.plan.MIN_BLOCK_BYTES", 16)
+        patch.setattr("ring_backends.planner.MIN_HOP_BYTES", 16)
+        patch.setattr("ring_backends.planner.MIN_BLOCK_BYTES", 16)
         rank_plan.cache_clear()
         fine, _ = thread_ring_results(case, ring_size, layout)
         rank_plan.cache_clear()

@@ -18,7 +18,8 @@ from torch import Tensor
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.gather import gather
 from ring_backends.packing import PackedRows, RowFormat
-from ring_backends.plan import Message, Parcel, RankPlan, Step, rank_plan
+from ring_backends.plan import Message, Parcel, RankPlan, Step
+from ring_backends.planner import rank_plan
 from ring_backends.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
@@ -50,8 +51,8 @@ def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
 @pytest.fixture
 def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Cut heads and hops as finely as for huge tensors."""
-    monkeypatch.setattr("ring_backends.plan.MIN_HOP_BYTES", 16)
-    monkeypatch.setattr("ring_backends.plan.MIN_BLOCK_BYTES", 16)
+    monkeypatch.setattr("ring_backends.planner.MIN_HOP_BYTES", 16)
+    monkeypatch.setattr("ring_backends.planner.MIN_BLOCK_BYTES", 16)
     rank_plan.cache_clear()
     yield
     rank_plan.cache_clear()
