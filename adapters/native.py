@@ -40,7 +40,7 @@ def initialize(
         ValueError, TypeError: an argument breaks its rule.
     """
     check_options(ring_size, layout, timeout)
-    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout)
+    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout, adapter="native")
 
 
 class NativeRingDilatedAttention(_RingDilatedAttention):

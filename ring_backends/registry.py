@@ -6,11 +6,17 @@ framework, only when it is asked for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from ring_backends.errors import AdapterUnavailableError
+
+if TYPE_CHECKING:
+    from ring_backends.attention import RingDilatedAttention
+    from ring_backends.ring import Ring
 
 ENTRY_POINT_GROUP = "ring_backends.adapters"
 
@@ -39,6 +45,36 @@ def load_adapter(name: str) -> ModuleType:
         raise
     except ImportError as error:
         raise AdapterUnavailableError(f"adapter {name!r} cannot be imported from {modules[name]}: {error}") from error
+
+
+def create_attention(
+    backend: str = "auto",
+    segment_lengths: Sequence[int] = (),
+    dilation_rates: Sequence[int] = (),
+    *,
+    ring: Ring | None = None,
+    **options: Any,
+) -> RingDilatedAttention:
+    """Make an attention module, for a program that chooses its adapter by configuration and not by an import.
+
+    Args:
+        backend: an adapter's name; ``"auto"`` is the adapter that made ``ring``, and native without a ring.
+        segment_lengths, dilation_rates: w and r of each branch, as in :class:`DilatedPattern`.
+        ring: the ring, from the adapter's ``initialize``; None is a ring of one.
+        options: of the adapter's ``RingDilatedAttention``.
+
+    Raises:
+        ValueError, TypeError: no adapter has this name, or another argument breaks its rule.
+        AdapterUnavailableError: the adapter is known, but its framework is missing or does not work here.
+    """
+    if not isinstance(backend, str):
+        raise TypeError(f"backend = {backend!r}: expected the name of an adapter, or 'auto'.")
+    if backend == "auto":
+        backend = "native" if ring is None else ring.adapter
+    attention: RingDilatedAttention = load_adapter(backend).RingDilatedAttention(
+        segment_lengths, dilation_rates, ring=ring, **options
+    )
+    return attention
 
 
 def available_adapters() -> dict[str, str | None]:

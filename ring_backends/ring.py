@@ -134,15 +134,16 @@ class Ring:
         return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Equally shaped tensors of all ranks, stacked: [size, …]. For ``unshard``; attention never gathers K or V."""
+        """Equally shaped tensors of all ranks, stacked: [size, …]. For ``unshard``; no adapter gathers K or V."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
+        # Lists, since the forms that take one tensor changed their name between the torch releases in use.
         dist.all_gather(list(gathered), tensor.contiguous(), group=self.group)
         return gathered
 
     def reduce_scatter(self, tensor: Tensor) -> Tensor:
         """Sum the ranks' [size, …] tensors and return this rank's entry."""
         reduced = tensor.new_empty(tensor.shape[1:])
-        dist.reduce_scatter(reduced, list(tensor), group=self.group)
+        dist.reduce_scatter(reduced, list(tensor.contiguous()), group=self.group)
         return reduced
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:

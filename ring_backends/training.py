@@ -56,7 +56,7 @@ class TrainingState(ABC):
 
     def global_count(self, local_count: int | Tensor) -> int:
         """The sum of a count over all ranks of the world."""
-        count = torch.as_tensor(local_count, dtype=torch.int64, device=_device(self.model)).clone()
+        count = torch.as_tensor(local_count, dtype=torch.int64, device=_world_device()).clone()
         if dist.is_initialized():
             dist.all_reduce(count)
         return int(count)
@@ -200,6 +200,12 @@ def _device(model: nn.Module) -> torch.device:
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
+def _world_device() -> torch.device:
+    """Where the world's process group moves tensors."""
+    needs_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
+    return torch.device("cuda" if needs_gpu else "cpu")
+
+
 def _reduced_by(wrap: Callable[[nn.Module], nn.Module], gradient: float, device: torch.device) -> float:
     """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``."""
     probe = nn.Linear(1, 1, bias=False, device=device)
@@ -219,11 +225,11 @@ def measure_divisor(reduced: Callable[[float], float]) -> float:
         RuntimeError: the ranks get different gradients, so that replicas would drift apart.
     """
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    values = [reduced(float(rank + 1))]
+    mine = torch.tensor(reduced(float(rank + 1)), dtype=torch.float64, device=_world_device())
+    everywhere = [mine.clone() for _ in range(world_size)]
     if world_size > 1:
-        everywhere: list[float | None] = [None] * world_size
-        dist.all_gather_object(everywhere, values[0])
-        values = [value for value in everywhere if value is not None]
+        dist.all_gather(everywhere, mine)
+    values = [float(value) for value in everywhere]
     if max(values) - min(values) > 1e-6 * abs(values[0]):
         raise RuntimeError(
             f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "

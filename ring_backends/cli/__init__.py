@@ -11,9 +11,11 @@ from typing import Annotated
 import typer
 
 from ring_backends import __version__
+from ring_backends.cli.branches import BranchesCommand
+from ring_backends.cli.compare import compare_command
 from ring_backends.cli.info import info_command
 from ring_backends.cli.report import TRACEBACK_VARIABLE
-from ring_backends.cli.train import TrainCommand, train_command
+from ring_backends.cli.train import train_command
 
 # torch says this at import where numpy is missing; nothing here uses numpy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -27,7 +29,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train", cls=TrainCommand)(train_command)
+app.command("train", cls=BranchesCommand)(train_command)
+app.command("compare", cls=BranchesCommand)(compare_command)
 app.command("info")(info_command)
 
 

@@ -5,21 +5,17 @@ This module imports no torch: ``--help`` and a mistyped option answer at once.
 
 from __future__ import annotations
 
-import itertools
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from ring_backends.cli.branches import Branches, parse_branches
 from ring_backends.cli.data import Document, standard_library_sources
 from ring_backends.cli.launch import interrupt_deadline, launch, under_launcher
 from ring_backends.cli.report import reported_errors
 from ring_backends.pattern import DilatedPattern
-
-_LISTS = ("--segment-lengths", "--dilation-rates")
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class TrainOptions:
         return Document(self.text or standard_library_sources(), self.seq_len)
 
 
-def default_branches(seq_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def default_branches(seq_len: int) -> Branches:
     """Segment lengths and dilation rates whose cost grows almost linearly; the last segment is everything.
 
     Three branches: of at most 256 and 4,096 tokens, and of the whole sequence. A dilated branch has the least
@@ -106,32 +102,6 @@ def default_branches(seq_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
             rate *= 2
         rates.append(rate)
     return lengths, tuple(rates)
-
-
-class TrainCommand(TyperCommand):
-    """Accepts ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and the option repeated."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        joined: list[str] = []
-        rest = list(args)
-        while rest:
-            joined.append(rest.pop(0))
-            if joined[-1] in _LISTS:
-                numbers = list(itertools.takewhile(re.compile(r"-?\d[\d,\s]*").fullmatch, rest))
-                del rest[: len(numbers)]
-                joined += [",".join(numbers)] if numbers else []
-        return super().parse_args(ctx, joined)
-
-
-def _integers(name: str, values: list[str] | None) -> tuple[int, ...] | None:
-    """``["2048,8192", "16384"]`` as integers."""
-    if values is None:
-        return None
-    parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
-    for part in parts:
-        if not re.fullmatch(r"-?\d+", part):
-            raise ValueError(f"{name} = {','.join(values)!r}: {part!r} is no integer; write for example 2048,8192.")
-    return tuple(map(int, parts))
 
 
 _MODEL, _TEXT, _TRAINING, _RANKS, _FILES = "Attention and model", "Text", "Training", "Ranks", "Files"
@@ -297,13 +267,7 @@ def train_command(
     given = dict(locals())
     names = [field.name for field in fields(TrainOptions)]
     with reported_errors("train", names):
-        lengths = _integers("segment_lengths", segment_lengths)
-        rates = _integers("dilation_rates", dilation_rates)
-        if (lengths is None) != (rates is None):
-            name, other = ("dilation_rates", "segment_lengths")[:: 1 if rates is None else -1]
-            raise ValueError(f"{name} is missing beside {other}: a branch is one pair; give both, or neither.")
-        if lengths is None:
-            lengths, rates = default_branches(seq_len)
+        lengths, rates = parse_branches(segment_lengths, dilation_rates) or default_branches(seq_len)
         given.update(segment_lengths=lengths, dilation_rates=rates, text=tuple(text or ()))
         options = TrainOptions(**given)
         options.check()

@@ -1,0 +1,254 @@
+"""Attention calls on a ring, made by the ranks, and their answers put together and compared by the test.
+
+Here an :class:`AttentionCase` becomes one call per rank, each on its own rows. Rings beside each other get different
+numbers, so that what leaks from one into another shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.layout import LayoutKind
+from ring_backends.reference import dense_attention, reference_attention, reference_counts, reference_phantom_counts
+from ring_backends.ring import Ring
+from ring_backends.testing.rings import RingSpec, backend, ring_here, rows_of_ranks
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
+
+FP64_TOLERANCE = 1e-10
+
+
+class Results(NamedTuple):
+    """What one call gives: of a rank's own rows, or of the whole sequence. Gradients are None where not asked for."""
+
+    out: Tensor
+    lse: Tensor
+    grad_query: Tensor | None = None
+    grad_key: Tensor | None = None
+    grad_value: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One rank's results, and what it sent for them."""
+
+    results: Results
+    forward_bytes: int
+    forward_messages: int
+    backward_bytes: int = 0
+    backward_messages: int = 0
+
+
+@dataclass(frozen=True)
+class LocalCall:
+    """One rank's part of a case."""
+
+    attention: Any
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    options: dict[str, Any]
+
+    def __call__(self, **options: Any) -> Any:
+        return self.attention(self.query, self.key, self.value, **{**self.options, **options})
+
+
+def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
+    """The adapter's attention module with the options of a case."""
+    return backend(adapter).RingDilatedAttention(
+        case.segment_lengths,
+        case.dilation_rates,
+        ring=ring,
+        head_mode=case.head_mode,
+        offset=case.offset,
+        padding=case.padding,
+        scale=case.scale,
+        **options,
+    )
+
+
+def local_call(
+    adapter: str, ring: Ring, case: AttentionCase, *, device: str = "cpu", gradients: bool = True, attention: Any = None
+) -> LocalCall:
+    """This rank's part of a case, ready to be called. ``attention`` None makes a new module."""
+    rows = rows_of_ranks(case.seq_len, ring.size, ring.layout_kind)[ring.rank]
+    query, key, value, grad_out, mask = (None if x is None else x[:, rows].to(device) for x in case.tensors())
+    assert query is not None
+    assert key is not None
+    assert value is not None
+    assert grad_out is not None
+    for tensor in (query, key, value):
+        tensor.requires_grad_(gradients)
+    options = {"is_causal": case.is_causal, "seq_len": case.seq_len, "key_padding_mask": mask}
+    if attention is None:
+        attention = new_attention(adapter, ring, case)
+    return LocalCall(attention, query, key, value, grad_out, options)
+
+
+def of_ring(case: AttentionCase, index: int) -> AttentionCase:
+    """The case with the numbers of ring ``index``."""
+    return replace(case, seed=case.seed + 7919 * index)
+
+
+def answer_here(
+    adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, gradients: bool, device: str
+) -> Answer | None:
+    """Run one case on this rank."""
+    ring = ring_here(adapter, rings)
+    place = rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    ring = ring.with_layout(layout)
+    call = local_call(adapter, ring, of_ring(case, place[0]), device=device, gradients=gradients)
+    ring.traffic.reset()
+    out, lse = call(return_lse=True)
+    assert not lse.requires_grad
+    forward_bytes, forward_messages = ring.traffic.bytes, ring.traffic.messages
+    ring.traffic.reset()
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out) if gradients else (None,) * 3
+    results = Results(*(None if x is None else x.detach().cpu() for x in (out, lse, *grads)))  # type: ignore[arg-type]
+    return Answer(results, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages)
+
+
+def answers_here(
+    adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], gradients: bool, device: str
+) -> list[Answer | None]:
+    return [answer_here(adapter, rings, layout, case, gradients, device) for case in cases]
+
+
+def ask(
+    world: World,
+    adapter: str,
+    rings: RingSpec,
+    layout: LayoutKind,
+    cases: Sequence[AttentionCase],
+    *,
+    gradients: bool = True,
+    device: str = "cpu",
+) -> list[list[list[Answer]]]:
+    """Run some cases on all ranks: answers by case, by ring, by ring rank."""
+    by_rank = world.run(answers_here, adapter, rings, layout, cases, gradients, device)
+    return [
+        [[by_rank[global_rank][index] for global_rank in ranks] for ranks in rings.rings] for index in range(len(cases))
+    ]
+
+
+def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Results:
+    """The results of the whole sequence, from those of a ring's ranks."""
+    rows = torch.cat(rows_of_ranks(seq_len, len(results), layout)).argsort()
+    fields = []
+    for name in Results._fields:
+        parts = [getattr(result, name) for result in results]
+        dim = 2 if name == "lse" else 1
+        fields.append(None if parts[0] is None else torch.cat(parts, dim).index_select(dim, rows))
+    return Results(*fields)  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=256)
+def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
+    """What the definition gives, in fp64."""
+    *tensors, grad_out, mask = case.tensors()
+    query, key, value = leaves = [tensor.double().requires_grad_(gradients) for tensor in tensors]
+    out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
+    grads = torch.autograd.grad(out, leaves, grad_out.double()) if gradients else ()
+    return Results(out.detach(), lse, *grads)
+
+
+@lru_cache(maxsize=256)
+def plain(case: AttentionCase) -> Results:
+    """Plain PyTorch attention of the case's own dtype: the yardstick for rounding."""
+    query, key, value, grad_out, mask = case.tensors()
+    options = case.options()
+    scale, padding = options.pop("scale"), options.pop("padding")
+    counts = reference_counts(case.seq_len, case.num_heads, **options)
+    phantoms = reference_phantom_counts(case.seq_len, case.num_heads, **options) if padding == "zeros" else None
+    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
+    out, lse = dense_attention(
+        query, key, value, counts, phantom_counts=phantoms, scale=scale, key_padding_mask=mask, dtype=case.dtype
+    )
+    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+
+
+def difference(got: Tensor | None, wanted: Tensor | None) -> float:
+    """The largest difference; infinite where shapes, NaNs or infinities do not agree."""
+    assert got is not None
+    assert wanted is not None
+    if got.shape != wanted.shape:
+        return float("inf")
+    got, wanted = got.detach().double(), wanted.detach().double()
+    unequal = got != wanted  # equal infinities are equal; a NaN never is
+    gap = (got - wanted).abs().nan_to_num(nan=float("inf"), posinf=float("inf"))
+    return float(gap.masked_fill(~unequal, 0).amax()) if gap.numel() else 0.0
+
+
+def check_results(got: Results, wanted: Results, tolerance: float, what: object = "") -> None:
+    """Every field within ``tolerance``; the message tells all of them, since which ones are wrong is the clue."""
+    gaps = {
+        name: difference(getattr(got, name), getattr(wanted, name))
+        for name in Results._fields
+        if getattr(got, name) is not None
+    }
+    assert max(gaps.values()) <= tolerance, f"{what}: differences {gaps}, more than {tolerance}"
+
+
+def check_exact(
+    world: World,
+    adapter: str,
+    rings: RingSpec,
+    layout: LayoutKind,
+    cases: Sequence[AttentionCase],
+    *,
+    gradients: bool = True,
+) -> list[list[list[Answer]]]:
+    """Run fp64 cases and hold every ring's results against the definition."""
+    answers = ask(world, adapter, rings, layout, cases, gradients=gradients)
+    for case, by_ring in zip(cases, answers, strict=True):
+        for index, ring_answers in enumerate(by_ring):
+            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
+            wanted = expected(of_ring(case, index), gradients=gradients)
+            check_results(got, wanted, FP64_TOLERANCE, f"{case} on ring {index}")
+    return answers
+
+
+def check_rounding(
+    world: World,
+    adapter: str,
+    rings: RingSpec,
+    layout: LayoutKind,
+    cases: Sequence[AttentionCase],
+    *,
+    device: str = "cpu",
+) -> None:
+    """Run cases of a shorter dtype: no error is above twice that of plain attention of this dtype.
+
+    Both are luck where few numbers are compared, hence a floor of one rounding of the largest number. A flash backward
+    takes the weights anew from the LSE, whose own rounding is a relative error of theirs, as large as the LSE.
+    """
+    answers = ask(world, adapter, rings, layout, cases, device=device)
+    for case, by_ring in zip(cases, answers, strict=True):
+        for index, ring_answers in enumerate(by_ring):
+            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
+            exact, yardstick = expected(of_ring(case, index)), plain(of_ring(case, index))
+            lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
+            for name, tensor in got._asdict().items():
+                assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"
+                wanted = getattr(exact, name)
+                floor = lse_rounding
+                if name != "lse":
+                    floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * _largest(wanted)
+                bound = 2 * difference(getattr(yardstick, name), wanted) + floor
+                gap = difference(tensor, wanted)
+                assert gap <= bound, f"{case} on ring {index}: {name} is off by {gap}, more than {bound}"
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()].abs()
+    return float(finite.max()) if finite.numel() else 0.0

@@ -1,0 +1,92 @@
+"""What an adapter can do, and the base of all suites that check it.
+
+The rule of this file: tests are switched by capabilities, never by an adapter's name. An adapter has all of them
+unless its test class says otherwise, with one sentence that pytest then shows as the reason for skipping:
+
+>>> class TestFlying(AdapterTests):
+...     adapter = "flying_adapter.backend"
+...     without = {"fp64 parameters": "its reducer packs gradients as fp32"}
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from importlib import import_module
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from ring_backends.errors import AdapterUnavailableError
+
+CAPABILITIES: Mapping[str, str] = {
+    "several rings per world": "initialize(ring_size=...) cuts the world into rings beside each other",
+    "rings over chosen ranks": "initialize(group=...) takes a process group of some ranks, rank 0 not needed",
+    "device mesh axis": "initialize(group=...) takes one axis of a DeviceMesh",
+    "training": "parallelize() runs on this machine's processors",
+    "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
+    "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
+    "save and load": "a training state comes back from a checkpoint",
+    "fp64 parameters": "parallelize() trains a model of fp64 parameters as such",
+    "tied parameters": "parallelize() takes a model that uses one parameter in two places",
+    "frozen parameters": "parallelize() takes a model of which some parameters need no gradient",
+    "a lost rank": "a rank that dies leaves the others alive to raise RingPeerError",
+}
+"""Every capability, and what it means."""
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def requires(*capabilities: str) -> Callable[[Test], Test]:
+    """Skip a test of a suite where the adapter lacks one of these."""
+    _check_known(capabilities)
+
+    def mark(test: Test) -> Test:
+        test.required_capabilities = capabilities  # type: ignore[attr-defined]
+        return test
+
+    return mark
+
+
+class AdapterSuite:
+    """Base of the suites.
+
+    Attributes:
+        adapter: the adapter's module, by its dotted name.
+        without: the capabilities that it lacks, each with one sentence that says why.
+        framework_options: keyword arguments that every ``parallelize`` of the suite gets besides the common ones.
+    """
+
+    adapter: ClassVar[str]
+    without: ClassVar[Mapping[str, str]] = {}
+    framework_options: ClassVar[Mapping[str, Any]] = {}
+
+    def __init_subclass__(cls) -> None:
+        _check_known(cls.without)
+
+    @pytest.fixture(autouse=True)
+    def _skip_what_the_adapter_lacks(self, request: pytest.FixtureRequest) -> None:
+        reason = _why_unavailable(self.adapter)
+        if reason is not None:
+            pytest.skip(reason)
+        needed = set(getattr(request.function, "required_capabilities", ()))
+        if hasattr(request.node, "callspec"):
+            needed |= {getattr(value, "capability", None) for value in request.node.callspec.params.values()}
+        for capability in CAPABILITIES:
+            if capability in needed and capability in self.without:
+                pytest.skip(f"without {capability}: {self.without[capability]}")
+
+
+def _check_known(capabilities: Any) -> None:
+    unknown = sorted(set(capabilities) - set(CAPABILITIES))
+    if unknown:
+        raise ValueError(f"unknown capability {unknown}: choose from {', '.join(map(repr, CAPABILITIES))}.")
+
+
+@lru_cache
+def _why_unavailable(adapter: str) -> str | None:
+    try:
+        import_module(adapter)
+    except AdapterUnavailableError as error:
+        return str(error)
+    return None

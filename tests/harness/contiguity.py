@@ -1,0 +1,134 @@
+"""Contiguity: what matters of a tensor is its numbers, not how they lie in memory; and inputs are only read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.rings import FOUR, every_layout, ring_here
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
+
+_CASE = AttentionCase(
+    seq_len=45,
+    segment_lengths=(12, 45),
+    dilation_rates=(3, 2),
+    batch=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=8,
+    masked="random",
+    dtype=torch.float64,
+)
+
+Shape = tuple[int, ...]
+
+
+def _random(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def _overlapping(generator: torch.Generator, shape: Shape) -> Tensor:
+    """Every row begins one number after the row before it."""
+    batch, seq, heads, dim = shape
+    base = _random(generator, batch + seq + 2 * heads + 3 * dim)
+    return base.as_strided(shape, (1, 1, 2, 3))
+
+
+VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
+    "heads before sequence": lambda g, s: _random(g, s[0], s[2], s[1], s[3]).transpose(1, 2),
+    "sequence before batch": lambda g, s: _random(g, s[1], s[0], s[2], s[3]).transpose(0, 1),
+    "components before all": lambda g, s: _random(g, s[3], s[2], s[1], s[0]).permute(3, 2, 1, 0),
+    "a slice of packed projections": lambda g, s: _random(g, s[0], s[1], 3, s[2], s[3])[:, :, 1],
+    "every second of everything": lambda g, s: _random(g, *(2 * size for size in s))[1::2, ::2, 1::2, ::2],
+    "one batch entry, expanded": lambda g, s: _random(g, 1, *s[1:]).expand(s),
+    "one head, expanded": lambda g, s: _random(g, s[0], s[1], 1, s[3]).expand(s),
+    "one row, expanded": lambda g, s: _random(g, s[0], 1, s[2], s[3]).expand(s),
+    "one number, expanded": lambda g, s: _random(g, 1, 1, 1, 1).expand(s),
+    "overlapping rows": _overlapping,
+    "flipped twice": lambda g, s: _random(g, *s).flip(1).transpose(1, 2).flip(2).transpose(1, 2),
+}
+
+
+def memory_layout_here(adapter: str, layout: LayoutKind, views: list[str]) -> tuple[Results, Results]:
+    """Results of views, and of contiguous copies of them. ``views`` names this rank's view, one name per rank."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    call = local_call(adapter, ring, _CASE, gradients=False)
+    generator = torch.Generator().manual_seed(ring.rank)
+    view = VIEWS[views[ring.rank]]
+    tensors = [view(generator, tuple(x.shape)) for x in (call.query, call.key, call.value, call.grad_out)]
+    mask = _mask_view(call.options["key_padding_mask"])
+    memory = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in [*tensors, mask]]
+    before = [numbers.clone() for numbers in memory]
+    as_views = _results(call, tensors, mask)
+    assert all(map(torch.equal, memory, before)), "attention wrote to its inputs"
+    copies = _results(call, [x.clone(memory_format=torch.contiguous_format) for x in tensors], mask.contiguous())
+    return as_views, copies
+
+
+def _mask_view(mask: Tensor) -> Tensor:
+    """The same mask, its sequence outermost and with gaps."""
+    wider = torch.zeros(mask.shape[1], mask.shape[0] + 1, dtype=torch.bool)
+    view = wider.T[1:]
+    view.copy_(mask)
+    return view
+
+
+def _results(call: LocalCall, tensors: list[Tensor], mask: Tensor) -> Results:
+    *inputs, grad_out = tensors
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    options = {**call.options, "key_padding_mask": mask}
+    out, lse = call.attention(*leaves, return_lse=True, **options)
+    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+
+
+IN_PLACE = ("query", "key", "value", "key_padding_mask", "out")
+
+
+def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
+    """Change a tensor between forward and backward: the error, and the results of a call after it."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    attention = new_attention(adapter, ring, _CASE)
+    call = local_call(adapter, ring, _CASE, attention=attention)
+    out = call()
+    tensors = {**vars(call), **call.options, "out": out}
+    with torch.no_grad():
+        tensors[name].logical_not_() if name == "key_padding_mask" else tensors[name].mul_(2)
+    message = "no error"
+    try:
+        out.backward(call.grad_out)
+    except RuntimeError as error:
+        message = str(error)
+    call = local_call(adapter, ring, _CASE, attention=attention)
+    out, lse = call(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return message, Results(out.detach(), lse, *grads)
+
+
+class ContiguityTests(AdapterSuite):
+    @pytest.mark.parametrize("view", VIEWS)
+    @every_layout
+    def test_views_give_what_copies_give(self, world: World, layout: LayoutKind, view: str) -> None:
+        for rank, (views, copies) in enumerate(world.run(memory_layout_here, self.adapter, layout, [view] * 4)):
+            check_results(views, copies, 1e-12, f"{view} on rank {rank}")
+
+    @pytest.mark.parametrize("first", range(0, len(VIEWS), 3))
+    def test_every_rank_may_have_its_own_memory_layout(self, world: World, first: int) -> None:
+        views = [list(VIEWS)[(first + rank) % len(VIEWS)] for rank in range(4)]
+        for rank, (got, copies) in enumerate(world.run(memory_layout_here, self.adapter, "contiguous", views)):
+            check_results(got, copies, 1e-12, f"{views[rank]} on rank {rank}")
+
+    @pytest.mark.parametrize("name", IN_PLACE)
+    def test_a_change_in_place_before_backward_is_an_error(self, world: World, name: str) -> None:
+        messages, results = zip(*world.run(modify_in_place, self.adapter, name), strict=True)
+        assert all("modified by an inplace operation" in message for message in messages), messages
+        check_results(whole(results, _CASE.seq_len, "contiguous"), expected(_CASE), 1e-10)

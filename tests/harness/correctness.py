@@ -1,0 +1,211 @@
+"""Correctness: out and LSE are those of the definition, on every ring, in every layout, for every option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import (
+    Results,
+    ask,
+    check_exact,
+    check_results,
+    check_rounding,
+    difference,
+    local_call,
+    of_ring,
+    whole,
+)
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.rings import FOUR, SIZES, TWO, RingSpec, every_layout, every_ring, every_size, ring_here
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.world import World
+
+
+def examples(number: int) -> settings:
+    """Hypothesis settings for tests on a world: the same examples every time, each as slow as it is."""
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        suppress_health_check=[
+            HealthCheck.differing_executors,  # a suite's tests are inherited by many classes
+            HealthCheck.function_scoped_fixture,
+            HealthCheck.too_slow,
+            HealthCheck.large_base_example,
+        ],
+    )
+
+
+_CASE = AttentionCase(seq_len=26, segment_lengths=(26,), dilation_rates=(1,), num_heads=4, dtype=torch.float64)
+
+EDGE_CASES = {
+    "one token": replace(_CASE, seq_len=1, num_kv_heads=4),
+    "fewer tokens than ranks": replace(_CASE, seq_len=3, num_kv_heads=2, is_causal=True),
+    "segments longer than the sequence": replace(_CASE, segment_lengths=(1000,), dilation_rates=(3,)),
+    "segments of one token": replace(_CASE, segment_lengths=(1, 26), dilation_rates=(1, 2)),
+    "rate longer than the segment": replace(_CASE, segment_lengths=(5,), dilation_rates=(7,), num_heads=6),
+    "nothing divides anything": replace(
+        _CASE, seq_len=53, segment_lengths=(7, 19, 31), dilation_rates=(2, 3, 5), num_heads=5, num_kv_heads=5
+    ),
+    "heads beyond the rates": replace(_CASE, segment_lengths=(13,), dilation_rates=(4,), num_heads=6, num_kv_heads=3),
+    "grouped queries": replace(_CASE, num_heads=6, num_kv_heads=2, is_causal=True, offset="block", dilation_rates=(3,)),
+    "one key head": replace(_CASE, num_heads=3, dilation_rates=(2,)),
+    "a branch twice": replace(_CASE, segment_lengths=(9, 9), dilation_rates=(2, 2), num_kv_heads=4),
+    "a group of heads per branch": replace(
+        _CASE, segment_lengths=(8, 26, 13), dilation_rates=(1, 2, 4), head_mode="grouped", num_heads=5
+    ),
+    "offsets by branch": replace(_CASE, segment_lengths=(8, 26), dilation_rates=(3, 2), offset="branch"),
+    "zero keys at the end": replace(
+        _CASE, segment_lengths=(12, 40), dilation_rates=(4, 3), offset="block", padding="zeros", num_kv_heads=2
+    ),
+    "random keys ignored": replace(_CASE, batch=2, masked="random", num_kv_heads=2, dilation_rates=(2,)),
+    "ends ignored": replace(_CASE, batch=3, masked="rows", is_causal=True, num_kv_heads=4),
+    "all keys ignored": replace(_CASE, masked="all", batch=2),
+    "all keys ignored but zero keys": replace(_CASE, masked="all", padding="zeros", segment_lengths=(40,)),
+    "rows that no branch covers": replace(_CASE, segment_lengths=(12,), dilation_rates=(5,), num_heads=3),
+    "a scale": replace(_CASE, scale=1.7, num_kv_heads=4),
+    "a negative scale": replace(_CASE, scale=-0.5, num_kv_heads=4),
+    "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
+}
+
+_LONGER = AttentionCase(
+    seq_len=163, segment_lengths=(163,), dilation_rates=(1,), num_heads=4, num_kv_heads=4, head_dim=16
+)
+
+# Long enough that the largest error of plain attention is no accident.
+ROUNDED_CASES = (
+    _LONGER,
+    replace(_LONGER, is_causal=True, num_kv_heads=2, seed=1),
+    replace(_LONGER, segment_lengths=(48, 101, 163), dilation_rates=(1, 2, 3), is_causal=True, batch=2, seed=2),
+    replace(_LONGER, segment_lengths=(64, 163), dilation_rates=(1, 4), head_mode="grouped", masked="random", seed=3),
+    replace(_LONGER, segment_lengths=(64, 163), dilation_rates=(2, 4), offset="block", padding="zeros", seed=4),
+    replace(_LONGER, segment_lengths=(80,), dilation_rates=(1,), scale=1.0, masked="rows", batch=4, seed=5),
+)
+
+
+def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, how: str) -> Any:
+    """A call that is peculiar in some way: what this rank gets from it."""
+    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    call = local_call(adapter, ring.with_layout(layout), of_ring(case, place[0]))
+    if how == "without seq_len":
+        return call(seq_len=None, return_lse=True)
+    if how == "under autocast":
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = call()
+        return out, torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out.to(out.dtype))
+    if how == "out alone":
+        return call(), call(return_lse=True)
+    assert how == "no ring"
+    attention = type(call.attention)(case.segment_lengths, case.dilation_rates)
+    query, key, value, _, _ = case.tensors()
+    return attention(query, key, value, is_causal=case.is_causal, return_lse=True)
+
+
+class CorrectnessTests(AdapterSuite):
+    @every_ring
+    @every_layout
+    @given(case=attention_cases(max_n=70, dtypes=[torch.float64]))
+    @examples(6)
+    def test_random_calls_match_the_definition(
+        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+    ) -> None:
+        check_exact(world, self.adapter, rings, layout, [case], gradients=False)
+
+    @every_size
+    @every_layout
+    def test_edge_cases_match_the_definition(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
+        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()), gradients=False)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+    @every_layout
+    def test_rounding_is_that_of_plain_attention(self, world: World, layout: LayoutKind, dtype: torch.dtype) -> None:
+        cases = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
+        check_rounding(world, self.adapter, FOUR, layout, cases)
+
+    @every_layout
+    @pytest.mark.parametrize("is_causal", [False, True])
+    def test_the_ring_size_does_not_matter(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
+        case = AttentionCase(
+            seq_len=1003,
+            segment_lengths=(64, 401, 2048),
+            dilation_rates=(1, 3, 4),
+            num_heads=4,
+            num_kv_heads=2,
+            head_dim=16,
+            is_causal=is_causal,
+            masked="random",
+            dtype=torch.float64,
+        )
+        alone: Results | None = None
+        for rings in SIZES:
+            if rings.capability in self.without:
+                continue
+            ((answers, *_),) = ask(world, self.adapter, rings, layout, [case])
+            got = whole([answer.results for answer in answers], case.seq_len, layout)
+            if alone is None:
+                alone = got
+            check_results(got, alone, 1e-12, rings)
+
+    def test_seq_len_defaults_to_equal_shards(self, world: World) -> None:
+        case = replace(_CASE, seq_len=24, is_causal=True)
+        assumed = world.run(attend_once, self.adapter, FOUR, "zigzag", case, "without seq_len")
+        got = whole([Results(*answer) for answer in assumed], 24, "zigzag")
+        ((answers,),) = ask(world, self.adapter, FOUR, "zigzag", [case], gradients=False)
+        check_results(got, whole([answer.results for answer in answers], 24, "zigzag"), 0)
+
+    def test_lse_comes_when_asked_for(self, world: World) -> None:
+        case = replace(_CASE, batch=2, dtype=torch.bfloat16)
+        for out, (same_out, lse) in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "out alone"):
+            assert torch.equal(out, same_out)
+            assert out.requires_grad
+            assert out.dtype == torch.bfloat16
+            assert lse.dtype == torch.float32
+            assert lse.shape == (2, 4, out.shape[1])
+            assert not lse.requires_grad
+
+    def test_autocast_casts_as_for_torch_attention(self, world: World) -> None:
+        case = replace(_CASE, dtype=torch.float32)
+        exact = whole_of(ask(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
+        outs, grads = zip(
+            *world.run(attend_once, self.adapter, FOUR, "contiguous", case, "under autocast"), strict=True
+        )
+        assert {out.dtype for out in outs} == {torch.bfloat16}
+        assert {grad.dtype for rank_grads in grads for grad in rank_grads} == {torch.float32}
+        assert difference(torch.cat(outs, 1), exact.out) < 0.02
+        for name, parts in zip(("grad_query", "grad_key", "grad_value"), zip(*grads, strict=True), strict=True):
+            assert difference(torch.cat(parts, 1), getattr(exact, name)) < 0.1, name
+
+    def test_no_ring_is_a_ring_of_one(self, world: World) -> None:
+        case = replace(_CASE, dilation_rates=(2,))
+        wanted = whole_of(ask(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
+        for alone in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "no ring"):
+            check_results(Results(*alone), wanted, 1e-12)
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+    @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)
+    @every_layout
+    def test_ranks_that_share_a_gpu(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
+        cases = list(EDGE_CASES.values())
+        answers = ask(world, self.adapter, rings, layout, cases, device="cuda")
+        alone = ask(world, self.adapter, rings, layout, cases)
+        for case, on_gpu, on_cpu in zip(cases, answers, alone, strict=True):
+            got, wanted = (whole_of(by_ring[0], case.seq_len, layout) for by_ring in (on_gpu, on_cpu))
+            check_results(got, wanted, 1e-10, case)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            shorter = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
+            check_rounding(world, self.adapter, rings, layout, shorter, device="cuda")
+
+
+def whole_of(answers: Any, seq_len: int, layout: LayoutKind = "contiguous") -> Results:
+    return whole([answer.results for answer in answers], seq_len, layout)

@@ -1,0 +1,221 @@
+"""Gradients: dq, dk and dv are the exact derivatives, each by itself, for any gradient of the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import (
+    FP64_TOLERANCE,
+    LocalCall,
+    Results,
+    check_exact,
+    check_results,
+    difference,
+    expected,
+    local_call,
+    new_attention,
+    of_ring,
+    whole,
+)
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.correctness import EDGE_CASES, examples
+from ring_backends.testing.rings import FOUR, RingSpec, every_layout, every_ring, every_size, ring_here
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.world import World
+
+_CASE = AttentionCase(
+    seq_len=41,
+    segment_lengths=(16, 41),
+    dilation_rates=(1, 2),
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    is_causal=True,
+    masked="random",
+    dtype=torch.float64,
+)
+_NAMES = ("query", "key", "value")
+
+
+def _inputs(call: LocalCall) -> list[Tensor]:
+    return [call.query, call.key, call.value]
+
+
+def _grads(out: Tensor, call: LocalCall, **options: Any) -> list[Tensor]:
+    return list(torch.autograd.grad(out, _inputs(call), call.grad_out, **options))
+
+
+def gradients_in_part(adapter: str, needed: tuple[str, ...]) -> list[Tensor | None]:
+    """The gradients of all three inputs, of which only ``needed`` require one."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE, gradients=False)
+    for name in needed:
+        getattr(call, name).requires_grad_()
+    call().backward(call.grad_out)
+    return [tensor.grad for tensor in _inputs(call)]
+
+
+def two_calls(adapter: str, case: AttentionCase, other: AttentionCase, order: tuple[int, ...]) -> list[Results]:
+    """Two calls, then their backwards in this order, each as often as it is named."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    calls = [local_call(adapter, ring, case), local_call(adapter, ring, other)]
+    outs = [call(return_lse=True) for call in calls]
+    grads = {index: _grads(outs[index][0], calls[index], retain_graph=True) for index in order}
+    return [Results(out.detach(), lse, *grads[index]) for index, (out, lse) in enumerate(outs)]
+
+
+def accumulated_gradients(adapter: str) -> list[Tensor | None]:
+    """What two backwards of the same call leave in ``.grad``."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE)
+    for _ in range(2):
+        call().backward(call.grad_out)
+    return [tensor.grad for tensor in _inputs(call)]
+
+
+def one_tensor_for_all(adapter: str) -> tuple[Tensor, Tensor]:
+    """Self-attention in which query, key and value are one tensor: its gradient, and the three of separate ones."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    case = replace(_CASE, num_kv_heads=_CASE.num_heads)
+    call = local_call(adapter, ring, case)
+    attention, x, options = call.attention, call.query, call.options
+    (together,) = torch.autograd.grad(attention(x, x, x, **options), x, call.grad_out)
+    copies = [x.detach().clone().requires_grad_() for _ in range(3)]
+    apart = torch.autograd.grad(attention(*copies, **options), copies, call.grad_out)
+    return together, torch.stack(apart).sum(0)
+
+
+def differentiate_twice(adapter: str) -> None:
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE)
+    grads = _grads(call(), call, create_graph=True)
+    torch.stack([grad.square().sum() for grad in grads]).sum().backward()
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A call with activation checkpointing, and what it sent."""
+
+    results: Results
+    traffic: tuple[int, int]
+
+
+def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> Checkpointed | None:
+    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    ring = ring.with_layout(layout)
+    case = of_ring(_CASE, place[0])
+    call = local_call(adapter, ring, case, attention=new_attention(adapter, ring, case))
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return call.attention(query, key, value, return_lse=True, **call.options)
+
+    ring.traffic.reset()
+    if how == "plain":
+        out, lse = attend(*_inputs(call))
+    else:
+        out, lse = checkpoint(attend, *_inputs(call), use_reentrant=how == "reentrant")
+    results = Results(out.detach(), lse.detach(), *_gradients_by_backward(out, call))
+    return Checkpointed(results, (ring.traffic.messages, ring.traffic.bytes))
+
+
+def _gradients_by_backward(out: Tensor, call: LocalCall) -> list[Tensor]:
+    out.backward(call.grad_out)
+    grads = [tensor.grad for tensor in _inputs(call)]
+    return [grad for grad in grads if grad is not None]
+
+
+def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
+    """Calls that record no graph: under no_grad, under inference_mode, and of tensors that need no gradient."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE)
+    outs = [call()]
+    with torch.no_grad():
+        outs.append(call())
+    with torch.inference_mode():
+        outs.append(call())
+    outs.append(local_call(adapter, ring, _CASE, gradients=False)())
+    return [(out.detach(), out.requires_grad) for out in outs]
+
+
+class GradientTests(AdapterSuite):
+    @every_ring
+    @every_layout
+    @given(case=attention_cases(max_n=60, dtypes=[torch.float64]))
+    @examples(6)
+    def test_random_gradients_match_the_definition(
+        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+    ) -> None:
+        check_exact(world, self.adapter, rings, layout, [case])
+
+    @every_size
+    @every_layout
+    def test_gradients_of_edge_cases_match_the_definition(
+        self, world: World, rings: RingSpec, layout: LayoutKind
+    ) -> None:
+        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
+
+    @pytest.mark.parametrize(
+        "needed", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids="-".join
+    )
+    def test_only_some_inputs_need_gradients(self, world: World, needed: tuple[str, ...]) -> None:
+        by_input = zip(*world.run(gradients_in_part, self.adapter, needed), strict=True)
+        for name, wanted, parts in zip(_NAMES, expected(_CASE)[2:], by_input, strict=True):
+            if name in needed:
+                assert difference(torch.cat(parts, 1), wanted) <= FP64_TOLERANCE, name
+            else:
+                assert parts == (None,) * 4, name
+
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1)], ids=str)
+    def test_backwards_in_any_order(self, world: World, order: tuple[int, ...]) -> None:
+        cases = (_CASE, replace(_CASE, is_causal=False, segment_lengths=(24, 13), seed=5))
+        by_call = zip(*world.run(two_calls, self.adapter, *cases, order), strict=True)
+        for case, results in zip(cases, by_call, strict=True):
+            got = whole(results, case.seq_len, "contiguous")
+            check_results(got, expected(case), FP64_TOLERANCE, f"{case}, backwards {order}")
+
+    def test_gradients_accumulate(self, world: World) -> None:
+        by_input = zip(*world.run(accumulated_gradients, self.adapter), strict=True)
+        for name, wanted, parts in zip(_NAMES, expected(_CASE)[2:], by_input, strict=True):
+            assert difference(torch.cat(parts, 1) / 2, wanted) <= FP64_TOLERANCE, name
+
+    def test_query_key_and_value_may_be_one_tensor(self, world: World) -> None:
+        for together, apart in world.run(one_tensor_for_all, self.adapter):
+            assert difference(together, apart) <= FP64_TOLERANCE
+
+    def test_a_second_derivative_is_refused(self, world: World) -> None:
+        for outcome in world.run_collect(differentiate_twice, self.adapter):
+            assert outcome.raised(RuntimeError), outcome
+            assert "derivative" in outcome.message, outcome
+
+    @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
+    @every_size
+    @every_layout
+    def test_activation_checkpointing(self, world: World, rings: RingSpec, layout: LayoutKind, how: str) -> None:
+        plain = world.run(checkpointed, self.adapter, rings, layout, "plain")
+        again = world.run(checkpointed, self.adapter, rings, layout, how)
+        for rank in (rank for ranks in rings.rings for rank in ranks):
+            check_results(again[rank].results, plain[rank].results, 1e-13, f"rank {rank}")
+
+    def test_calls_without_gradients(self, world: World) -> None:
+        for (out, needs_grad), *others in world.run(without_gradients, self.adapter):
+            assert needs_grad
+            for other, other_needs_grad in others:
+                assert torch.equal(other, out)
+                assert not other_needs_grad

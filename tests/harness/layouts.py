@@ -1,0 +1,274 @@
+"""Layouts: which rows a rank holds, how tensors get there and back, and that a model may hold an attention anywhere."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import Results, check_results, difference, expected, local_call, new_attention
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.models import DenseAttention
+from ring_backends.testing.rings import (
+    FOUR,
+    ONE,
+    RingSpec,
+    every_layout,
+    every_ring,
+    new_ring,
+    ring_here,
+    rows_of_ranks,
+)
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
+
+LENGTHS = (1, 2, 3, 5, 8, 13, 16, 27)
+_CASE = AttentionCase(
+    seq_len=27, segment_lengths=(9, 27), dilation_rates=(1, 2), num_heads=2, num_kv_heads=2, dtype=torch.float64
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a ring says about this rank."""
+
+    size: int
+    rank: int
+    data_size: int
+    data_rank: int
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What became of one tensor: this rank's part and positions, its own memory, and the whole again."""
+
+    positions: Tensor
+    part: Tensor
+    part_bytes: int
+    again: Tensor
+
+
+def place_here(adapter: str, rings: RingSpec) -> Place | None:
+    ring = ring_here(adapter, rings)
+    return None if ring is None else Place(ring.size, ring.rank, ring.data_size, ring.data_rank)
+
+
+def _numbers(seq_len: int, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    shape = [2, 3, 4]
+    shape[dim] = seq_len
+    return torch.arange(24 * seq_len)[: torch.Size(shape).numel()].view(shape).to(dtype, copy=True)
+
+
+def cut_and_join(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype) -> list[Cut] | None:
+    ring = ring_here(adapter, rings)
+    if ring is None:
+        return None
+    ring = ring.with_layout(layout)
+    cuts = []
+    for seq_len in LENGTHS:
+        part = ring.shard(_numbers(seq_len, dim, dtype), dim=dim)
+        again = ring.unshard(part, dim=dim, seq_len=seq_len)
+        cuts.append(Cut(ring.positions(seq_len), part, part.untyped_storage().nbytes(), again))
+    return cuts
+
+
+def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> list[tuple[Tensor, Tensor]] | None:
+    """The gradients of shard's and unshard's inputs, for gradients that differ from rank to rank."""
+    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    ring = ring.with_layout(layout)
+    grads = []
+    for seq_len in LENGTHS:
+        numbers = _numbers(seq_len, dim)
+        x = numbers.clone().requires_grad_()
+        part = ring.shard(x, dim=dim)
+        (grad_x,) = torch.autograd.grad((part * (place[1] + 2)).sum(), x)
+        local = part.detach().requires_grad_()
+        joined = ring.unshard(local, dim=dim, seq_len=seq_len)
+        (grad_local,) = torch.autograd.grad((joined * numbers * 10.0 ** place[1]).sum(), local)
+        grads.append((grad_x, grad_local))
+    return grads
+
+
+class Sandwich(nn.Module):
+    """Parameters on the whole sequence, then on the shards, then on the whole sequence again."""
+
+    def __init__(self, ring: Any, attention: nn.Module) -> None:
+        super().__init__()
+        self.ring, self.attention = ring, attention
+        self.before, self.within, self.after = (nn.Linear(8, 8, dtype=torch.float64) for _ in range(3))
+        generator = torch.Generator().manual_seed(3)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        seq_len = x.shape[1]
+        x = self.before(x).tanh()
+        x = x if self.ring is None else self.ring.shard(x)
+        rows = self.within(x).unflatten(-1, (2, 4))
+        x = x + self.attention(rows, rows * 2, rows + 1, is_causal=True, seq_len=seq_len).flatten(-2)
+        x = x if self.ring is None else self.ring.unshard(x, seq_len=seq_len)
+        result: Tensor = self.after(x.sin())
+        return result
+
+
+def _sandwich_input() -> tuple[Tensor, list[Tensor]]:
+    """The whole input, and what each rank multiplies the whole output with to get its part of the objective."""
+    generator = torch.Generator().manual_seed(4)
+    x, *weights = torch.randn(5, 2, _CASE.seq_len, 8, generator=generator, dtype=torch.float64)
+    return x, weights
+
+
+def gradients_of_sandwich(adapter: str, rings: RingSpec, layout: LayoutKind) -> list[Tensor] | None:
+    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    ring = ring.with_layout(layout)
+    model = Sandwich(ring, new_attention(adapter, ring, _CASE))
+    x, weights = _sandwich_input()
+    return list(torch.autograd.grad((model(x) * weights[place[1]]).sum(), list(model.parameters())))
+
+
+def layouts_share(adapter: str) -> list[bool]:
+    """What holds of a ring and of the same ring in another layout."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60), layout="zigzag")
+    assert ring is not None
+    other = ring.with_layout("contiguous")
+    call = local_call(adapter, other, _CASE)
+    call()
+    return [
+        ring.layout_kind == "zigzag",
+        other.layout_kind == "contiguous",
+        other.traffic.bytes > 0,
+        ring.traffic is other.traffic,
+        ring.group is other.group,
+        torch.equal(ring.positions(27), rows_of_ranks(27, 4, "zigzag")[ring.rank]),
+        torch.equal(other.positions(27), rows_of_ranks(27, 4, "contiguous")[ring.rank]),
+        (other.size, other.rank) == (ring.size, ring.rank),
+    ]
+
+
+def deep_copied(adapter: str) -> tuple[bool, Tensor, Tensor]:
+    """A copied model: whether it has the ring itself, and its output beside the original's."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    model = nn.Sequential(new_attention(adapter, ring, _CASE))
+    twin: Any = copy.deepcopy(model)
+    call = local_call(adapter, ring, _CASE, attention=model[0])
+    same = local_call(adapter, ring, _CASE, attention=twin[0])
+    return twin[0].ring is ring, call().detach(), same().detach()
+
+
+def pickled(adapter: str) -> tuple[str, Any]:
+    """A pickled and unpickled attention: how its use fails, and how it does with a ring assigned."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
+    call = local_call(adapter, ring, _CASE, attention=attention)
+    message = "no error"
+    try:
+        call()
+    except RuntimeError as error:
+        message = str(error)
+    attention.ring = ring
+    return message, call().detach()
+
+
+def pickled_alone(adapter: str, rings: RingSpec) -> Results:
+    """An attention on a ring of one, after a pickle."""
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
+    call = local_call(adapter, ring, _CASE, attention=attention, gradients=False)
+    return Results(*call(return_lse=True))
+
+
+class LayoutTests(AdapterSuite):
+    @every_ring
+    def test_ranks_have_their_places(self, world: World, rings: RingSpec) -> None:
+        for rank, place in enumerate(world.run(place_here, self.adapter, rings)):
+            where = rings.place(rank)
+            if where is None:
+                assert place is None
+                continue
+            assert (place.size, place.rank) == (rings.size, where[1])
+            if len(rings.rings) * rings.size == 4:  # the rings tile the world
+                assert (place.data_size, place.data_rank) == (len(rings.rings), where[0])
+
+    @pytest.mark.parametrize(
+        ("dim", "dtype"), [(0, torch.float64), (1, torch.bfloat16), (2, torch.int64), (-2, torch.float32)]
+    )
+    @every_ring
+    @every_layout
+    def test_shards_are_pieces_of_tensor_split(
+        self, world: World, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype
+    ) -> None:
+        by_rank = world.run(cut_and_join, self.adapter, rings, layout, dim, dtype)
+        for ranks in rings.rings:
+            for ring_rank, global_rank in enumerate(ranks):
+                for seq_len, cut in zip(LENGTHS, by_rank[global_rank], strict=True):
+                    rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
+                    numbers = _numbers(seq_len, dim, dtype)
+                    assert torch.equal(cut.positions, rows)
+                    assert torch.equal(cut.part, numbers.index_select(dim, rows))
+                    assert torch.equal(cut.again, numbers)
+                    assert cut.again.dtype == dtype
+                    assert cut.part_bytes == cut.part.nbytes, "a shard keeps the whole tensor alive"
+
+    @pytest.mark.parametrize("dim", [1, -1])
+    @every_ring
+    @every_layout
+    def test_shard_and_unshard_backward(self, world: World, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
+        by_rank = world.run(adjoints, self.adapter, rings, layout, dim)
+        for ranks in rings.rings:
+            for ring_rank, global_rank in enumerate(ranks):
+                for seq_len, (grad_x, grad_local) in zip(LENGTHS, by_rank[global_rank], strict=True):
+                    rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
+                    numbers = _numbers(seq_len, dim)
+                    # shard: the slice, with zeros around it. unshard: the sum of all ranks' gradients, of these rows.
+                    slice_alone = torch.zeros_like(numbers).index_fill_(dim, rows, ring_rank + 2)
+                    assert torch.equal(grad_x, slice_alone)
+                    factors = sum(10.0**rank for rank in range(rings.size))
+                    assert difference(grad_local, numbers.index_select(dim, rows) * factors) <= 1e-9
+
+    @every_ring
+    @every_layout
+    def test_parameters_before_and_after_the_shards(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
+        by_rank = world.run(gradients_of_sandwich, self.adapter, rings, layout)
+        x, weights = _sandwich_input()
+        model = Sandwich(None, DenseAttention(_CASE))
+        objective = (model(x) * torch.stack(weights[: rings.size]).sum(0)).sum()
+        wanted = torch.autograd.grad(objective, list(model.parameters()))
+        for ranks in rings.rings:
+            sums = [torch.stack(grads).sum(0) for grads in zip(*(by_rank[rank] for rank in ranks), strict=True)]
+            for (name, _), got, want in zip(model.named_parameters(), sums, wanted, strict=True):
+                assert difference(got, want) <= 1e-10 * float(want.abs().max()), name
+
+    def test_layouts_of_one_ring_share_its_group_and_traffic(self, world: World) -> None:
+        assert world.run(layouts_share, self.adapter) == [[True] * 8] * 4
+
+    def test_a_copied_model_keeps_the_ring(self, world: World) -> None:
+        for has_the_ring, out, same in world.run(deep_copied, self.adapter):
+            assert has_the_ring
+            assert torch.equal(out, same)
+
+    def test_an_unpickled_ring_says_what_to_do(self, world: World) -> None:
+        wanted = expected(_CASE, gradients=False).out
+        messages, outs = zip(*world.run(pickled, self.adapter), strict=True)
+        assert all("initialize()" in message for message in messages), messages
+        assert difference(torch.cat(outs, 1), wanted) <= 1e-10
+
+    @pytest.mark.parametrize("rings", [ONE], ids=str)
+    def test_an_unpickled_ring_of_one_works(self, world: World, rings: RingSpec) -> None:
+        wanted = expected(_CASE, gradients=False)
+        for got in world.run(pickled_alone, self.adapter, rings):
+            check_results(got, wanted, 1e-10)

@@ -1,0 +1,118 @@
+"""Small models for the suites: a language model of blocks, a model without any, and attention for a single process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_backends.reference import reference_attention
+from ring_backends.testing.strategies import AttentionCase
+
+VOCABULARY = 11
+MAX_LEN = 32
+_WIDTH, _HEADS = 12, 3
+
+MakeAttention = Callable[[], nn.Module]
+
+
+class DenseAttention(nn.Module):
+    """The definition, called as an adapter's attention is, on a whole sequence."""
+
+    def __init__(self, case: AttentionCase) -> None:
+        super().__init__()
+        self.options = case.options()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, seq_len: int) -> Tensor:
+        assert query.shape[1] == seq_len
+        options = {**self.options, "is_causal": is_causal}
+        return reference_attention(query, key, value, **options)[0].to(query.dtype)
+
+
+class Block(nn.Module):
+    """Attention with its projections, and the residual around it."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.projections = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
+        self.attention = attention
+        self.output = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor, seq_len: int) -> Tensor:
+        query, key, value = self.projections(self.norm(x)).unflatten(-1, (3, _HEADS, -1)).unbind(-3)
+        attended = self.attention(query, key, value, is_causal=True, seq_len=seq_len)
+        added: Tensor = self.output(attended.flatten(-2))
+        return x + added
+
+
+class LanguageModel(nn.Module):
+    """Tokens [batch, local seq] and their global positions to logits."""
+
+    def __init__(self, make_attention: MakeAttention, *, tied: bool = False) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, _WIDTH)
+        self.places = nn.Embedding(MAX_LEN, _WIDTH)
+        self.blocks = nn.ModuleList(Block(make_attention()) for _ in range(2))
+        self.head = nn.Linear(_WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Tensor:
+        x = self.embedding(tokens) + self.places(positions)
+        for block in self.blocks:
+            x = block(x, seq_len)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+class OddModel(nn.Module):
+    """The same without blocks: parameters at the root, a buffer, and names that wrappers like to use themselves."""
+
+    def __init__(self, make_attention: MakeAttention) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(VOCABULARY, _WIDTH))
+        self.module = nn.Linear(_WIDTH, 3 * _WIDTH, bias=False)
+        self.add_module("the head", nn.Linear(_WIDTH, VOCABULARY))
+        self._forward_module = nn.ModuleDict({"module": nn.Embedding(MAX_LEN, _WIDTH)})
+        self.attention = make_attention()
+        self.register_buffer("module_scale", torch.tensor([0.5, 2.0, 1.0]).repeat_interleave(_WIDTH // 3))
+
+    def forward(self, tokens: Tensor, positions: Tensor, seq_len: int) -> Tensor:
+        x = nn.functional.embedding(tokens, self.weight) + self._forward_module["module"](positions)
+        query, key, value = self.module(x).unflatten(-1, (3, _HEADS, -1)).unbind(-3)
+        attended = self.attention(query, key, value, is_causal=True, seq_len=seq_len)
+        logits: Tensor = self.get_submodule("the head")(attended.flatten(-2) * self.module_scale)
+        return logits
+
+
+class OneParameter(nn.Module):
+    """Its gradient is its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x
+
+
+def make_model(kind: str, make_attention: MakeAttention, dtype: torch.dtype, seed: int) -> nn.Module:
+    """A model by its kind; the same numbers for the same seed, rounded to ``dtype``."""
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "blocks": lambda: LanguageModel(make_attention),
+        "tied": lambda: LanguageModel(make_attention, tied=True),
+        "frozen": lambda: LanguageModel(make_attention),
+        "odd": lambda: OddModel(make_attention),
+    }
+    model = makers[kind]()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        numbers = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data = (numbers / 2).to(dtype)
+    if kind == "frozen":
+        frozen: Any = model.get_submodule("places")
+        frozen.weight.requires_grad_(False)
+    return model.to(dtype)

@@ -1,0 +1,181 @@
+"""What happens inside an attention call: hops and tiles in their order, buffers in memory, forbidden collectives.
+
+Recorded around the adapter's ``ring_pass`` and the kernels, with nothing in either that knows of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, Literal
+from unittest import mock
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import ring_backends.attention
+import ring_backends.planner
+from ring_backends.kernels import select_kernel
+from ring_backends.plan import RankPlan
+from ring_backends.planner import rank_plan
+from ring_backends.ring import Transfer
+
+COLLECTIVES = (
+    "_allgather_base",
+    "_reduce_scatter_base",
+    "allgather",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "allreduce",
+    "allreduce_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_tensor_coalesced",
+    "scatter",
+)
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened.
+
+    Attributes:
+        what: ``"post"`` of a hop, ``"wait"`` for one, or a ``"tile"``.
+        tag: of the hop.
+        direction: of the tile, ``"forward"`` or ``"backward"``.
+        sent, received: bytes of the hop's buffers, by peer.
+        buffers_alive: how many hops' K and V received so far, or being received, are still in memory.
+        tiles_before: how many tiles were computed before, of the same direction.
+    """
+
+    what: Literal["post", "wait", "tile"]
+    tag: int = -1
+    direction: str = ""
+    sent: Mapping[int, int] = field(default_factory=dict)
+    received: Mapping[int, int] = field(default_factory=dict)
+    buffers_alive: int = 0
+    tiles_before: int = 0
+
+    @property
+    def carries_keys(self) -> bool:
+        """Whether the hop carries K and V: those have even numbers, dK and dV odd ones."""
+        return self.what != "tile" and self.tag % 2 == 0
+
+    @property
+    def step(self) -> int:
+        """The step of the walk that waits for what this hop of K and V brings."""
+        return (self.tag & 0xFFFF) // 2
+
+
+@dataclass
+class Recording:
+    """Events in their order, and how many tiles each step of the walk is to compute."""
+
+    events: list[Event] = field(default_factory=list)
+    tiles_of_steps: list[int] = field(default_factory=list)
+    _received: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
+
+    def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
+        if tag % 2 == 0 and incoming:
+            self._received[tag] = [StorageWeakRef(buffer.untyped_storage()) for buffer in incoming.values()]
+        sent, received = ({peer: x.nbytes for peer, x in buffers.items()} for buffers in (outgoing, incoming))
+        self._add(Event("post", tag, sent=sent, received=received))
+
+    def wait(self, tag: int) -> None:
+        self._add(Event("wait", tag))
+
+    def tile(self, direction: str) -> None:
+        self._add(Event("tile", direction=direction))
+
+    def _add(self, event: Event) -> None:
+        alive = sum(not all(ref.expired() for ref in refs) for refs in self._received.values())
+        tiles = sum(earlier.what == "tile" for earlier in self.events)
+        self.events.append(replace(event, buffers_alive=alive, tiles_before=tiles))
+
+
+@dataclass(frozen=True)
+class _RecordedTransfer(Transfer):
+    transfer: Transfer
+    recording: Recording
+    tag: int
+
+    def wait(self, timeout: timedelta) -> None:
+        self.recording.wait(self.tag)
+        self.transfer.wait(timeout)
+
+
+@dataclass(frozen=True)
+class _RecordedKernel:
+    kernel: Any
+    recording: Recording
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.recording.tile("forward")
+        return self.kernel.forward(*args, **kwargs)
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        self.recording.tile("backward")
+        return self.kernel.backward(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def recorded(attention_class: Any) -> Iterator[Recording]:
+    """Record the hops and tiles of calls that begin within this context, backward included."""
+    recording = Recording()
+    ring_pass = attention_class.ring_pass
+
+    def recorded_pass(self: Any, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        recording.post(outgoing, incoming, tag)
+        return _RecordedTransfer(ring_pass(self, outgoing, incoming, tag), recording, tag)
+
+    def recorded_kernel(*args: Any, **kwargs: Any) -> Any:
+        return _RecordedKernel(select_kernel(*args, **kwargs), recording)
+
+    def recorded_plan(*args: Any, **kwargs: Any) -> RankPlan:
+        plan = rank_plan(*args, **kwargs)
+        recording.tiles_of_steps = [len(step.tiles) for block in plan.blocks for step in block.steps]
+        return plan
+
+    with (
+        mock.patch.object(attention_class, "ring_pass", recorded_pass),
+        mock.patch.object(ring_backends.attention, "rank_plan", recorded_plan),
+        mock.patch.object(ring_backends.attention, "select_kernel", recorded_kernel),
+    ):
+        yield recording
+
+
+@contextlib.contextmanager
+def no_collectives() -> Iterator[None]:
+    """Make every collective of every process group raise."""
+
+    def refuse(name: str) -> Any:
+        def raise_instead(*args: object, **kwargs: object) -> None:
+            raise AssertionError(f"a collective, {name}, while none is allowed")
+
+        return raise_instead
+
+    with contextlib.ExitStack() as patches:
+        for name in COLLECTIVES:
+            patches.enter_context(mock.patch.object(dist.ProcessGroup, name, refuse(name)))
+        yield
+
+
+@contextlib.contextmanager
+def finely_cut() -> Iterator[None]:
+    """Let plans cut heads and hops of small calls as finely as those of large ones."""
+    with (
+        mock.patch.object(ring_backends.planner, "MIN_HOP_BYTES", 1024),
+        mock.patch.object(ring_backends.planner, "MIN_BLOCK_BYTES", 1024),
+    ):
+        rank_plan.cache_clear()
+        yield
+    rank_plan.cache_clear()

@@ -1,0 +1,117 @@
+"""The rings that the suites ask for, in a world of four ranks, and which rows of a sequence each rank should hold.
+
+The rule of this file: what is expected is written down here a second time, from the definition, and not asked of the
+package under test.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from importlib import import_module
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from ring_backends.layout import LayoutKind
+from ring_backends.ring import Ring
+
+
+@dataclass(frozen=True)
+class RingSpec:
+    """Rings beside each other.
+
+    Attributes:
+        rings: the global ranks of each ring, in ring order. A rank that is in none looks on.
+        how: what ``initialize`` is given: a ring size, a process group, or an axis of a 2 × 2 DeviceMesh.
+    """
+
+    name: str
+    rings: tuple[tuple[int, ...], ...]
+    how: Literal["size", "group", "mesh axis"]
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def size(self) -> int:
+        return len(self.rings[0])
+
+    @property
+    def capability(self) -> str | None:
+        """What an adapter has to be able to do for it."""
+        if self.how == "group":
+            return "rings over chosen ranks"
+        if self.how == "mesh axis":
+            return "device mesh axis"
+        return "several rings per world" if len(self.rings) > 1 else None
+
+    def place(self, global_rank: int) -> tuple[int, int] | None:
+        """(which ring, ring rank in it) of a global rank; None for one that looks on."""
+        for index, ranks in enumerate(self.rings):
+            if global_rank in ranks:
+                return index, ranks.index(global_rank)
+        return None
+
+
+ONE = RingSpec("1", ((0,), (1,), (2,), (3,)), "size")
+TWO = RingSpec("2", ((0, 1), (2, 3)), "size")
+THREE = RingSpec("3-on-1,2,3", ((1, 2, 3),), "group")
+FOUR = RingSpec("4", ((0, 1, 2, 3),), "size")
+TWO_APART = RingSpec("2-on-1,3", ((1, 3),), "group")
+MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
+MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
+
+ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS)
+SIZES = (ONE, TWO, THREE, FOUR)
+LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
+
+every_ring = pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
+every_size = pytest.mark.parametrize("rings", SIZES, ids=str)
+every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def rows_of_ranks(seq_len: int, ring_size: int, layout: LayoutKind) -> list[Tensor]:
+    """The global positions that each ring rank holds, in order, by ``torch.tensor_split``."""
+    positions = torch.arange(seq_len)
+    if layout == "contiguous":
+        return list(positions.tensor_split(ring_size))
+    chunks = positions.tensor_split(2 * ring_size)
+    return [torch.cat([chunks[rank], chunks[2 * ring_size - 1 - rank]]) for rank in range(ring_size)]
+
+
+def backend(adapter: str) -> Any:
+    """The adapter's module."""
+    return import_module(adapter)
+
+
+@cache
+def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
+    """This rank's ring, made once; None where it looks on. All ranks of the world make this call alike."""
+    return new_ring(adapter, rings, timeout=timedelta(seconds=60))
+
+
+def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
+    """A ring that nobody else uses, for tests that break it. All ranks of the world make this call alike."""
+    initialize = backend(adapter).initialize
+    group: Any = None
+    if rings.how == "size":
+        ring: Ring = initialize(rings.size, layout, timeout=timeout)
+        return ring
+    if rings.how == "mesh axis":
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
+        group = mesh["row" if rings.rings[0] == (0, 1) else "column"]
+    else:
+        # Every rank makes every group, as torch wants it.
+        groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
+        place = rings.place(dist.get_rank())
+        if place is None:
+            return None
+        group = groups[place[0]]
+    ring = initialize(layout=layout, group=group, timeout=timeout)
+    return ring

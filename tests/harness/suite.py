@@ -1,0 +1,21 @@
+"""All suites in one class, for the test file of an adapter, which is
+
+>>> class TestNative(AdapterTests):
+...     adapter = "ring_backends.adapters.native"
+"""
+
+from __future__ import annotations
+
+from ring_backends.testing.contiguity import ContiguityTests
+from ring_backends.testing.correctness import CorrectnessTests
+from ring_backends.testing.errors import ErrorTests
+from ring_backends.testing.gradients import GradientTests
+from ring_backends.testing.layouts import LayoutTests
+from ring_backends.testing.traffic import TrafficTests
+from ring_backends.testing.training import TrainingTests
+
+
+class AdapterTests(
+    TrainingTests, ErrorTests, TrafficTests, LayoutTests, ContiguityTests, GradientTests, CorrectnessTests
+):
+    """Everything that an adapter has to do. It needs the fixture ``world`` of :mod:`ring_backends.testing.plugin`."""

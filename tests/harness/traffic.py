@@ -1,0 +1,224 @@
+"""Traffic: what the schedule promises is what is sent, hop before tile, in few buffers, and never by a collective."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+
+from ring_backends.layout import LayoutKind, SequenceLayout
+from ring_backends.pattern import DilatedPattern
+from ring_backends.schedule import RingSchedule
+from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.correctness import EDGE_CASES, examples
+from ring_backends.testing.recording import Event, finely_cut, no_collectives, recorded
+from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, every_layout, every_size, ring_here
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.world import World
+
+_FULL = AttentionCase(
+    seq_len=48, segment_lengths=(48,), dilation_rates=(1,), num_heads=4, num_kv_heads=4, head_dim=8, dtype=torch.float64
+)
+_MIXED = replace(
+    _FULL,
+    seq_len=61,
+    segment_lengths=(7, 30, 61),
+    dilation_rates=(1, 2, 3),
+    num_heads=4,
+    num_kv_heads=2,
+    masked="random",
+)
+
+
+def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> RingSchedule:
+    pattern = DilatedPattern(
+        case.segment_lengths,
+        case.dilation_rates,
+        case.head_mode,  # type: ignore[arg-type]
+        case.offset,  # type: ignore[arg-type]
+        case.padding,  # type: ignore[arg-type]
+    )
+    return RingSchedule(
+        pattern,
+        SequenceLayout(case.seq_len, rings.size, layout),
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads,
+        is_causal=case.is_causal,
+    )
+
+
+def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:
+    """Every rank sends what the schedule says, forward and backward."""
+    ((by_ring,),) = [ask(world, adapter, rings, layout, [case])]
+    schedule = schedule_of(case, rings, layout)
+    sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
+    for answers in by_ring:
+        for rank, answer in enumerate(answers):
+            for backward, sent, messages in (
+                (False, answer.forward_bytes, answer.forward_messages),
+                (True, answer.backward_bytes, answer.backward_messages),
+            ):
+                promised = schedule.wire_bytes(rank, **sizes, backward=backward, masked=case.masked is not None)
+                what = f"{case} on rank {rank} of {rings}, backward={backward}"
+                assert sent == promised, f"{what}: {sent} bytes sent, {promised} promised"
+                assert (messages > 0) == (sent > 0), f"{what}: {messages} messages of {sent} bytes"
+
+
+@dataclass(frozen=True)
+class Walked:
+    """One rank's forward and backward: results, events of either, and the bytes that the ring counted."""
+
+    results: Results
+    tiles_of_steps: list[int]
+    forward: list[Event]
+    backward: list[Event]
+    forward_bytes: int
+    backward_bytes: int
+
+
+def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, cut: bool) -> Walked | None:
+    """A recorded call, after one that the ranks agreed on, with every collective forbidden."""
+    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
+    if ring is None or place is None:
+        return None
+    ring = ring.with_layout(layout)
+    attention = new_attention(adapter, ring, case)
+    call = local_call(adapter, ring, of_ring(case, place[0]), attention=attention)
+    inputs = [call.query, call.key, call.value]
+    with finely_cut() if cut else contextlib.nullcontext():
+        torch.autograd.grad(call(), inputs, call.grad_out)
+        with no_collectives(), recorded(type(attention)) as recording:
+            ring.traffic.reset()
+            out, lse = call(return_lse=True)
+            forward, forward_bytes = list(recording.events), ring.traffic.bytes
+            recording.events.clear()
+            ring.traffic.reset()
+            grads = torch.autograd.grad(out, inputs, call.grad_out)
+    results = Results(out.detach(), lse, *grads)
+    return Walked(results, recording.tiles_of_steps, forward, recording.events, forward_bytes, ring.traffic.bytes)
+
+
+def a_collective_where_none_is_allowed(adapter: str) -> None:
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    with no_collectives():
+        ring.unshard(torch.zeros(1, 1))
+
+
+class TrafficTests(AdapterSuite):
+    @every_size
+    @every_layout
+    @given(case=attention_cases(max_n=50, dtypes=[torch.float64, torch.bfloat16]))
+    @examples(6)
+    def test_ranks_send_what_the_schedule_says(
+        self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+    ) -> None:
+        check_promise(world, self.adapter, rings, layout, case)
+
+    @pytest.mark.parametrize("name", EDGE_CASES)
+    @every_layout
+    def test_ranks_send_what_the_schedule_says_of_edge_cases(self, world: World, layout: LayoutKind, name: str) -> None:
+        check_promise(world, self.adapter, FOUR, layout, EDGE_CASES[name])
+
+    @pytest.mark.parametrize("rings", [TWO, THREE, FOUR], ids=str)
+    def test_segments_within_the_shards_send_nothing(self, world: World, rings: RingSpec) -> None:
+        case = replace(_FULL, segment_lengths=(4, 12 // rings.size), dilation_rates=(1, 2), masked="random")
+        for answers in ask(world, self.adapter, rings, "contiguous", [case])[0]:
+            for answer in answers:
+                sent = (answer.forward_bytes, answer.forward_messages, answer.backward_bytes, answer.backward_messages)
+                assert sent == (0, 0, 0, 0)
+
+    def test_full_attention_sends_every_other_shard_once(self, world: World) -> None:
+        """By hand: 12 rows of 4 heads of 8 fp64 components, K and V, three hops; home again takes one hop more."""
+        shard = 12 * 4 * 8 * 8 * 2
+        for answer in ask(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
+            assert (answer.forward_bytes, answer.forward_messages) == (3 * shard, 3)
+            assert answer.backward_bytes == 3 * shard + 3 * shard
+
+    def test_dilated_attention_sends_dilated_rows(self, world: World) -> None:
+        """By hand: every third row of 12, of one offset per head."""
+        case = replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3)
+        for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
+            assert answer.forward_bytes == 3 * (4 * 3 * 8 * 8 * 2)
+
+    def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
+        """By hand: rank i passes the shards 0 … i on, and the last rank none."""
+        shard = 12 * 4 * 8 * 8 * 2
+        answers = ask(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
+        assert [answer.forward_bytes for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
+
+    def test_a_segment_over_two_ranks_stays_with_them(self, world: World) -> None:
+        """By hand: segments of two shards each are two rings of two."""
+        shard = 12 * 4 * 8 * 8 * 2
+        case = replace(_FULL, segment_lengths=(24,))
+        for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
+            assert (answer.forward_bytes, answer.backward_bytes) == (shard, 2 * shard)
+
+    @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+    @pytest.mark.parametrize("case", [_FULL, _MIXED], ids=["full", "mixed"])
+    @every_layout
+    def test_hops(self, world: World, layout: LayoutKind, case: AttentionCase, is_causal: bool, cut: bool) -> None:
+        """Results, bytes, buffers and order of recorded calls; and no collective in any."""
+        case = replace(case, is_causal=is_causal)
+        by_rank: list[Walked] = world.run(walk, self.adapter, FOUR, layout, case, cut)
+        got = whole([walked.results for walked in by_rank], case.seq_len, layout)
+        check_results(got, expected(case), 1e-10, case)
+        for rank, walked in enumerate(by_rank):
+            assert any(event.what == "tile" for event in walked.forward)
+            for events, counted in ((walked.forward, walked.forward_bytes), (walked.backward, walked.backward_bytes)):
+                _check_bytes(events, counted, rank)
+                _check_buffers(events, rank)
+                _check_waits(events, rank)
+                _check_order(events, walked.tiles_of_steps, rank)
+        if case.segment_lengths == _FULL.segment_lengths and not is_causal and layout == "contiguous":
+            hops = {sum(event.what == "post" for event in walked.forward) for walked in by_rank}
+            assert (hops == {3}) != cut, f"{hops} hops per rank"
+
+    def test_a_collective_would_be_noticed(self, world: World) -> None:
+        for outcome in world.run_collect(a_collective_where_none_is_allowed, self.adapter):
+            assert outcome.raised(AssertionError), outcome
+
+
+def _check_bytes(events: list[Event], counted: int, rank: int) -> None:
+    """The buffers hold what is counted, and hardly more: every slice is filled up to 16 bytes."""
+    handed = sum(sum(event.sent.values()) for event in events)
+    slices = 64 * sum(len(event.sent) for event in events)
+    assert counted <= handed <= counted + 16 * slices, f"rank {rank}: {handed} bytes handed over, {counted} counted"
+    tags = Counter((event.tag, peer) for event in events if event.what == "post" for peer in event.sent)
+    assert all(count == 1 for count in tags.values()), f"rank {rank}: several buffers in one hop to one rank: {tags}"
+    assert not any(rank in (*event.sent, *event.received) for event in events), f"rank {rank} sends to itself"
+
+
+def _check_buffers(events: list[Event], rank: int) -> None:
+    """One received buffer in use, one in flight."""
+    alive = [event.buffers_alive for event in events]
+    assert max(alive) <= 2, f"rank {rank} holds {max(alive)} received buffers of K and V; by event: {alive}"
+
+
+def _check_waits(events: list[Event], rank: int) -> None:
+    """Every hop is waited for, once, after it was posted."""
+    posts = [event.tag for event in events if event.what == "post"]
+    waits = [event.tag for event in events if event.what == "wait"]
+    assert sorted(posts) == sorted(waits), f"rank {rank} posted {posts} and waited for {waits}"
+    seen = set()
+    for event in events:
+        assert event.what != "wait" or event.tag in seen, f"rank {rank} waited for a hop before it posted it"
+        if event.what == "post":
+            seen.add(event.tag)
+
+
+def _check_order(events: list[Event], tiles_of_steps: list[int], rank: int) -> None:
+    """What the next step needs is posted before the tiles of this step are computed."""
+    for event in events:
+        if event.what == "post" and event.carries_keys:
+            due = sum(tiles_of_steps[: event.step - 1])
+            what = f"rank {rank} posts the hop of step {event.step} after {event.tiles_before} tiles"
+            assert event.tiles_before == due, f"{what}, {due} would be before those of the step before it"
+    assert sum(event.what == "tile" for event in events) == sum(tiles_of_steps)

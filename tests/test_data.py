@@ -1,0 +1,95 @@
+"""What a rank trains on, and its seeds: alike within a ring, different between rings, the same in every run."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from ring_backends.data import rank_seed, ring_sampler
+from ring_backends.ring import Ring
+
+
+def rings(data_size: int, ring_size: int) -> list[list[Ring]]:
+    """Every rank's view of data × ring, by data rank and ring rank; neighbouring ranks make up a ring."""
+    return [
+        [
+            Ring(
+                ring_size, rank, data_size, data_rank, tuple(range(data_rank * ring_size, (data_rank + 1) * ring_size))
+            )
+            for rank in range(ring_size)
+        ]
+        for data_rank in range(data_size)
+    ]
+
+
+def documents(count: int) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def drawn(ring: Ring, count: int, epoch: int = 0, **options: object) -> list[int]:
+    sampler = ring_sampler(documents(count), ring, **options)  # type: ignore[arg-type]
+    sampler.set_epoch(epoch)
+    return list(sampler)
+
+
+@pytest.mark.parametrize(("data_size", "ring_size"), [(1, 4), (2, 2), (3, 2), (4, 1)])
+def test_a_ring_shares_its_documents_and_all_rings_cover_them(data_size: int, ring_size: int) -> None:
+    of_rings = []
+    for ring in rings(data_size, ring_size):
+        first, *others = (drawn(rank, 24, seed=5) for rank in ring)
+        assert all(other == first for other in others)
+        of_rings.append(first)
+    assert sorted(itertools.chain(*of_rings)) == list(range(24))
+
+
+def test_documents_that_do_not_divide_come_again_or_are_left_out() -> None:
+    ((first, *_), (second, *_)) = rings(2, 2)
+    padded = drawn(first, 7, seed=1), drawn(second, 7, seed=1)
+    assert [len(part) for part in padded] == [4, 4]
+    assert set(itertools.chain(*padded)) == set(range(7))
+    cut = drawn(first, 7, drop_last=True), drawn(second, 7, drop_last=True)
+    assert [len(part) for part in cut] == [3, 3]
+    assert len(set(itertools.chain(*cut))) == 6
+
+
+def test_the_order_follows_from_seed_and_epoch_alone() -> None:
+    ring = rings(2, 2)[1][0]
+    torch.manual_seed(1)
+    before = drawn(ring, 40, seed=3)
+    torch.manual_seed(2)
+    assert drawn(ring, 40, seed=3) == before
+    assert drawn(ring, 40, seed=4) != before
+    assert drawn(ring, 40, epoch=1, seed=3) != before
+    assert drawn(ring, 6, shuffle=False) == [1, 3, 5]
+
+
+def test_a_loader_gives_every_rank_its_part_of_its_rings_document() -> None:
+    dataset = TensorDataset(torch.arange(4 * 10).view(4, 10))
+    seen: dict[int, list[Tensor]] = {}
+    for ring in rings(2, 2):
+        for rank in ring:
+            for (document,) in DataLoader(dataset, batch_size=1, sampler=ring_sampler(dataset, rank)):
+                seen.setdefault(int(document[0, 0]), []).append(rank.shard(document, dim=1))
+    assert sorted(seen) == [0, 10, 20, 30]
+    for start, shards in seen.items():
+        assert torch.cat(shards, dim=1).tolist() == [list(range(start, start + 10))]
+
+
+def test_rank_seeds_differ_everywhere_and_stay_the_same() -> None:
+    every = [rank for ring in rings(4, 8) for rank in ring]
+    seeds = {(seed, rank.data_rank, rank.rank): rank_seed(seed, rank) for seed in range(-2, 20) for rank in every}
+    assert len(set(seeds.values())) == len(seeds)
+    assert len({seed % 2**32 for seed in seeds.values()}) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds.values())
+    assert rank_seed(0, Ring()) == 300471914551172981
+    draws = {tuple(torch.rand(4, generator=torch.Generator().manual_seed(seed)).tolist()) for seed in seeds.values()}
+    assert len(draws) == len(seeds)
+
+
+def test_a_seed_is_an_int() -> None:
+    with pytest.raises(TypeError, match=r"seed = 1\.5: expected an int"):
+        rank_seed(1.5, Ring())  # type: ignore[arg-type]

@@ -1,0 +1,87 @@
+"""The native adapter: everything that the shared suites ask of any adapter, and its way through host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.adapters import native
+from ring_backends.ring import Transfer
+from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
+from ring_backends.testing.correctness import EDGE_CASES
+from ring_backends.testing.rings import FOUR
+from ring_backends.testing.suite import AdapterTests
+from ring_backends.transfer import needs_host, through_host
+
+
+class TestNative(AdapterTests):
+    adapter = "ring_backends.adapters.native"
+
+
+@dataclass
+class Echo(Transfer):
+    """A transport that returns to every peer's buffer what was sent to that peer."""
+
+    outgoing: Mapping[int, Tensor]
+    incoming: Mapping[int, Tensor]
+    waits: list[timedelta] = field(default_factory=list)
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waits.append(timeout)
+        for peer, buffer in self.incoming.items():
+            buffer.copy_(self.outgoing[peer])
+
+
+def test_a_hop_through_host_memory_arrives_when_it_is_waited_for():
+    outgoing = {3: torch.arange(5, dtype=torch.uint8), 1: torch.full((7,), 9, dtype=torch.uint8)}
+    incoming = {peer: torch.zeros_like(buffer) for peer, buffer in outgoing.items()}
+    posted = []
+
+    def post(host_outgoing, host_incoming):
+        posted.append(Echo(host_outgoing, host_incoming))
+        return posted[0]
+
+    transfer = through_host(post, outgoing, incoming)
+    (echo,) = posted
+    for given, staged in ((outgoing, echo.outgoing), (incoming, echo.incoming)):
+        assert list(staged) == [3, 1]
+        for peer, buffer in staged.items():
+            assert buffer.device.type == "cpu"
+            assert (buffer.shape, buffer.dtype) == (given[peer].shape, torch.uint8)
+            assert buffer.data_ptr() != given[peer].data_ptr()
+    outgoing[1].zero_()  # already on its way
+    assert not any(buffer.any() for buffer in incoming.values())
+    transfer.wait(timedelta(seconds=7))
+    assert echo.waits == [timedelta(seconds=7)]
+    assert torch.equal(incoming[3], torch.arange(5, dtype=torch.uint8))
+    assert torch.equal(incoming[1], torch.full((7,), 9, dtype=torch.uint8))
+
+
+def what_needs_host() -> list[bool]:
+    assert dist.group.WORLD is not None
+    return [needs_host(dist.group.WORLD, torch.device(name)) for name in ("cpu", "cuda:0", "meta")]
+
+
+def attend_through_host(name: str) -> Answer | None:
+    case = replace(EDGE_CASES[name], batch=3)
+    with mock.patch.object(native, "needs_host", return_value=True):
+        return answer_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
+
+
+def test_gloo_takes_gpu_tensors_through_host_memory(world):
+    assert world.run(what_needs_host) == [[False, True, False]] * 4
+
+
+def test_attention_through_host_memory(world):
+    for name in ("grouped queries", "random keys ignored"):
+        case = replace(EDGE_CASES[name], batch=3)
+        answers = world.run(attend_through_host, name)
+        assert all(answer.forward_bytes > 0 for answer in answers)
+        got = whole([answer.results for answer in answers], case.seq_len, "zigzag")
+        check_results(got, expected(case), 1e-10, case)

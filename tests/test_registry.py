@@ -1,0 +1,107 @@
+"""Adapters by name: the built-in ones, those that other distributions announce, and those that cannot be used."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import types
+from importlib.metadata import EntryPoint
+
+import pytest
+import torch
+
+from ring_backends import AdapterUnavailableError, DilatedPattern, available_adapters, create_attention, registry
+from ring_backends.adapters import native
+from ring_backends.ring import Ring
+
+OTHER = "other_distribution.adapter"
+
+
+class OtherRingDilatedAttention(native.NativeRingDilatedAttention):
+    """What a third party's module offers."""
+
+
+@pytest.fixture
+def announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another distribution were installed, with an adapter that works and two that do not."""
+    module = types.ModuleType(OTHER)
+    module.RingDilatedAttention = OtherRingDilatedAttention  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, OTHER, module)
+    found = {"other": OTHER, "absent": "no_such_distribution.adapter", "broken": "broken_distribution"}
+
+    def entry_points(*, group: str) -> list[EntryPoint]:
+        assert group == "ring_backends.adapters"
+        return [EntryPoint(name, value, group) for name, value in found.items()]
+
+    def import_module(name: str) -> types.ModuleType:
+        if name == "broken_distribution":
+            raise AdapterUnavailableError("it needs a machine with wings; pip install wings")
+        return imported(name)
+
+    imported = registry.import_module
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    monkeypatch.setattr(registry, "import_module", import_module)
+
+
+def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
+    reasons = available_adapters()
+    assert reasons["native"] is None
+    assert reasons["other"] is None
+    assert reasons["broken"] == "it needs a machine with wings; pip install wings"
+    absent = reasons["absent"]
+    assert absent is not None
+    assert "no_such_distribution.adapter" in absent
+
+
+def test_auto_without_a_ring_is_native() -> None:
+    assert type(create_attention(segment_lengths=[8], dilation_rates=[1])) is native.RingDilatedAttention
+    assert type(create_attention("auto", [8], [1])) is native.RingDilatedAttention
+
+
+def test_auto_is_the_adapter_that_made_the_ring(announced: None) -> None:
+    ring = Ring(adapter="other")
+    assert type(create_attention("auto", [8], [1], ring=ring)) is OtherRingDilatedAttention
+    assert type(create_attention("auto", [8], [1], ring=native.initialize())) is native.RingDilatedAttention
+
+
+def test_a_ring_keeps_its_adapter() -> None:
+    ring = Ring(adapter="other")
+    assert ring.with_layout("zigzag").adapter == "other"
+    assert pickle.loads(pickle.dumps(ring)).adapter == "other"
+
+
+def test_a_name_is_that_adapter_with_its_options(announced: None) -> None:
+    ring = Ring(layout_kind="zigzag")
+    attention = create_attention("other", [8, 16], [1, 2], ring=ring, head_mode="grouped", scale=0.5)
+    assert type(attention) is OtherRingDilatedAttention
+    assert attention.ring is ring
+    assert attention.pattern == DilatedPattern((8, 16), (1, 2), head_mode="grouped")
+    assert attention.scale == 0.5
+    x = torch.randn(1, 16, 2, 4)
+    assert attention(x, x, x).shape == x.shape
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones(announced: None) -> None:
+    with pytest.raises(ValueError, match=r"backend = 'horovod': .* choose one of absent, broken, .*native, .*other"):
+        create_attention("horovod", [8], [1])
+    with pytest.raises(TypeError, match=r"backend = \[8\]: expected the name"):
+        create_attention([8], [1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="segment_lengths is empty"):
+        create_attention("native")
+
+
+def test_an_adapter_that_cannot_be_used_says_why(announced: None) -> None:
+    with pytest.raises(AdapterUnavailableError, match="machine with wings"):
+        create_attention("broken", [8], [1])
+    with pytest.raises(AdapterUnavailableError, match=r"adapter 'absent' cannot be imported"):
+        create_attention("absent", [8], [1])
+
+
+def test_nothing_is_imported_before_it_is_asked_for() -> None:
+    code = (
+        "import sys, ring_backends; from ring_backends import create_attention; "
+        "print([name for name in ('torch', 'deepspeed', 'fairscale') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
