@@ -116,7 +116,7 @@ class RingDilatedAttention(nn.Module, ABC):
         ring = self.ring
         ring.check_connected()
         try:
-            request = Request.check(
+            request = _Request.check(
                 query, key, value, key_padding_mask, self.pattern, ring, is_causal, seq_len, self.scale, self.kernel
             )
         except (TypeError, ValueError) as error:
@@ -124,7 +124,7 @@ class RingDilatedAttention(nn.Module, ABC):
                 ring.agreement.refuse(error)
             raise
         if ring.agreement is None:
-            return request.run(no_hops, return_lse)
+            return request.run(_no_hops, return_lse)
         return request.run(partial(self._hops, request.configuration(self.module_number)), return_lse)
 
     def _hops(self, configuration: Configuration, direction: str) -> Hops:
@@ -171,22 +171,22 @@ def dilated_attention(
         ValueError, TypeError: an argument breaks its rule.
     """
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
-    request = Request.check(
+    request = _Request.check(
         query, key, value, key_padding_mask, pattern, Ring(), is_causal, None, check_scale(scale), kernel
     )
-    return request.run(no_hops, return_lse)
+    return request.run(_no_hops, return_lse)
 
 
 Start = Callable[[str], "Hops | None"]
 """direction -> what posts the hops of one walk, once the ranks agree on it; None in a ring of one."""
 
 
-def no_hops(direction: str) -> None:
+def _no_hops(direction: str) -> None:
     return None
 
 
 @dataclass(frozen=True)
-class Request:
+class _Request:
     """One call of attention, checked: what to attend over, and how."""
 
     inputs: Inputs
@@ -206,9 +206,9 @@ class Request:
         seq_len: int | None,
         scale: float | None,
         kernel: str,
-    ) -> Request:
+    ) -> _Request:
         check_flag("is_causal", is_causal)
-        query, key, value = autocast(query, key, value)
+        query, key, value = _autocast(query, key, value)
         inputs = Inputs(query, key, value, key_padding_mask)
         check_tensors(query, key, value, key_padding_mask)
         batch, local_len, num_heads, head_dim = query.shape
@@ -252,9 +252,12 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, walk: Walk, start: Start
     ) -> tuple[Tensor, Tensor]:
+        hops = start("forward")
         ctx.walk, ctx.start = walk, start
+        # Two calls may be alike in all but their numbers; their backwards have to be told apart by these.
+        ctx.direction = "backward" if hops is None else f"backward of call {hops.call.number}"
         with torch.autocast(query.device.type, enabled=False):
-            out, lse = walk.forward(Inputs(query, key, value, mask), start("forward"))
+            out, lse = walk.forward(Inputs(query, key, value, mask), hops)
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -263,7 +266,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, out, lse = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-            grads = ctx.walk.backward(Inputs(query, key, value, mask), out, lse, grad_out, ctx.start("backward"))
+            grads = ctx.walk.backward(Inputs(query, key, value, mask), out, lse, grad_out, ctx.start(ctx.direction))
         if torch.is_grad_enabled():
             grads = tuple(
                 _OnlyOnce.apply(grad, query, key, value, grad_out)  # type: ignore[no-untyped-call]
@@ -288,7 +291,7 @@ class _OnlyOnce(torch.autograd.Function):
         )
 
 
-def autocast(*tensors: Tensor) -> Iterator[Tensor]:
+def _autocast(*tensors: Tensor) -> Iterator[Tensor]:
     """Cast as autocast casts the arguments of ``scaled_dot_product_attention``: every float but fp64."""
     for tensor in tensors:
         dtype = _autocast_dtype(tensor)

@@ -90,16 +90,6 @@ class Step:
     grad_sends: tuple[Message, ...] = ()
     grad_receives: tuple[Message, ...] = ()
 
-    @property
-    def keys_travel(self) -> bool:
-        """Whether this rank takes part in the hop of K and V before the step's tiles."""
-        return bool(self.sends or self.receives)
-
-    @property
-    def grads_travel(self) -> bool:
-        """Whether this rank takes part in the hop of dK and dV after the step's tiles."""
-        return bool(self.grad_sends or self.grad_receives)
-
 
 @dataclass(frozen=True)
 class HeadBlock:
@@ -116,13 +106,3 @@ class RankPlan:
 
     rank: int
     blocks: tuple[HeadBlock, ...]
-
-    @cached_property
-    def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:
-        """All steps in their order, each with the block that it belongs to."""
-        return tuple((block, step) for block in self.blocks for step in block.steps)
-
-    def num_hops(self, *, backward: bool = False) -> int:
-        """How many hops this rank takes part in, in the forward or in the backward."""
-        steps = [step for _, step in self.steps]
-        return sum(step.keys_travel for step in steps) + backward * sum(step.grads_travel for step in steps)

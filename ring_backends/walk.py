@@ -9,9 +9,9 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -57,23 +57,6 @@ class _Nothing:
         return None
 
 
-NOTHING = _Nothing()
-
-Result = TypeVar("Result")
-ByHops = Generator[Literal["post_hop", "wait_hop"], None, Result]
-"""A walk that stops before it does what it yields."""
-
-
-def _run(walk: ByHops[Result]) -> Result:
-    """Let a walk go on to its end."""
-    while True:
-        try:
-            next(walk)
-        except StopIteration as end:
-            result: Result = end.value
-            return result
-
-
 @dataclass(frozen=True)
 class _Posted:
     """A hop under way; holds on to what leaves until it has left."""
@@ -105,6 +88,8 @@ class Hops:
     def post(
         self, index: int, name: str, outgoing: Mapping[int, Tensor], sends: tuple[Message, ...], incoming: PackedRows
     ) -> Arrival:
+        if not outgoing and not incoming.by_peer:
+            return _Nothing()
         what = (
             f"rank {self.rank} waited in step {index // 2} of {self.call.direction} for {name} "
             f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
@@ -132,22 +117,10 @@ class Walk:
         Returns:
             out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
         """
-        return _run(self.forward_by_hops(inputs, hops))
-
-    def backward(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
-        return _run(self.backward_by_hops(inputs, out, lse, grad_out, hops))
-
-    def forward_by_hops(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
-        """:meth:`forward`, which stops before it posts a hop and before it waits for one."""
         query = inputs.query
         out = _contiguous_zeros(query)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=statistics_dtype(query.dtype))
-        keys = _Keys(self.plan, inputs, hops)
-        for index, (block, step) in enumerate(self.plan.steps):
-            arrived = yield from keys.arrive(index)
+        for _, block, step, arrived in self._arrivals(inputs, hops):
             here = inputs.block(block)
             block_lse = lse[:, :, block.heads]
             if step is block.steps[0]:
@@ -161,17 +134,15 @@ class Walk:
                 out[:, :, block.heads] = block_out
         return out, lse
 
-    def backward_by_hops(
+    def backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
-    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
-        """:meth:`backward`, which stops before it posts a hop and before it waits for one."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
         grads = Inputs(
             _contiguous_zeros(inputs.query), _contiguous_zeros(inputs.key), _contiguous_zeros(inputs.value), None
         )
         grad_hop: _GradHop | None = None
-        keys = _Keys(self.plan, inputs, hops)
-        for index, (block, step) in enumerate(self.plan.steps):
-            arrived = yield from keys.arrive(index)
+        for index, block, step, arrived in self._arrivals(inputs, hops):
             if step is block.steps[0]:
                 sums = _BlockSums.of(grads, block)
             here = inputs.block(block)
@@ -192,15 +163,14 @@ class Walk:
                     parcel_value += grad_value
             del arrived  # as in forward
             if grad_hop is not None:
-                yield from grad_hop.settle(passed_on, grads)
-            arrival: Arrival = NOTHING
-            if hops is not None and step.grads_travel:
-                yield "post_hop"
+                grad_hop.settle(passed_on, grads)
+            arrival: Arrival = _Nothing()
+            if hops is not None:
                 incoming = _grad_rows(step.grad_receives, inputs)
                 arrival = hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
             grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
         if grad_hop is not None:
-            yield from grad_hop.settle(None, grads)
+            grad_hop.settle(None, grads)
         return grads.query, grads.key, grads.value
 
     def _tile_forward(self, tile: Tile, here: Inputs, arrived: PackedRows | None) -> tuple[Tensor, Tensor]:
@@ -226,28 +196,19 @@ class Walk:
         )
         return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
 
+    def _arrivals(self, inputs: Inputs, hops: Hops | None) -> Iterator[tuple[int, HeadBlock, Step, PackedRows | None]]:
+        """Every step, numbered, with the K and V that arrived for it, the next hop being under way.
 
-@dataclass
-class _Keys:
-    """K and V on their way through one walk."""
-
-    plan: RankPlan
-    inputs: Inputs
-    hops: Hops | None
-    arriving: Arrival = NOTHING
-
-    def arrive(self, index: int) -> ByHops[PackedRows | None]:
-        """What arrived for step ``index``, the hop for the step after it being under way."""
-        if self.arriving is not NOTHING:
-            yield "wait_hop"
-        arrived = self.arriving.wait()
-        self.arriving = NOTHING
-        if self.hops is not None and index + 1 < len(self.plan.steps):
-            block, step = self.plan.steps[index + 1]
-            if step.keys_travel:
-                yield "post_hop"
-                self.arriving = _post_rows(self.hops, index + 1, self.inputs.block(block), step, arrived)
-        return arrived
+        Not for ``enumerate`` or ``zip``, which hold on to what they yielded last.
+        """
+        steps = [(block, step) for block in self.plan.blocks for step in block.steps]
+        arriving: Arrival = _Nothing()
+        for index, (block, step) in enumerate(steps):
+            arrived = arriving.wait()
+            arriving = _Nothing()
+            if hops is not None and index + 1 < len(steps):
+                arriving = _post_rows(hops, index + 1, inputs.block(steps[index + 1][0]), steps[index + 1][1], arrived)
+            yield index, block, step, arrived
 
 
 def _post_rows(hops: Hops, index: int, inputs: Inputs, step: Step, arrived: PackedRows | None) -> Arrival:
@@ -315,10 +276,8 @@ class _GradHop:
     sums: _BlockSums
     ends_block: bool
 
-    def settle(self, passed_on: PackedRows | None, grads: Inputs) -> ByHops[None]:
+    def settle(self, passed_on: PackedRows | None, grads: Inputs) -> None:
         """Add what arrived to what this rank passes on next, or, where it came home, to this rank's own sums."""
-        if self.arrival is not NOTHING:
-            yield "wait_hop"
         arrived = self.arrival.wait()
         if arrived is not None:
             for parcel in arrived.parcels:
