@@ -6,6 +6,7 @@ runs in this process.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -328,6 +329,8 @@ def started(tmp_path: Path) -> Iterator[Any]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
+            # As a terminal has it: a shell's background jobs, which tests may run in, ignore Ctrl-C and pass that on.
+            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         processes.append(process)
         return process
