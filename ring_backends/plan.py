@@ -106,3 +106,15 @@ class RankPlan:
 
     rank: int
     blocks: tuple[HeadBlock, ...]
+
+    @cached_property
+    def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:
+        """All steps in their order, each with the block that it belongs to."""
+        return tuple((block, step) for block in self.blocks for step in block.steps)
+
+    def num_hops(self, *, backward: bool) -> int:
+        """How many hops this rank takes part in, in a forward or in a backward."""
+        steps = [step for _, step in self.steps]
+        with_keys = sum(bool(step.sends or step.receives) for step in steps)
+        with_grads = sum(bool(step.grad_sends or step.grad_receives) for step in steps)
+        return with_keys + with_grads if backward else with_keys

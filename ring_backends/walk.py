@@ -3,15 +3,18 @@
 Both post the next hop of K and V before they compute the tiles of the current one. Backward passes K and V around
 again; the dK and dV of a parcel follow one step behind it, gathering every rank's share, and go home from the last.
 
+A walk pauses before every hop that it posts (:data:`ByHops`): in a compiled graph, each hop is an operator that lets
+the walk go on to the next one. Elsewhere :func:`finish` runs it to its end.
+
 Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]; gathered rows are [B, H, S, D].
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from ring_backends.agreement import Agreement, Call
 from ring_backends.gather import gather, gather_into, scatter_add, scatter_merge
 from ring_backends.kernels import Kernel
 from ring_backends.packing import PackedRows, RowFormat
-from ring_backends.plan import HeadBlock, Message, Phantom, RankPlan, Step, Tile
+from ring_backends.plan import HeadBlock, Message, Phantom, RankPlan, Tile
 from ring_backends.ring import Traffic, Transfer
 from ring_backends.softmax import statistics_dtype
 
@@ -46,6 +49,21 @@ class Inputs:
         return Inputs(self.query[:, :, block.heads], self.key[:, :, kv_heads], self.value[:, :, kv_heads], mask)
 
 
+Result = TypeVar("Result")
+ByHops = Generator[None, None, Result]
+"""A computation that pauses once before each hop that it posts."""
+
+
+def finish(by_hops: ByHops[Result]) -> Result:
+    """Run it to its end, without a stop."""
+    while True:
+        try:
+            next(by_hops)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
 class Arrival(Protocol):
     """Something on its way. ``wait`` is called once, and returns None where nothing was to come."""
 
@@ -55,6 +73,9 @@ class Arrival(Protocol):
 class _Nothing:
     def wait(self) -> None:
         return None
+
+
+NOTHING: Arrival = _Nothing()
 
 
 @dataclass(frozen=True)
@@ -87,9 +108,10 @@ class Hops:
 
     def post(
         self, index: int, name: str, outgoing: Mapping[int, Tensor], sends: tuple[Message, ...], incoming: PackedRows
-    ) -> Arrival:
+    ) -> ByHops[Arrival]:
         if not outgoing and not incoming.by_peer:
-            return _Nothing()
+            return NOTHING
+        yield
         what = (
             f"rank {self.rank} waited in step {index // 2} of {self.call.direction} for {name} "
             f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
@@ -111,7 +133,7 @@ class Walk:
     kernel: Kernel
     scale: float
 
-    def forward(self, inputs: Inputs, hops: Hops | None) -> tuple[Tensor, Tensor]:
+    def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         """Attend.
 
         Returns:
@@ -120,7 +142,10 @@ class Walk:
         query = inputs.query
         out = _contiguous_zeros(query)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=statistics_dtype(query.dtype))
-        for _, block, step, arrived in self._arrivals(inputs, hops):
+        arriving = NOTHING
+        for index, (block, step) in enumerate(self.plan.steps):
+            arrived, arriving = arriving.wait(), NOTHING
+            arriving = yield from self._post_keys(index + 1, inputs, arrived, hops)
             here = inputs.block(block)
             block_lse = lse[:, :, block.heads]
             if step is block.steps[0]:
@@ -129,20 +154,23 @@ class Walk:
                 _merge_phantom(block_out, block_lse, phantom)
             for tile in step.tiles:
                 scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, arrived))
-            del arrived  # freed before the loop goes on and posts the next hop: two received buffers are enough
+            del arrived  # before the next hop is posted: two received buffers are enough
             if step is block.steps[-1] and block_out.dtype != out.dtype:
                 out[:, :, block.heads] = block_out
         return out, lse
 
     def backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
         """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
         grads = Inputs(
             _contiguous_zeros(inputs.query), _contiguous_zeros(inputs.key), _contiguous_zeros(inputs.value), None
         )
+        arriving = NOTHING
         grad_hop: _GradHop | None = None
-        for index, block, step, arrived in self._arrivals(inputs, hops):
+        for index, (block, step) in enumerate(self.plan.steps):
+            arrived, arriving = arriving.wait(), NOTHING
+            arriving = yield from self._post_keys(index + 1, inputs, arrived, hops)
             if step is block.steps[0]:
                 sums = _BlockSums.of(grads, block)
             here = inputs.block(block)
@@ -164,10 +192,10 @@ class Walk:
             del arrived  # as in forward
             if grad_hop is not None:
                 grad_hop.settle(passed_on, grads)
-            arrival: Arrival = _Nothing()
+            arrival = NOTHING
             if hops is not None:
                 incoming = _grad_rows(step.grad_receives, inputs)
-                arrival = hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
+                arrival = yield from hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
             grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
         if grad_hop is not None:
             grad_hop.settle(None, grads)
@@ -196,37 +224,26 @@ class Walk:
         )
         return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
 
-    def _arrivals(self, inputs: Inputs, hops: Hops | None) -> Iterator[tuple[int, HeadBlock, Step, PackedRows | None]]:
-        """Every step, numbered, with the K and V that arrived for it, the next hop being under way.
-
-        Not for ``enumerate`` or ``zip``, which hold on to what they yielded last.
-        """
-        steps = [(block, step) for block in self.plan.blocks for step in block.steps]
-        arriving: Arrival = _Nothing()
-        for index, (block, step) in enumerate(steps):
-            arrived = arriving.wait()
-            arriving = _Nothing()
-            if hops is not None and index + 1 < len(steps):
-                arriving = _post_rows(hops, index + 1, inputs.block(steps[index + 1][0]), steps[index + 1][1], arrived)
-            yield index, block, step, arrived
-
-
-def _post_rows(hops: Hops, index: int, inputs: Inputs, step: Step, arrived: PackedRows | None) -> Arrival:
-    """Send on what ``arrived``, or send this rank's own rows off, and receive what ``step`` needs."""
-    batch, head_dim, masked = inputs.key.shape[0], inputs.key.shape[-1], inputs.key_padding_mask is not None
-    row_format = RowFormat(batch, head_dim, inputs.key.dtype, masked)
-    if arrived is not None and all(parcel in arrived for message in step.sends for parcel in message.parcels):
-        outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
-    else:
-        packed = PackedRows(row_format, step.sends, inputs.key.device)
-        for parcel in packed.parcels:
-            own = (inputs.key, inputs.value, inputs.key_padding_mask)
-            for destination, tensor in zip(packed.slices(parcel), own, strict=True):
-                if destination is not None and tensor is not None:
-                    gather_into(destination, tensor, parcel.source)
-        outgoing = packed.by_peer
-    incoming = PackedRows(row_format, step.receives, inputs.key.device)
-    return hops.post(2 * index, "K and V", outgoing, step.sends, incoming)
+    def _post_keys(self, index: int, inputs: Inputs, arrived: PackedRows | None, hops: Hops | None) -> ByHops[Arrival]:
+        """Send on what ``arrived``, or send this rank's own K and V off, and receive what step ``index`` needs."""
+        if hops is None or index == len(self.plan.steps):
+            return NOTHING
+        block, step = self.plan.steps[index]
+        inputs = inputs.block(block)
+        batch, head_dim, masked = inputs.key.shape[0], inputs.key.shape[-1], inputs.key_padding_mask is not None
+        row_format = RowFormat(batch, head_dim, inputs.key.dtype, masked)
+        if arrived is not None and all(parcel in arrived for message in step.sends for parcel in message.parcels):
+            outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
+        else:
+            packed = PackedRows(row_format, step.sends, inputs.key.device)
+            for parcel in packed.parcels:
+                own = (inputs.key, inputs.value, inputs.key_padding_mask)
+                for destination, tensor in zip(packed.slices(parcel), own, strict=True):
+                    if destination is not None and tensor is not None:
+                        gather_into(destination, tensor, parcel.source)
+            outgoing = packed.by_peer
+        incoming = PackedRows(row_format, step.receives, inputs.key.device)
+        return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
 
 
 def _grad_rows(messages: tuple[Message, ...], inputs: Inputs, *, zeroed: bool = False) -> PackedRows:

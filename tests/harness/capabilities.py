@@ -27,6 +27,7 @@ CAPABILITIES: Mapping[str, str] = {
     "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
     "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
     "save and load": "a training state comes back from a checkpoint",
+    "another ring size": "a checkpoint can be read by another number of ranks",
     "fp64 parameters": "parallelize() trains a model of fp64 parameters as such",
     "tied parameters": "parallelize() takes a model that uses one parameter in two places",
     "frozen parameters": "parallelize() takes a model of which some parameters need no gradient",

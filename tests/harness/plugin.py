@@ -9,8 +9,20 @@ import pytest
 from ring_backends.testing.world import World
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "slow: one of a long row of alike cases; left out by -m 'not slow'")
+
+
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """Four ranks on gloo for the whole session; started by the first test that runs something on them."""
     with World(4) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[World]:
+    """Two ranks, likewise."""
+    with World(2) as ranks:
         yield ranks

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import ring_backends.attention
 import ring_backends.planner
+import ring_backends.request
 from ring_backends.kernels import select_kernel
 from ring_backends.plan import RankPlan
 from ring_backends.planner import rank_plan
@@ -147,8 +147,8 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
 
     with (
         mock.patch.object(attention_class, "ring_pass", recorded_pass),
-        mock.patch.object(ring_backends.attention, "rank_plan", recorded_plan),
-        mock.patch.object(ring_backends.attention, "select_kernel", recorded_kernel),
+        mock.patch.object(ring_backends.request, "rank_plan", recorded_plan),
+        mock.patch.object(ring_backends.request, "select_kernel", recorded_kernel),
     ):
         yield recording
 

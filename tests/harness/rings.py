@@ -67,6 +67,10 @@ TWO_APART = RingSpec("2-on-1,3", ((1, 3),), "group")
 MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
 MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
 
+ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
+"""In a world of two ranks, as the next one is."""
+TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
+
 ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS)
 SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from ring_backends.testing.command import CommandTests
+from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.correctness import CorrectnessTests
 from ring_backends.testing.errors import ErrorTests
@@ -16,6 +18,14 @@ from ring_backends.testing.training import TrainingTests
 
 
 class AdapterTests(
-    TrainingTests, ErrorTests, TrafficTests, LayoutTests, ContiguityTests, GradientTests, CorrectnessTests
+    CommandTests,
+    CompileTests,
+    TrainingTests,
+    ErrorTests,
+    TrafficTests,
+    LayoutTests,
+    ContiguityTests,
+    GradientTests,
+    CorrectnessTests,
 ):
     """Everything that an adapter has to do. It needs the fixture ``world`` of :mod:`ring_backends.testing.plugin`."""

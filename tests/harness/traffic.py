@@ -13,6 +13,7 @@ from hypothesis import given
 
 from ring_backends.layout import LayoutKind, SequenceLayout
 from ring_backends.pattern import DilatedPattern
+from ring_backends.planner import rank_plan
 from ring_backends.schedule import RingSchedule
 from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
 from ring_backends.testing.capabilities import AdapterSuite
@@ -51,6 +52,17 @@ def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> Rin
         num_kv_heads=case.num_kv_heads,
         is_causal=case.is_causal,
     )
+
+
+def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
+    """In how many hops of a forward, or of a backward, a rank sends or receives."""
+    schedule = schedule_of(case, rings, layout)
+    plan = rank_plan(schedule, ring_rank, batch=case.batch, head_dim=case.head_dim, itemsize=case.dtype.itemsize)
+    steps = [step for block in plan.blocks for step in block.steps]
+    hops = [(step.sends, step.receives) for step in steps]
+    if backward:
+        hops += [(step.grad_sends, step.grad_receives) for step in steps]
+    return sum(bool(sends or receives) for sends, receives in hops)
 
 
 def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:

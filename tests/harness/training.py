@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,8 +24,10 @@ from ring_backends.testing.rings import (
     FOUR,
     MESH_COLUMNS,
     ONE,
+    ONE_OF_TWO,
     THREE,
     TWO,
+    TWO_OF_TWO,
     RingSpec,
     backend,
     every_layout,
@@ -35,9 +37,9 @@ from ring_backends.testing.rings import (
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
-_CASE = AttentionCase(seq_len=26, segment_lengths=(8, 26), dilation_rates=(1, 2), num_heads=3, num_kv_heads=3)
-_IGNORED = -100
-_BATCH = 2
+CASE = AttentionCase(seq_len=26, segment_lengths=(8, 26), dilation_rates=(1, 2), num_heads=3, num_kv_heads=3)
+IGNORED = -100
+BATCH = 2
 _LARGE_RATE = 1024.0
 """A step this large leaves the gradient with its full precision; a small one would lose it in the parameter's."""
 
@@ -57,8 +59,18 @@ class Precision:
 FP64 = Precision(torch.float64, 1e-10, "fp64 parameters")
 FP32 = Precision(torch.float32, 1e-6, None)
 
-every_mesh = pytest.mark.parametrize("rings", [FOUR, TWO, ONE, MESH_COLUMNS], ids=["1x4", "2x2", "4x1", "2x2-columns"])
-every_precision = pytest.mark.parametrize("precision", [FP64, FP32], ids=str)
+every_mesh = pytest.mark.parametrize(
+    "rings",
+    [
+        pytest.param(FOUR, id="1x4"),
+        pytest.param(TWO, id="2x2"),
+        pytest.param(ONE, id="4x1", marks=pytest.mark.slow),
+        pytest.param(MESH_COLUMNS, id="2x2-columns", marks=pytest.mark.slow),
+    ],
+)
+every_precision = pytest.mark.parametrize(
+    "precision", [pytest.param(FP64, marks=pytest.mark.slow), pytest.param(FP32)], ids=str
+)
 
 
 @dataclass(frozen=True)
@@ -84,18 +96,24 @@ class Recipe:
 
 
 class Trainer:
-    """A training run on one rank."""
+    """A training run on one rank; ``batches_of`` other rings than its own, of which there are as many."""
 
     def __init__(
-        self, adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, options: Mapping[str, Any]
+        self,
+        adapter: str,
+        rings: RingSpec,
+        layout: LayoutKind,
+        recipe: Recipe,
+        options: Mapping[str, Any],
+        batches_of: RingSpec | None = None,
     ) -> None:
         ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
         assert ring is not None
         assert place is not None
         self.ring, (self.data_rank, ring_rank) = ring.with_layout(layout), place
-        self.recipe, self.rings, self.layout = recipe, rings, layout
-        self.rows = rows_of_ranks(_CASE.seq_len, rings.size, layout)[ring_rank]
-        model = make_model(recipe.model, lambda: new_attention(adapter, self.ring, _CASE), recipe.dtype, recipe.seed)
+        self.recipe, self.layout, self.batches_of = recipe, layout, batches_of or rings
+        self.rows = rows_of_ranks(CASE.seq_len, rings.size, layout)[ring_rank]
+        model = make_model(recipe.model, lambda: new_attention(adapter, self.ring, CASE), recipe.dtype, recipe.seed)
         self.state: Any = backend(adapter).parallelize(
             model,
             recipe.make_optimizer,
@@ -109,26 +127,32 @@ class Trainer:
         """This rank's (tokens, labels) of a step."""
         return [
             (tokens[self.data_rank][:, self.rows], labels[self.data_rank][:, self.rows])
-            for tokens, labels in batches(self.rings, self.layout, step, self.recipe.accumulation_steps)
+            for tokens, labels in batches(self.batches_of, self.layout, step, self.recipe.accumulation_steps)
         ]
 
     def loss(self, tokens: Tensor, labels: Tensor, step_token_count: int | None) -> Tensor:
-        logits = self.state.model(tokens, self.ring.positions(_CASE.seq_len), _CASE.seq_len)
-        scaled: Tensor = self.state.loss(loss_sum(logits, labels), (labels != _IGNORED).sum(), step_token_count)
+        logits = self.state.model(tokens, self.ring.positions(CASE.seq_len), CASE.seq_len)
+        scaled: Tensor = self.state.loss(loss_sum(logits, labels), (labels != IGNORED).sum(), step_token_count)
         return scaled
 
-    def step(self, step: int) -> None:
+    def step(self, step: int) -> float:
+        """Take a step, and return the loss of the whole batch before it."""
         micro_batches = self.micro_batches(step)
         count = None
         if len(micro_batches) > 1:
-            count = self.state.global_count(sum(int((labels != _IGNORED).sum()) for _, labels in micro_batches))
+            count = self.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
+        total = torch.zeros((), dtype=torch.float64)
         for tokens, labels in micro_batches:
-            self.state.backward(self.loss(tokens, labels, count))
+            loss = self.loss(tokens, labels, count)
+            total += loss.detach() / self.state.divisor
+            self.state.backward(loss)
         self.state.step()
+        dist.all_reduce(total)
+        return float(total)
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=_IGNORED)
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
 
 
 def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: int) -> list[tuple[Tensor, Tensor]]:
@@ -140,15 +164,15 @@ def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: 
     generator = torch.Generator().manual_seed(1000 + step)
     made = []
     for micro_batch in range(accumulation_steps):
-        shape = (len(rings.rings), _BATCH, _CASE.seq_len)
+        shape = (len(rings.rings), BATCH, CASE.seq_len)
         tokens = torch.randint(VOCABULARY, shape, generator=generator)
         labels = tokens.roll(-1, dims=-1)
         for data_rank in range(len(rings.rings)):
             share = 0.5 / (1 + 3 * ((data_rank + micro_batch) % 4))
             ignored = torch.rand(shape[1:], generator=generator) > share
-            labels[data_rank].masked_fill_(ignored, _IGNORED)
-        emptied = rows_of_ranks(_CASE.seq_len, rings.size, layout)[-1]
-        labels[(step + micro_batch) % len(rings.rings)][:, emptied] = _IGNORED
+            labels[data_rank].masked_fill_(ignored, IGNORED)
+        emptied = rows_of_ranks(CASE.seq_len, rings.size, layout)[-1]
+        labels[(step + micro_batch) % len(rings.rings)][:, emptied] = IGNORED
         made.append((tokens, labels))
     return made
 
@@ -165,14 +189,14 @@ def train(adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, opt
 
 def train_alone(rings: RingSpec, layout: LayoutKind, recipe: Recipe) -> list[State]:
     """The same in one process, by plain torch, with the dense definition for attention."""
-    model = make_model(recipe.model, lambda: DenseAttention(_CASE), recipe.dtype, recipe.seed)
+    model = make_model(recipe.model, lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
     optimizer = recipe.make_optimizer(model.parameters())
     states = [_copy(model.state_dict())]
     for step in range(recipe.steps):
         made = batches(rings, layout, step, recipe.accumulation_steps)
         tokens, labels = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*made, strict=True))
-        logits = model(tokens, torch.arange(_CASE.seq_len), _CASE.seq_len)
-        (loss_sum(logits, labels) / (labels != _IGNORED).sum()).backward()
+        logits = model(tokens, torch.arange(CASE.seq_len), CASE.seq_len)
+        (loss_sum(logits, labels) / (labels != IGNORED).sum()).backward()
         if recipe.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), recipe.max_grad_norm)
         optimizer.step()
@@ -219,27 +243,45 @@ def step_too_early(adapter: str, options: Mapping[str, Any]) -> Ended:
     return ending(trainer.state.step)
 
 
+class Stretch(NamedTuple):
+    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
+
+    step_count: int
+    losses: list[float]
+    state: State
+
+
+def five_steps(trainer: Trainer) -> Stretch:
+    step_count = trainer.state.step_count
+    losses = [trainer.step(step) for step in range(step_count, step_count + 5)]
+    return Stretch(step_count, losses, trainer.state.full_state_dict())
+
+
 def save_and_load(
     adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
-) -> tuple[list[State], list[State], list[int]]:
-    """Train, save, train on; and the same from the checkpoint, in a state that begins elsewhere."""
+) -> tuple[Stretch, Stretch]:
+    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options)
     for step in range(2):
         trainer.step(step)
     trainer.state.save(path)
-    saved, counts = [trainer.state.full_state_dict()], [trainer.state.step_count]
-    for step in (2, 3):
-        trainer.step(step)
-        saved.append(trainer.state.full_state_dict())
-    other = Trainer(adapter, rings, "zigzag", replace(recipe, seed=99), options)
-    other.step(7)
-    other.state.load(path)
-    loaded = [other.state.full_state_dict()]
-    counts.append(other.state.step_count)
-    for step in (2, 3):
-        other.step(step)
-        loaded.append(other.state.full_state_dict())
-    return saved, loaded, counts
+    uninterrupted = five_steps(trainer)
+    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
+
+
+def load_and_go_on(
+    adapter: str,
+    rings: RingSpec,
+    recipe: Recipe,
+    path: str,
+    options: Mapping[str, Any],
+    batches_of: RingSpec | None = None,
+) -> Stretch:
+    """The five steps after a checkpoint, in a run that began elsewhere."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
+    trainer.step(7)
+    trainer.state.load(path)
+    return five_steps(trainer)
 
 
 def reduced_and_promised(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
@@ -296,7 +338,16 @@ class TrainingTests(AdapterSuite):
         self.check_training(world, rings, layout, Recipe(dtype=precision.dtype), precision.tolerance)
 
     @requires("training")
-    @pytest.mark.parametrize(("precision", "optimizer"), [(FP64, "adam"), (FP32, "adam"), (FP32, "momentum")], ids=str)
+    @pytest.mark.parametrize("rings", [TWO_OF_TWO, ONE_OF_TWO], ids=["1x2", "2x1"])
+    def test_gradients_on_two_ranks(self, pair: World, rings: RingSpec) -> None:
+        self.check_training(pair, rings, "zigzag", Recipe(dtype=torch.float32), 1e-6)
+
+    @requires("training")
+    @pytest.mark.parametrize(
+        ("precision", "optimizer"),
+        [pytest.param(FP64, "adam", marks=pytest.mark.slow), (FP32, "adam"), (FP32, "momentum")],
+        ids=str,
+    )
     @every_mesh
     def test_replicas_stay_the_same(self, world: World, rings: RingSpec, precision: Precision, optimizer: str) -> None:
         recipe = Recipe(dtype=precision.dtype, optimizer=optimizer, rate=0.02, steps=3)
@@ -365,20 +416,33 @@ class TrainingTests(AdapterSuite):
 
     @requires("training", "save and load")
     @every_precision
-    @pytest.mark.parametrize("rings", [FOUR, TWO], ids=["1x4", "2x2"])
+    @pytest.mark.parametrize(
+        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
+    )
     def test_training_goes_on_from_a_checkpoint(
         self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
     ) -> None:
         recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
         path = str(tmp_path / "checkpoint")
         options = dict(self.framework_options)
-        for saved, loaded, counts in world.run(save_and_load, self.adapter, rings, recipe, path, options):
-            assert counts == [2, 2]
-            for after_save, after_load in zip(saved, loaded, strict=True):
-                assert list(after_save) == list(after_load)
-                for name, tensor in after_save.items():
-                    torch.testing.assert_close(after_load[name], tensor, rtol=1e-7, atol=1e-7)
-            assert not torch.equal(saved[0]["head.weight"], saved[1]["head.weight"])
+        for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
+            assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
+            assert resumed.losses == uninterrupted.losses
+            assert len(set(resumed.losses)) == 5
+            assert list(resumed.state) == list(uninterrupted.state)
+            for name, tensor in uninterrupted.state.items():
+                assert torch.equal(resumed.state[name], tensor), name
+        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+    @requires("training", "save and load", "another ring size")
+    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
+        uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
+        elsewhere = replace(recipe, seed=99)
+        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
+            assert resumed.step_count == 2
+            assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 
     @requires("training")
     @pytest.mark.parametrize("name", BAD_OPTIONS)

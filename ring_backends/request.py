@@ -1,0 +1,214 @@
+"""One call of attention, checked and carried out under autograd: what a module and a function have in common.
+
+The rule of this file: everything that the ranks have to agree on is in :meth:`Request.configuration`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_backends.agreement import Configuration
+from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.layout import SequenceLayout
+from ring_backends.pattern import DilatedPattern
+from ring_backends.planner import rank_plan
+from ring_backends.ring import Ring
+from ring_backends.schedule import RingSchedule
+from ring_backends.validation import check_flag, check_layout, check_tensors
+from ring_backends.walk import ByHops, Hops, Inputs, Walk, finish
+
+Start = Callable[[str], "Hops | None"]
+"""direction -> what posts the hops of one walk, once the ranks agree on it; None in a ring of one."""
+
+
+def no_hops(direction: str) -> None:
+    return None
+
+
+def backward_of(call_number: int) -> str:
+    """The direction of a backward: two calls may be alike in all but their numbers, and so may their backwards."""
+    return f"backward of call {call_number}"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of attention, checked: what to attend over, and how."""
+
+    inputs: Inputs
+    schedule: RingSchedule
+    walk: Walk
+
+    @classmethod
+    def check(
+        cls,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        pattern: DilatedPattern,
+        ring: Ring,
+        is_causal: bool,
+        seq_len: int | None,
+        scale: float | None,
+        kernel: str,
+    ) -> Request:
+        check_flag("is_causal", is_causal)
+        query, key, value = autocast(query, key, value)
+        inputs = Inputs(query, key, value, key_padding_mask)
+        check_tensors(query, key, value, key_padding_mask)
+        batch, local_len, num_heads, head_dim = query.shape
+        layout = check_layout(local_len, seq_len, ring)
+        schedule = _schedule(pattern, layout, num_heads, key.shape[2], is_causal)
+        needs = KernelInputs(query.device, query.dtype, head_dim, has_key_mask=key_padding_mask is not None)
+        plan = rank_plan(schedule, ring.rank, batch=batch, head_dim=head_dim, itemsize=query.dtype.itemsize)
+        walk = Walk(plan, select_kernel(kernel, needs), head_dim**-0.5 if scale is None else scale)
+        return cls(inputs, schedule, walk)
+
+    @property
+    def needs_gradients(self) -> bool:
+        """Whether a backward may follow."""
+        inputs = (self.inputs.query, self.inputs.key, self.inputs.value)
+        return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+
+    def configuration(self, module_number: int, *, needs_gradients: bool) -> Configuration:
+        """What the other ranks have to have in common with this call."""
+        query, mask = self.inputs.query, self.inputs.key_padding_mask
+        return _configuration(
+            module_number,
+            self.schedule,
+            query.shape[0],
+            query.shape[3],
+            query.dtype,
+            query.device.type,
+            self.walk.scale,
+            mask is not None,
+            needs_gradients,
+        )
+
+    def run(self, start: Start, return_lse: bool) -> Any:
+        return attend(self.inputs, self.walk, start, return_lse)
+
+
+class AnyWalk(Protocol):
+    """A :class:`Walk`, or what puts one into a compiled graph."""
+
+    def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]: ...
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
+    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]: ...
+
+
+def attend(inputs: Inputs, walk: AnyWalk, start: Start, return_lse: bool) -> Any:
+    """out, or with ``return_lse`` (out, LSE [batch, heads, local seq]), under autograd."""
+    out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
+        inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, walk, start
+    )
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+class _Attend(torch.autograd.Function):
+    """Saves query, key, value, out and LSE; backward walks the ring again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, walk: AnyWalk, start: Start
+    ) -> tuple[Tensor, Tensor]:
+        hops = start("forward")
+        ctx.walk, ctx.start, ctx.call_number = walk, start, 0 if hops is None else hops.call.number
+        with torch.autocast(query.device.type, enabled=False):
+            out, lse = finish(walk.forward(Inputs(query, key, value, mask), hops))
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
+            hops = ctx.start(backward_of(ctx.call_number))
+            grads = finish(ctx.walk.backward(Inputs(query, key, value, mask), out, lse, grad_out, hops))
+        if torch.is_grad_enabled():
+            grads = tuple(
+                _OnlyOnce.apply(grad, query, key, value, grad_out)  # type: ignore[no-untyped-call]
+                for grad in grads
+            )
+        needed = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
+        return *needed, None, None, None
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """Ties a gradient to all that it depends on, so that differentiating it raises, where a constant would be wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "dilated attention has no second derivative: its backward walks the ring outside of autograd; leave "
+            "create_graph=True to models without it."
+        )
+
+
+def autocast(*tensors: Tensor) -> Iterator[Tensor]:
+    """Cast as autocast casts the arguments of ``scaled_dot_product_attention``: every float but fp64."""
+    for tensor in tensors:
+        dtype = _autocast_dtype(tensor)
+        yield tensor if dtype is None else tensor.to(dtype)
+
+
+def _autocast_dtype(tensor: object) -> torch.dtype | None:
+    """What autocast makes of a tensor; None where it leaves it alone, as it does whatever is no tensor it knows."""
+    if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+        return None
+    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
+    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
+        return None
+    return torch.get_autocast_dtype(tensor.device.type)
+
+
+@lru_cache(maxsize=256)
+def _schedule(
+    pattern: DilatedPattern, layout: SequenceLayout, num_heads: int, num_kv_heads: int, is_causal: bool
+) -> RingSchedule:
+    return RingSchedule(pattern, layout, num_heads, num_kv_heads, is_causal)
+
+
+@lru_cache(maxsize=256)
+def _configuration(
+    module_number: int,
+    schedule: RingSchedule,
+    batch: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device_type: str,
+    scale: float,
+    masked: bool,
+    gradients: bool,
+) -> Configuration:
+    return Configuration(
+        {
+            "order of the modules' calls": f"attention {module_number}",
+            "batch": batch,
+            "heads": schedule.num_heads,
+            "key/value heads": schedule.kv_heads,
+            "head_dim": head_dim,
+            "dtype": str(dtype),
+            "device": device_type,
+            **asdict(schedule.pattern),
+            "seq_len": schedule.layout.seq_len,
+            "layout": schedule.layout.kind,
+            "is_causal": schedule.is_causal,
+            "scale": scale,
+            "key_padding_mask": "given" if masked else "none",
+            "gradients": "needed" if gradients else "not needed",
+        }
+    )

@@ -1,0 +1,156 @@
+"""Under ``torch.compile``: the same numbers, in one graph, with an operator for each hop of the schedule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from typing import Any
+
+import pytest
+import torch
+from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.fx import GraphModule
+
+import ring_backends
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.rings import FOUR, ONE, RingSpec, ring_here
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.traffic import planned_hops
+from ring_backends.testing.world import World
+
+_CASE = AttentionCase(
+    seq_len=61, segment_lengths=(7, 30, 61), dilation_rates=(1, 2, 3), num_heads=4, num_kv_heads=2, dtype=torch.float64
+)
+CASES = {
+    "all": _CASE,
+    "causal": replace(_CASE, is_causal=True),
+    "masked": replace(_CASE, masked="random"),
+    "within shards": replace(_CASE, seq_len=64, segment_lengths=(4, 16), dilation_rates=(1, 2)),
+}
+
+
+@dataclass
+class Graphs:
+    """A backend of torch.compile that runs graphs as they are and keeps them."""
+
+    forward: list[GraphModule] = field(default_factory=list)
+    backward: list[GraphModule] = field(default_factory=list)
+
+    @cached_property
+    def backend(self) -> Any:
+        """The same every time, since graphs of one backend are of no use to another."""
+        return aot_autograd(fw_compiler=partial(_keep, self.forward), bw_compiler=partial(_keep, self.backward))
+
+    def operators(self) -> list[Counter[str]]:
+        """How many there are of this package's operators: in each forward graph, then in each backward graph."""
+        return [
+            Counter(
+                str(node.target).split(".")[1]
+                for node in graph.graph.nodes
+                if str(node.target).startswith(f"{ring_backends.__name__}.")
+            )
+            for graph in (*self.forward, *self.backward)
+        ]
+
+
+def _keep(graphs: list[GraphModule], graph: GraphModule, inputs: Any) -> Any:
+    graphs.append(graph)
+    return make_boxed_func(graph)
+
+
+def compiled_call(
+    adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase
+) -> tuple[Results, list[Counter[str]]]:
+    """A compiled call's results and the operators of its graphs."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    call, graphs = local_call(adapter, ring.with_layout(layout), case), Graphs()
+    attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
+    out, lse = replace(call, attention=attention)(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return Results(out.detach(), lse, *grads), graphs.operators()
+
+
+class Blocks(nn.Module):
+    """Several attentions in a row, each compiled by itself."""
+
+    def __init__(self, attentions: list[Any]) -> None:
+        super().__init__()
+        self.attentions = nn.ModuleList(attentions)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        for attention in self.attentions:
+            query = attention(query, key, value, **options)
+        return query
+
+
+def several_blocks(adapter: str) -> tuple[int, list[float]]:
+    """How many graphs three alike blocks and calls with other numbers need; and each call's error, without a graph."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    attentions = [new_attention(adapter, ring, CASES["causal"]) for _ in range(3)]
+    graphs = Graphs()
+    compiled = [torch.compile(attention, fullgraph=True, backend=graphs.backend) for attention in attentions]
+    errors = []
+    for seed in range(3):
+        case = replace(CASES["causal"], seed=seed)
+        wanted = _out_and_grads(local_call(adapter, ring, case, attention=Blocks(attentions)))
+        got = _out_and_grads(local_call(adapter, ring, case, attention=Blocks(compiled)))
+        errors += [float((x - y).abs().max()) for x, y in zip(got, wanted, strict=True)]
+    return len(graphs.forward), errors
+
+
+def _out_and_grads(call: LocalCall) -> list[torch.Tensor]:
+    out = call()
+    return [out.detach(), *torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)]
+
+
+def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
+    """The error of a compiled call that needs no gradients, and its operators."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call, graphs = local_call(adapter, ring, CASES["causal"], gradients=False), Graphs()
+    wanted = call()
+    got = replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=graphs.backend))()
+    return float((got - wanted).abs().max()), graphs.operators()
+
+
+class CompileTests(AdapterSuite):
+    @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
+    @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("rings", [FOUR, pytest.param(ONE, marks=pytest.mark.slow)], ids=str)
+    def test_a_compiled_call_is_one_graph_with_the_hops_of_the_schedule(
+        self, world: World, rings: RingSpec, layout: LayoutKind, name: str
+    ) -> None:
+        case = CASES[name]
+        by_rank = world.run(compiled_call, self.adapter, rings, layout, case)
+        for ranks in rings.rings:
+            got = whole([by_rank[rank][0] for rank in ranks], case.seq_len, layout)
+            check_results(got, expected(case), 1e-10, case)
+            for ring_rank, rank in enumerate(ranks):
+                forward, backward = by_rank[rank][1]
+                for graph, direction in ((forward, "forward"), (backward, "backward")):
+                    planned = planned_hops(case, rings, layout, ring_rank, backward=direction == "backward")
+                    assert graph["post_hop"] == planned
+                    assert graph[f"begin_{direction}"] == graph[f"end_{direction}"] == 1
+
+    @pytest.mark.slow
+    def test_blocks_that_are_alike_share_one_graph(self, world: World) -> None:
+        for num_graphs, errors in world.run(several_blocks, self.adapter):
+            assert num_graphs == 1
+            assert max(errors) < 1e-12
+
+    @pytest.mark.slow
+    def test_without_gradients(self, world: World) -> None:
+        for rank, (error, operators) in enumerate(world.run(without_gradients, self.adapter)):
+            assert error < 1e-12
+            (forward,) = operators
+            assert forward["post_hop"] == planned_hops(CASES["causal"], FOUR, "contiguous", rank, backward=False)
