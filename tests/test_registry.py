@@ -98,6 +98,22 @@ def test_an_adapter_that_cannot_be_used_says_why(announced: None) -> None:
         create_attention("absent", [8], [1])
 
 
+@pytest.mark.parametrize("name", ["fairscale"])
+def test_a_framework_that_is_missing_is_named_with_its_install_command(name: str) -> None:
+    code = f"""
+import sys
+sys.modules["{name}"] = None
+from ring_backends import AdapterUnavailableError, available_adapters
+try:
+    import ring_backends.adapters.{name}
+except AdapterUnavailableError as error:
+    assert isinstance(error.__cause__, ImportError)
+print(available_adapters()["{name}"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"pip install 'ring-backends[{name}]'" in done.stdout
+
+
 def test_nothing_is_imported_before_it_is_asked_for() -> None:
     code = (
         "import sys, ring_backends; from ring_backends import create_attention; "

@@ -1,0 +1,131 @@
+"""PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, parameters are sharded over the whole of that mesh.
+
+Hops are torch.distributed's point-to-point operations, on a group of the ring's own, so that they never queue behind
+parameter collectives. In a compiled block each of them is a custom operator, and the block stays one graph
+(:mod:`ring_backends.graph`).
+
+Sharding over the data axis alone would leave every ring rank with a gradient of its own part of the sequence, and the
+replicas would drift apart in silence; so parameters are always sharded over data × ring. Leave the reducer's divisor
+alone (``set_gradient_divide_factor``): it is measured once, and ``state.loss`` undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+from ring_backends.adapters.fsdp_sharding import (
+    Strategy,
+    as_it_is,
+    by_fsdp1,
+    by_fully_shard,
+    check_blocks,
+    refuse_sharded_parts,
+)
+from ring_backends.adapters.fsdp_training import FSDP1Training, FSDP2Training, ShardedTraining
+from ring_backends.adapters.native import NativeRingDilatedAttention
+from ring_backends.layout import LayoutKind
+from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.ring import Ring
+from ring_backends.training import TrainingState
+
+__all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
+
+
+def initialize(
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    timeout: timedelta = timedelta(seconds=300),
+) -> Ring:
+    """Join a ring; every one of its ranks makes this call, and without ``group`` every rank of the world.
+
+    Args:
+        ring_size: ranks per ring; the ring is the axis "ring" of a data × ring DeviceMesh over the world, whose rings
+            are neighbouring ranks. None means the whole world.
+        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
+        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
+        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+    """
+    check_options(ring_size, layout, timeout)
+    world_size = start_world(timeout)
+    ranks = ring_ranks(ring_size, group, world_size)
+    if group is None and world_size > 1:
+        device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
+        shape = (world_size // len(ranks), len(ranks))
+        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring"))
+        ranks = ring_ranks(None, mesh["ring"], world_size)
+    return connect(ranks, layout, timeout, adapter="fsdp")
+
+
+class FSDPRingDilatedAttention(NativeRingDilatedAttention):
+    """Ring dilated attention between FSDP's modules: torch.distributed's point-to-point hops, compiled or not."""
+
+
+RingDilatedAttention = FSDPRingDilatedAttention
+
+
+def parallelize(
+    model: nn.Module,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ring: Ring,
+    *,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    strategy: Strategy = "fsdp2",
+    mixed_precision: torch.dtype | None = None,
+    blocks: Sequence[nn.Module] | None = None,
+    **framework_options: Any,
+) -> TrainingState:
+    """Shard a model over data × ring; in a world of one, over that one.
+
+    All ranks begin with rank 0's parameters. FSDP wants a process group, and gets one in a world of one too.
+
+    Args:
+        model: any module, on its device already. One that is a FullyShardedDataParallel already is taken as it is,
+            with none of the options below.
+        make_optimizer: called once, with the sharded parameters.
+        ring: the ring its attention uses.
+        max_grad_norm: clip the whole gradient's norm, over all shards, to this before each step.
+        accumulation_steps: backward calls per step; only the last one reduces.
+        strategy: ``"fsdp2"`` shards by ``fully_shard`` over all ranks; ``"hsdp"`` by ``fully_shard`` over as many ranks
+            as a ring has, with a replica per ring; ``"fsdp1"`` by FullyShardedDataParallel.
+        mixed_precision: dtype of parameters and activations in forward and backward; gradients are reduced, and the
+            optimizer works, in fp32. None leaves the model's own dtype.
+        blocks: modules of the model that are sharded each by itself. None means those of one class in an
+            nn.ModuleList or nn.Sequential; of a model without any, the whole is one.
+        framework_options: for ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
+        RuntimeError: the reducer leaves the replicas with different gradients.
+    """
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
+    if mixed_precision is not None and not isinstance(mixed_precision, torch.dtype):
+        raise TypeError(f"mixed_precision = {mixed_precision!r}: expected a torch.dtype, such as torch.bfloat16.")
+    refuse_sharded_parts(model)
+    training: type[ShardedTraining] = FSDP2Training
+    if isinstance(model, FullyShardedDataParallel):
+        if mixed_precision is not None or blocks is not None or framework_options:
+            raise ValueError(
+                "model is a FullyShardedDataParallel already, and mixed_precision, blocks or framework_options are "
+                "given: these belong to its own wrapping; pass them there, or pass the module inside of it."
+            )
+        training, wrap = FSDP1Training, partial(as_it_is, model)
+    elif strategy == "fsdp1":
+        training, wrap = FSDP1Training, partial(by_fsdp1, model, mixed_precision, framework_options)
+    else:
+        wrap = partial(by_fully_shard, model, ring, strategy, mixed_precision, framework_options)
+    return training(model, make_optimizer, ring, wrap, check_blocks(blocks, model), max_grad_norm, accumulation_steps)

@@ -1,0 +1,174 @@
+"""Training under FSDP: every parameter is sharded over all ranks of data × ring, and stays the same on all of them.
+
+Whatever shards, the steps here are the same: measure the reducer's divisor by a probe through the very wrapper that the
+model gets, give all ranks rank 0's parameters, shard, and make the optimizer from the sharded parameters. Checkpoints
+are those of torch.distributed.checkpoint, which another ring size or number of ranks can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import FileSystemReader, load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ring_backends.adapters.fsdp_sharding import Sharding, device_of, start_world_of_one
+from ring_backends.ring import Ring
+from ring_backends.training import MakeOptimizer, TrainingState, measure_divisor
+
+
+class ShardedTraining(TrainingState):
+    """What FSDP2 and FSDP1 have in common.
+
+    Args:
+        wrap: makes what shards the model; called once the other arguments have proved good.
+        blocks: the modules of the model that are sharded each by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        ring: Ring,
+        wrap: Callable[[], Sharding],
+        blocks: Sequence[nn.Module],
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+    ) -> None:
+        super().__init__(ring, max_grad_norm, accumulation_steps)
+        start_world_of_one()
+        sharding, device = wrap(), device_of(model)
+        divisors = {measure_divisor(partial(self._reduced_by, probe, device)) for probe in sharding.probes}
+        if len(divisors) > 1:
+            raise ValueError(
+                f"model has parts whose reducers divide by {sorted(divisors)}: no loss can suit them all; wrap every "
+                "part over the same ranks."
+            )
+        (self.divisor,) = divisors
+        self.model = sharding.shard(model, blocks)
+        self.optimizer = make_optimizer(self.model.parameters())
+        self._expect_micro_batch(ends_step=accumulation_steps == 1)
+
+    def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
+        """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``.
+
+        Read off a step of SGD from 0, since gradients are sharded each in its wrapper's own way.
+        """
+        probe = nn.Linear(1, 1, bias=False, device=device)
+        nn.init.zeros_(probe.weight)
+        wrapped = shard(probe)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+        wrapped(torch.full((1, 1), gradient, device=device)).sum().backward()
+        optimizer.step()
+        return -float(self._whole_state(wrapped)["weight"])
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _step(self) -> None:
+        if self.max_grad_norm is not None:
+            self._clip(self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a directory of torch.distributed.checkpoint; one that is there already is replaced once it is whole."""
+        path = Path(path)
+        unfinished = path.with_name(path.name + ".unfinished")
+        is_first = dist.get_rank() == 0
+        if is_first and unfinished.exists():
+            shutil.rmtree(unfinished)
+        dist.barrier()
+        # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
+        state = self._checkpoint(with_optimizer=self.step_count > 0)
+        save(state, checkpoint_id=unfinished)
+        if is_first:
+            replaced = path.with_name(path.name + ".replaced")
+            if path.exists():
+                os.replace(path, replaced)
+            os.replace(unfinished, path)
+            if replaced.exists():
+                shutil.rmtree(replaced)
+        dist.barrier()
+
+    def load(self, path: str | os.PathLike[str]) -> None:
+        """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks."""
+        metadata = FileSystemReader(Path(path)).read_metadata()
+        with_optimizer = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
+        self.optimizer.zero_grad(set_to_none=True)
+        state = self._checkpoint(with_optimizer)
+        load(state, checkpoint_id=Path(path))
+        set_model_state_dict(self.model, state["model"])
+        if with_optimizer:
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        else:
+            self.optimizer.state.clear()
+        self.step_count = state["step"]
+
+    def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model), "step": self.step_count}
+        if with_optimizer:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    @abstractmethod
+    def _clip(self, max_norm: float) -> None:
+        """Clip the norm of the whole gradient, over all shards."""
+
+    @abstractmethod
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
+
+
+class FSDP2Training(ShardedTraining):
+    """A model that ``fully_shard`` has sharded in place."""
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)
+
+    def _clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        state = module.state_dict()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+
+
+class FSDP1Training(ShardedTraining):
+    """A model inside of a FullyShardedDataParallel."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._unreduced = contextlib.ExitStack()
+        super().__init__(*args, **kwargs)
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        self._unreduced.close()
+        if not ends_step:
+            self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
+
+    def _clip(self, max_norm: float) -> None:
+        cast(FullyShardedDataParallel, self.model).clip_grad_norm_(max_norm)
+
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        return cast(dict[str, Tensor], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))

@@ -1,0 +1,394 @@
+"""The FSDP adapter: everything that the shared suites ask of any adapter, by every strategy, and what is FSDP's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from ring_backends.adapters import fsdp
+from ring_backends.testing import training
+from ring_backends.testing.compiled import Graphs
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.models import Block, OneParameter, make_model
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.traffic import planned_hops
+from ring_backends.testing.training import (
+    Recipe,
+    State,
+    Stretch,
+    Trainer,
+    TrainingTests,
+    check_moves,
+    five_steps,
+    load_and_go_on,
+    train,
+    train_alone,
+)
+from ring_backends.testing.world import World
+
+ADAPTER = "ring_backends.adapters.fsdp"
+STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+class TestFSDP(AdapterTests):
+    adapter = ADAPTER
+
+
+class TestHSDP(TrainingTests):
+    adapter = ADAPTER
+    framework_options = MappingProxyType({"strategy": "hsdp"})
+
+
+class TestFSDP1(TrainingTests):
+    adapter = ADAPTER
+    framework_options = MappingProxyType({"strategy": "fsdp1"})
+
+
+def check_ranks(by_rank: list[list[State]], wanted: list[State], tolerance: float, what: object = "") -> None:
+    """The same moves on every rank as alone, and the very same numbers on all of them."""
+    for rank, states in enumerate(by_rank):
+        check_moves(states, wanted, tolerance, f"{what} on rank {rank}")
+        for state, first in zip(states, by_rank[0], strict=True):
+            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), f"rank {rank} has drifted"
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model: nn.Module | None = None) -> Ended:
+    ring = ring_here(ADAPTER, rings)
+    assert ring is not None
+    return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))
+
+
+# What is sharded, and over which ranks.
+
+
+def placements(strategy: str) -> set[str]:
+    """How the parameters of a model lie over the ranks."""
+    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32), {"strategy": strategy})
+    found = set()
+    for parameter in trainer.state.model.parameters():
+        assert isinstance(parameter, DTensor)
+        found.add(f"{tuple(parameter.device_mesh.shape)} {parameter.placements}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placement"),
+    [("fsdp2", "(4,) (Shard(dim=0),)"), ("hsdp", "(2, 2) (Replicate(), Shard(dim=0))")],
+)
+def test_parameters_are_sharded_over_data_and_ring(world: World, strategy: str, placement: str) -> None:
+    assert world.run(placements, strategy) == [{placement}] * 4
+
+
+def sharded_parts(strategy: str, blocks: str | None) -> list[str]:
+    """The modules that gather their parameters by themselves; ``blocks`` None lets the adapter find them."""
+    model = make_model("blocks", lambda: fsdp.RingDilatedAttention([8], [1]), torch.float32, 0)
+    chosen = None if blocks is None else [model.get_submodule(blocks)]
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    state = fsdp.parallelize(model, sgd, ring, strategy=strategy, blocks=chosen)  # type: ignore[arg-type]
+    parts = state.model.named_modules()
+    names = [name for name, part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
+    return sorted(name.replace("_fsdp_wrapped_module.", "") for name in names)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_each_block_is_sharded_by_itself(world: World, strategy: str) -> None:
+    assert world.run(sharded_parts, strategy, None) == [["", "blocks.0", "blocks.1"]] * 4
+    assert world.run(sharded_parts, strategy, "blocks.1.projections") == [["", "blocks.1.projections"]] * 4
+
+
+# Models that are wrapped already.
+
+
+def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]:
+    """Train a model that is a FullyShardedDataParallel before ``parallelize`` sees it."""
+
+    mesh = init_device_mesh("cpu", (2, 2)) if sharding == "HYBRID_SHARD" else None
+
+    def wrapped(*args: Any) -> nn.Module:
+        return FullyShardedDataParallel(
+            make_model(*args),
+            sharding_strategy=ShardingStrategy[sharding],
+            device_id=torch.device("cpu"),
+            device_mesh=mesh,
+            use_orig_params=True,
+        )
+
+    with mock.patch.object(training, "make_model", wrapped):
+        return train(ADAPTER, rings, "zigzag", recipe, {})
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_a_model_that_is_wrapped_already(world: World, sharding: str) -> None:
+    recipe = Recipe(dtype=torch.float32)
+    check_ranks(world.run(train_wrapped, TWO, recipe, sharding), train_alone(TWO, "zigzag", recipe), 1e-6, sharding)
+
+
+# Compiled blocks.
+
+
+def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Counter[str]]]:
+    """Train with each block compiled into one graph; the operators of the graphs."""
+    torch.compiler.reset()
+    graphs = Graphs()
+    trainer = Trainer(ADAPTER, FOUR, "zigzag", recipe, {"strategy": strategy})
+    for block in trainer.state.model.get_submodule("blocks").children():
+        block.compile(fullgraph=True, backend=graphs.backend)
+    states = [trainer.state.full_state_dict()]
+    for step in range(recipe.steps):
+        trainer.step(step)
+        states.append(trainer.state.full_state_dict())
+    return states, graphs.operators()
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("hsdp", marks=pytest.mark.slow)])
+def test_a_compiled_block_is_one_graph_with_the_hops_of_the_schedule(world: World, strategy: str) -> None:
+    recipe = Recipe(dtype=torch.float32)
+    by_rank = world.run(train_compiled, recipe, strategy)
+    check_ranks([states for states, _ in by_rank], train_alone(FOUR, "zigzag", recipe), 1e-6)
+    case = replace(training.CASE, batch=training.BATCH, dtype=torch.float32, is_causal=True)
+    for rank, (_, (forward, backward)) in enumerate(by_rank):  # one graph for both blocks
+        assert forward["post_hop"] == planned_hops(case, FOUR, "zigzag", rank, backward=False) > 0
+        assert backward["post_hop"] == planned_hops(case, FOUR, "zigzag", rank, backward=True)
+        assert forward["begin_forward"] == backward["begin_backward"] == 1
+
+
+# Activation checkpointing.
+
+
+def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
+    implementation = CheckpointImpl.REENTRANT if how == "reentrant" else CheckpointImpl.NO_REENTRANT
+
+    def checkpointed(*args: Any) -> nn.Module:
+        model = make_model(*args)
+        apply_activation_checkpointing(
+            model,
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation),
+            check_fn=lambda module: isinstance(module, Block),
+        )
+        return model
+
+    with mock.patch.object(training, "make_model", checkpointed):
+        return train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy})
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "fsdp1"))]
+)
+@pytest.mark.parametrize("how", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
+def test_activation_checkpointing(world: World, strategy: str, how: str) -> None:
+    recipe = Recipe(dtype=torch.float32)
+    by_rank = world.run(train_checkpointed, recipe, strategy, how)
+    check_ranks([[rename(state) for state in states] for states in by_rank], train_alone(TWO, "zigzag", recipe), 1e-6)
+
+
+def rename(state: State) -> State:
+    return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in state.items()}
+
+
+# Mixed precision.
+
+
+def train_in_bf16(strategy: str) -> tuple[list[State], set[torch.dtype], set[torch.dtype]]:
+    """States, the dtypes of a projection's outputs, and those of the gradients that the optimizer sees."""
+    recipe = Recipe(dtype=torch.float32, rate=0.02)
+    trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy, "mixed_precision": torch.bfloat16})
+    seen, gradients = set(), set()
+
+    def look(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+        seen.add(out.dtype)
+
+    def look_at_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        gradients.update(parameter.grad.dtype for parameter in parameters if parameter.grad is not None)
+
+    for name, module in trainer.state.model.named_modules():
+        if name.endswith("projections"):
+            module.register_forward_hook(look)
+    trainer.state.optimizer.register_step_pre_hook(look_at_gradients)
+    states = [trainer.state.full_state_dict()]
+    trainer.step(0)
+    return [*states, trainer.state.full_state_dict()], seen, gradients
+
+
+@every_strategy
+def test_bf16(world: World, strategy: str) -> None:
+    """Forward and backward in bf16; gradients, optimizer and state in fp32."""
+    wanted = train_alone(TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02))
+    for states, seen, gradients in world.run(train_in_bf16, strategy):
+        assert seen == {torch.bfloat16}
+        assert gradients == {torch.float32}
+        check_moves(states, wanted, 0.05, strategy)
+
+
+# Set-ups in which replicas would drift apart.
+
+
+def shard_over_data_alone() -> dict[str, Ended]:
+    """Gradients reduced over the ranks that hold the same part of a sequence, in every way there is to ask for it."""
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    group = mesh.get_group("data")
+
+    def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True, **options)
+
+    partly = nn.Sequential(OneParameter(), wrap(OneParameter()))
+    sharded = OneParameter()
+    fully_shard(sharded, mesh=mesh["data"])
+    return {
+        "fully_shard": parallelize_one_parameter(TWO, {"mesh": mesh["data"]}),
+        "fully_shard before": parallelize_one_parameter(TWO, {}, sharded),
+        "fsdp1": parallelize_one_parameter(TWO, {"strategy": "fsdp1", "process_group": group}),
+        "fsdp1 before": parallelize_one_parameter(TWO, {}, wrap(OneParameter(), process_group=group)),
+        "a part only": parallelize_one_parameter(TWO, {}, partly),
+    }
+
+
+def test_sharding_over_data_alone_is_refused(world: World) -> None:
+    for endings in world.run(shard_over_data_alone):
+        for ended in endings.values():
+            assert ended.error in ("ValueError", "RuntimeError"), endings
+        assert "replicas would drift apart" in endings["fully_shard"].message
+        assert "fully_shard already" in endings["fully_shard before"].message
+        assert "replicas would drift apart" in endings["fsdp1"].message
+        assert "replicas would drift apart" in endings["fsdp1 before"].message
+        assert "nobody would reduce the gradients of the rest" in endings["a part only"].message
+
+
+def ignore_a_parameter(options_of: str) -> Ended:
+    model = OneParameter()
+    options: dict[str, dict[str, Any]] = {
+        "fully_shard": {"ignored_params": {model.weight}},
+        "states": {"strategy": "fsdp1", "ignored_states": [model.weight]},
+        "modules": {"strategy": "fsdp1", "ignored_modules": [model]},
+    }
+    return parallelize_one_parameter(FOUR, options[options_of], model)
+
+
+@pytest.mark.parametrize("options_of", ["fully_shard", "states", "modules"])
+def test_ignored_parameters_are_refused(world: World, options_of: str) -> None:
+    for ended in world.run(ignore_a_parameter, options_of):
+        assert ended.is_a(ValueError), ended
+        assert "replicas would drift apart" in ended.message
+
+
+def options_that_contradict() -> dict[str, Ended]:
+    wrapped = FullyShardedDataParallel(OneParameter(), device_id=torch.device("cpu"))
+    both = {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": torch.bfloat16}
+    return {
+        "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
+        "mixed_precision = 'bf16'": parallelize_one_parameter(FOUR, {"mixed_precision": "bf16"}),
+        "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
+        "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
+        "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
+    }
+
+
+def test_options_that_contradict_are_refused(world: World) -> None:
+    for endings in world.run(options_that_contradict):
+        for told, ended in endings.items():
+            assert ended.error in ("ValueError", "TypeError"), (told, ended)
+            assert told in ended.message
+
+
+# Checkpoints.
+
+
+def save_after_two_steps(path: str, strategy: str) -> Stretch:
+    trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {"strategy": strategy})
+    for step in range(2):
+        trainer.step(step)
+    trainer.state.save(path)
+    trainer.state.save(path)  # over the one that is there
+    return five_steps(trainer)
+
+
+ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), pytest.param("fsdp1", "hsdp", marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_goes_on_by_another_strategy(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    uninterrupted = world.run(save_after_two_steps, path, saved_by)[0]
+    for resumed in world.run(load_and_go_on, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
+        assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
+
+
+def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:
+    trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {})
+    trainer.state.save(path)
+    return five_steps(trainer).losses, load_and_go_on(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
+
+
+def test_a_checkpoint_from_before_the_first_step(world: World, tmp_path: Path) -> None:
+    for uninterrupted, resumed in world.run(save_before_the_first_step, str(tmp_path / "checkpoint")):
+        assert resumed == uninterrupted
+
+
+# Where there is one process.
+
+ALONE = """
+import torch
+from ring_backends.adapters import fsdp as backend
+
+ring = backend.initialize()
+attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
+x = torch.randn(1, 8, 2, 4)
+print(attention(x, x, x).shape, torch.distributed.is_initialized())
+for strategy in ("fsdp2", "hsdp", "fsdp1"):
+    state = backend.parallelize(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), ring, strategy=strategy)
+    state.backward(state.loss(state.model(torch.ones(1, 2)).sum(), 1))
+    state.step()
+    print(strategy, state.divisor, sorted(state.full_state_dict()))
+"""
+
+
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    keep = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in keep if name in os.environ}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 8, 2, 4]) False" in done.stdout
+    for strategy in STRATEGIES:
+        assert f"{strategy} 1.0 ['bias', 'weight']" in done.stdout

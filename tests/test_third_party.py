@@ -1,0 +1,90 @@
+"""An adapter of another distribution: built, installed, found by its entry point, and run through the harness.
+
+The distribution lies in third_party_adapter/. Nothing here imports it from there: its wheel is installed into a
+folder of its own, which only other processes have on their path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ring_backends
+
+ROOT = Path(__file__).resolve().parent.parent
+SOURCE = ROOT / "tests" / "third_party_adapter"
+
+FAST = (
+    "test_hops and full or test_causal_attention or lse_comes or a_rank_that_dies or the_divisor and 2x2 "
+    "or gradients_are_those and zigzag and 2x2 and float32"
+)
+"""Correctness, traffic, a lost rank, training: the parts in which an adapter has a say. The rest is the core's."""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder into which pip installed the wheel."""
+    folder = tmp_path_factory.mktemp("third_party")
+    shutil.copytree(SOURCE, folder / "source", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    run(folder, "-m", "pip", "wheel", *offline, "--wheel-dir", str(folder / "dist"), str(folder / "source"))
+    (wheel,) = (folder / "dist").iterdir()
+    assert wheel.name == "ring_backends_unbatched-1.0-py3-none-any.whl"
+    run(folder, "-m", "pip", "install", *offline, "--target", str(folder / "site"), str(wheel))
+    return folder / "site"
+
+
+def run(cwd: Path, *arguments: str, site: Path | None = None) -> str:
+    """Run Python in ``cwd``, with ``site`` and this package on its path; return what it wrote."""
+    path = [str(folder) for folder in (site, Path(ring_backends.__file__).parent.parent) if folder is not None]
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, f"{arguments}:\n{done.stdout}"
+    return done.stdout
+
+
+def test_it_is_listed_and_loaded_by_name(installed: Path, tmp_path: Path) -> None:
+    program = """
+from ring_backends import available_adapters, create_attention
+assert available_adapters()["unbatched"] is None, available_adapters()
+attention = create_attention("unbatched", [8], [1])
+assert type(attention).__name__ == "UnbatchedRingDilatedAttention"
+import ring_backends_unbatched
+print(ring_backends_unbatched.__file__)
+"""
+    told = run(tmp_path, "-c", program, site=installed)
+    assert Path(told.splitlines()[-1]) == installed / "ring_backends_unbatched.py"
+
+
+@pytest.mark.parametrize("chosen", [FAST, pytest.param("not slow", marks=pytest.mark.slow)], ids=["part", "whole"])
+def test_it_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> None:
+    for name in ("conftest.py", "test_unbatched.py"):
+        shutil.copy(SOURCE / name, tmp_path / name)
+    selection = ("-k", chosen) if chosen == FAST else ("-m", chosen)
+    told = run(
+        tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, "test_unbatched.py", site=installed
+    )
+    passed = re.search(r"(\d+) passed", told)
+    assert passed is not None, told
+    assert int(passed[1]) > 10, told
+    assert not re.search(r"\d+ failed", told), told
+
+
+def test_the_guide_shows_the_adapter_as_it_is_tested() -> None:
+    guide = (ROOT / "ADAPTERS.md").read_text()
+    for name in ("ring_backends_unbatched.py", "pyproject.toml", "conftest.py", "test_unbatched.py"):
+        assert (SOURCE / name).read_text() in guide, f"ADAPTERS.md does not show {name} as it is"
+    assert len((SOURCE / "ring_backends_unbatched.py").read_text().splitlines()) < 60

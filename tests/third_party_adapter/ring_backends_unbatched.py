@@ -1,0 +1,53 @@
+"""Hops by ``isend`` and ``irecv``, posted one by one; training by DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ring_backends
+from ring_backends.layout import LayoutKind
+from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.ring import Ring, Transfer
+from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
+from ring_backends.transfer import WorkTransfer
+
+
+def initialize(
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    group: Any = None,
+    timeout: timedelta = timedelta(seconds=300),
+) -> Ring:
+    check_options(ring_size, layout, timeout)
+    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout, adapter="unbatched")
+
+
+class UnbatchedRingDilatedAttention(ring_backends.RingDilatedAttention):
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        group = self.ring.group
+        receives = [dist.irecv(buffer, group=group, group_src=peer, tag=tag) for peer, buffer in incoming.items()]
+        sends = [dist.isend(buffer, group=group, group_dst=peer, tag=tag) for peer, buffer in outgoing.items()]
+        return WorkTransfer([*receives, *sends], [*outgoing.values(), *incoming.values()])
+
+
+RingDilatedAttention = UnbatchedRingDilatedAttention
+
+
+def parallelize(
+    model: nn.Module,
+    make_optimizer: MakeOptimizer,
+    ring: Ring,
+    *,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+) -> TrainingState:
+    def wrap(module: nn.Module) -> nn.Module:
+        return DistributedDataParallel(module) if dist.is_initialized() else module
+
+    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps)
