@@ -161,6 +161,12 @@ class FSDP1Training(ShardedTraining):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
         super().__init__(*args, **kwargs)
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if self.max_grad_norm is not None and torch.float64 in dtypes:
+            raise ValueError(
+                f"max_grad_norm = {self.max_grad_norm} with parameters of fp64: FullyShardedDataParallel computes "
+                "norms in fp32, and not of fp64; use strategy='fsdp2', or leave max_grad_norm out."
+            )
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._unreduced.close()

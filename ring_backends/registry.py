@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 ENTRY_POINT_GROUP = "ring_backends.adapters"
 
-_BUILT_IN = {name: f"ring_backends.adapters.{name}" for name in ("native", "fsdp", "fairscale")}
+_BUILT_IN = {name: f"ring_backends.adapters.{name}" for name in ("native", "fsdp", "deepspeed", "fairscale")}
 
 
 def adapter_modules() -> dict[str, str]:

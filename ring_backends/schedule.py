@@ -126,7 +126,7 @@ class RingSchedule:
     @cached_property
     def num_steps(self) -> int:
         """Ring passes of K/V until everything has arrived; 0 where no segment crosses a shard."""
-        return max((int(branch.reach.max()) for branch in self.branches if len(branch.crossing)), default=0)
+        return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
 
     @cached_property
     def rows_sent(self) -> Tensor:
@@ -214,7 +214,7 @@ class RingSchedule:
         for heading in ("branch", "segment length", "dilation rate", "heads", "crossing pieces", "ring passes"):
             branches.add_column(heading, justify="right")
         for branch in self.branches:
-            passes = int(branch.reach.max()) if len(branch.crossing) else 0
+            passes = int(branch.reach.max()) if branch.reach.numel() else 0
             row = (
                 branch.index,
                 branch.segment_length,

@@ -72,6 +72,7 @@ class TestHSDP(TrainingTests):
 class TestFSDP1(TrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
+    without = MappingProxyType({"fp64 clipping": "FullyShardedDataParallel computes norms in fp32, and not of fp64"})
 
 
 def check_ranks(by_rank: list[list[State]], wanted: list[State], tolerance: float, what: object = "") -> None:
@@ -317,6 +318,9 @@ def options_that_contradict() -> dict[str, Ended]:
         "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
         "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
         "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
+        "max_grad_norm = 1.0": parallelize_one_parameter(
+            FOUR, {"strategy": "fsdp1", "max_grad_norm": 1.0}, OneParameter().double()
+        ),
     }
 
 

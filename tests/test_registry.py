@@ -98,7 +98,7 @@ def test_an_adapter_that_cannot_be_used_says_why(announced: None) -> None:
         create_attention("absent", [8], [1])
 
 
-@pytest.mark.parametrize("name", ["fairscale"])
+@pytest.mark.parametrize("name", ["deepspeed", "fairscale"])
 def test_a_framework_that_is_missing_is_named_with_its_install_command(name: str) -> None:
     code = f"""
 import sys

@@ -29,6 +29,7 @@ CAPABILITIES: Mapping[str, str] = {
     "save and load": "a training state comes back from a checkpoint",
     "another ring size": "a checkpoint can be read by another number of ranks",
     "fp64 parameters": "parallelize() trains a model of fp64 parameters as such",
+    "fp64 clipping": "parallelize(max_grad_norm=...) takes a model of fp64 parameters",
     "tied parameters": "parallelize() takes a model that uses one parameter in two places",
     "frozen parameters": "parallelize() takes a model of which some parameters need no gradient",
     "a lost rank": "a rank that dies leaves the others alive to raise RingPeerError",

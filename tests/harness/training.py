@@ -367,7 +367,9 @@ class TrainingTests(AdapterSuite):
 
     @requires("training", "gradient clipping")
     @pytest.mark.parametrize("max_grad_norm", [0.01, 1e6])
-    @every_precision
+    @pytest.mark.parametrize(
+        "precision", [pytest.param(replace(FP64, capability="fp64 clipping"), marks=pytest.mark.slow), FP32], ids=str
+    )
     @every_mesh
     def test_the_norm_of_the_whole_gradient_is_clipped(
         self, world: World, rings: RingSpec, precision: Precision, max_grad_norm: float

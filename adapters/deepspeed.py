@@ -1,0 +1,190 @@
+"""DeepSpeed: hops by ``deepspeed.comm``, training by ``deepspeed.initialize`` with ZeRO 0 to 3.
+
+Hops go through ``deepspeed.comm.batch_isend_irecv``, so that DeepSpeed's backend carries them and its comms_logger sees
+them: one ``batch_isend_irecv`` per hop, its size that of the buffers sent and received together. (On a GPU the logger
+waits for every operation it sees, so that hops and tiles overlap only without it.) Sharding, reduction, clipping and
+checkpoint files are DeepSpeed's own; its configuration passes through, but for what the arguments here say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
+from ring_backends.errors import AdapterUnavailableError
+from ring_backends.layout import LayoutKind
+from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.ring import Ring, Transfer
+from ring_backends.training import TrainingState
+from ring_backends.transfer import WorkTransfer, needs_host, through_host
+
+try:
+    import deepspeed.comm as comm
+
+    from ring_backends.adapters.deepspeed_training import DeepSpeedTraining, engine_settings, start_deepspeed
+    from ring_backends.adapters.deepspeed_ulysses import (
+        UlyssesAttention,
+        UlyssesRing,
+        check_ulysses_size,
+        connect_ulysses,
+    )
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"the deepspeed adapter cannot import DeepSpeed ({error}); install it with "
+        "pip install 'ring-backends[deepspeed]'."
+    ) from error
+
+__all__ = ["DeepSpeedRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
+
+
+def initialize(
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    group: DeviceMesh | dist.ProcessGroup | None = None,
+    timeout: timedelta = timedelta(seconds=300),
+    *,
+    mpu: Any = None,
+    ulysses_size: int = 1,
+) -> Ring:
+    """Join a ring; every one of its ranks makes this call. Starts ``deepspeed.comm`` unless it runs already.
+
+    Args:
+        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world.
+        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
+        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
+        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        mpu: instead of ``group``, an object whose ``get_sequence_parallel_group()`` gives the ring's ranks, such as
+            ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` once initialised; or that group itself.
+        ulysses_size: how many neighbours of the ring trade heads for rows (see ``deepspeed_ulysses``); it divides the
+            ring. ``ring_size`` stays the number of ranks that a sequence lies over.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+    """
+    check_options(ring_size, layout, timeout)
+    check_ulysses_size(ulysses_size)
+    world_size = start_world(timeout)
+    if dist.is_initialized():
+        start_deepspeed()
+    ranks = ring_ranks(ring_size, _ring_group(group, mpu), world_size)
+    if ulysses_size == 1:
+        return connect(ranks, layout, timeout, adapter="deepspeed")
+    return connect_ulysses(ranks, layout, timeout, ulysses_size)
+
+
+def _ring_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> DeviceMesh | dist.ProcessGroup | None:
+    if mpu is None:
+        return group
+    if group is not None:
+        raise ValueError(f"group = {group!r} and mpu = {mpu!r}: both name the ring's ranks; pass one of them.")
+    if isinstance(mpu, dist.ProcessGroup):
+        return mpu
+    if not hasattr(mpu, "get_sequence_parallel_group"):
+        raise TypeError(
+            f"mpu = {mpu!r}: expected a ProcessGroup or an object with get_sequence_parallel_group(), such as "
+            "deepspeed.runtime.sequence_parallel.parallel_state_sp."
+        )
+    sequence_group: dist.ProcessGroup = mpu.get_sequence_parallel_group()
+    return sequence_group
+
+
+class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
+    """Ring dilated attention whose hops are deepspeed.comm's point-to-point operations."""
+
+    _trades: UlyssesAttention | None = None
+
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        group, ranks = self.ring.group, self.ring.ranks
+        assert group is not None
+        device = next(iter([*outgoing.values(), *incoming.values()])).device
+
+        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+            # deepspeed.comm knows global ranks only.
+            receives = [
+                comm.P2POp(comm.irecv, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in incoming.items()
+            ]
+            sends = [
+                comm.P2POp(comm.isend, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in outgoing.items()
+            ]
+            works = comm.batch_isend_irecv([*receives, *sends])
+            return WorkTransfer(works, [*outgoing.values(), *incoming.values()])
+
+        return through_host(post, outgoing, incoming) if needs_host(group, device) else post(outgoing, incoming)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool = False,
+        seq_len: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        attend = super().forward
+        if isinstance(self.ring, UlyssesRing):
+            # Made at the first call, and again where another ring has been assigned, as after unpickling.
+            if self._trades is None or self._trades.ring is not self.ring:
+                self._trades = UlyssesAttention.of(self)
+            attend = self._trades
+        return attend(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            seq_len=seq_len,
+            key_padding_mask=key_padding_mask,
+            return_lse=return_lse,
+        )
+
+
+RingDilatedAttention = DeepSpeedRingDilatedAttention
+
+
+def parallelize(
+    model: nn.Module,
+    make_optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
+    ring: Ring,
+    *,
+    max_grad_norm: float | None = None,
+    accumulation_steps: int = 1,
+    zero_stage: int | None = None,
+    config: Mapping[str, Any] | None = None,
+    mpu: Any = None,
+    mixed_precision: Literal["bf16"] | None = None,
+    **framework_options: Any,
+) -> TrainingState:
+    """Hand a model to ``deepspeed.initialize``, which replicates or shards it over data × ring by the ZeRO stage.
+
+    Args:
+        model: any module whose parameters are all of fp32, or all of bf16, which DeepSpeed trains over fp32 masters.
+            DeepSpeed moves it to its accelerator. ZeRO 3 shards it in place.
+        make_optimizer: called once with the parameters to train.
+        ring: the ring its attention uses.
+        max_grad_norm: clip the gradient's global norm to this before each step; None does not clip.
+        accumulation_steps: backward calls per step.
+        zero_stage: 0 to 3; None means what ``config`` says, or else 0.
+        config: DeepSpeed's configuration, for whatever these arguments do not say. Batch sizes there count every rank,
+            ring ranks as well, so that train_batch_size is left to DeepSpeed.
+        mpu: a sequence-parallel mpu, for DeepSpeed to shard and reduce by.
+        mixed_precision: ``"bf16"`` runs the forward under autocast and keeps parameters and reduction in fp32. To have
+            DeepSpeed turn the parameters into bf16 over fp32 masters pass ``config={"bf16": {"enabled": True}}``.
+        framework_options: for ``deepspeed.initialize``.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, ``config`` contradicts another one, or data size × ring size
+            is not the world.
+        RuntimeError: the reducer leaves the replicas with different gradients.
+    """
+    settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
+    return DeepSpeedTraining(
+        model, make_optimizer, ring, max_grad_norm, accumulation_steps, settings, mpu, framework_options
+    )

@@ -1,0 +1,789 @@
+"""The DeepSpeed adapter: everything that the shared suites ask of any adapter, and what is DeepSpeed's own.
+
+What is marked slow completes matrices of which the rest runs always: every ZeRO stage, every set-up, each feature once.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache, partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.layout import LayoutKind
+from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, rows_of_ranks
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.traffic import planned_hops
+from ring_backends.testing.training import (
+    Recipe,
+    State,
+    Trainer,
+    TrainingTests,
+    check_moves,
+    save_and_load,
+    train,
+    train_alone,
+)
+from ring_backends.testing.world import World
+
+ADAPTER = "ring_backends.adapters.deepspeed"
+_FP32 = "DeepSpeed reduces gradients and keeps optimizer states in fp32"
+WITHOUT = MappingProxyType(
+    {
+        "fp64 parameters": _FP32,
+        "fp64 clipping": _FP32,
+        "another ring size": "DeepSpeed's checkpoints hold the shards of so many ranks",
+    }
+)
+SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
+"""By default every ZeRO engine has buffers of gigabytes."""
+
+pytest.importorskip("deepspeed")
+
+slow = pytest.mark.slow
+
+
+def slow_but(*quick: Any, of: Iterable[Any] = range(4)) -> list[Any]:
+    """Values of a parameter, by default the ZeRO stages, of which all but a few are slow."""
+    return [value if value in quick else pytest.param(value, marks=slow) for value in of]
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """Options of ``parallelize``."""
+    return {"zero_stage": stage, "config": {"zero_optimization": SMALL_BUFFERS}, **options}
+
+
+class TestDeepSpeed(AdapterTests):
+    adapter = ADAPTER
+    without = WITHOUT
+
+
+def check_stage(
+    world: World,
+    rings: RingSpec,
+    options: Mapping[str, Any],
+    recipe: Recipe,
+    tolerance: float,
+    function: Any = train,
+) -> None:
+    """The same moves as in one process, and the very same numbers on all ranks."""
+    by_rank = world.run(function, ADAPTER, rings, "zigzag", recipe, dict(options))
+    wanted = train_alone(rings, "zigzag", recipe)
+    for rank, states in enumerate(by_rank):
+        check_moves(states, wanted, tolerance, f"{options} on rank {rank} of {rings}")
+        for state, first in zip(states, by_rank[0], strict=True):
+            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), f"rank {rank} has drifted"
+
+
+@slow
+class TestZeRO1(TrainingTests):
+    adapter = ADAPTER
+    without = WITHOUT
+    framework_options = MappingProxyType(zero(1))
+
+
+@slow
+class TestZeRO2(TrainingTests):
+    adapter = ADAPTER
+    without = WITHOUT
+    framework_options = MappingProxyType(zero(2))
+
+
+@slow
+class TestZeRO3(TrainingTests):
+    adapter = ADAPTER
+    without = WITHOUT
+    framework_options = MappingProxyType(zero(3))
+
+
+class TestZeRO:
+    """A few cases of what the classes above do in full, and what is ZeRO's own."""
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_gradients_are_those_of_the_whole_batch(self, world: World, stage: int) -> None:
+        check_stage(world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_replicas_stay_the_same(self, world: World, stage: int) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=3)
+        check_stage(world, FOUR, zero(stage), recipe, 1e-4)
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_clipped_micro_batches(self, world: World, stage: int) -> None:
+        recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
+        check_stage(world, TWO, zero(stage), recipe, 1e-5)
+
+    def test_training_goes_on_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+        path = str(tmp_path / "checkpoint")
+        for uninterrupted, resumed in world.run(save_and_load, ADAPTER, TWO, recipe, path, zero(3)):
+            assert resumed.losses == uninterrupted.losses
+
+    @slow
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_offloaded_optimizer_states(self, world: World, stage: int) -> None:
+        options = zero(stage)
+        options["config"] = {
+            "zero_optimization": SMALL_BUFFERS | {"offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        check_stage(world, TWO, options, Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize("stage", slow_but(1))
+    def test_bf16(self, world: World, stage: int) -> None:
+        """The forward runs in bf16; parameters, and what full_state_dict gives, stay fp32."""
+        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
+        wanted = train_alone(TWO, "zigzag", recipe)
+        for states, seen in world.run(train_in_bf16, recipe, zero(stage, mixed_precision="bf16")):
+            assert seen == ["torch.bfloat16"]
+            check_moves(states, wanted, 0.05, f"ZeRO {stage} in bf16")
+
+    @pytest.mark.parametrize("stage", slow_but(0, 3))
+    @pytest.mark.parametrize("how", slow_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
+    def test_activation_checkpointing(self, world: World, stage: int, how: str) -> None:
+        for states in world.run(train_checkpointed, how, zero(stage)):
+            wanted = [{rename(name): tensor for name, tensor in state.items()} for state in one_step_alone()]
+            check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
+
+    @pytest.mark.parametrize("told_by", slow_but("model", of=("config", "model")))
+    @pytest.mark.parametrize("stage", slow_but(2))
+    def test_bf16_parameters(self, world: World, stage: int, told_by: str) -> None:
+        """Over fp32 masters, as DeepSpeed has it."""
+        options = zero(stage)
+        if told_by == "config":
+            options["config"]["bf16"] = {"enabled": True}
+        recipe = Recipe(dtype=torch.float32 if told_by == "config" else torch.bfloat16)
+        rounded = [
+            {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
+        ]
+        for states, seen in world.run(train_in_bf16, recipe, options):
+            assert seen == ["torch.bfloat16"]
+            check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {told_by}")
+
+
+def train_in_bf16(recipe: Recipe, options: dict[str, Any]) -> tuple[list[State], list[str]]:
+    trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, options)
+    seen = set()
+
+    def look(module: nn.Module, args: Any, out: Tensor) -> None:
+        seen.add(str(out.dtype))
+
+    model = trainer.state.model.module
+    model.get_submodule("blocks.0.projections").register_forward_hook(look)
+    states = [trainer.state.full_state_dict()]
+    for step in range(recipe.steps):
+        trainer.step(step)
+        states.append(trainer.state.full_state_dict())
+    return states, sorted(seen)
+
+
+HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2), num_heads=4, num_kv_heads=4)
+
+
+def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:
+    """What comms_logger counted of one call: hops, bytes sent and received, and other operations; and what the ring
+    counted: messages and bytes."""
+    import deepspeed.comm as comm
+
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    call = local_call(ADAPTER, ring, case)
+    logger = comm.comm.comms_logger
+    torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)  # now the ranks agree on this call
+    logger.comms_dict.clear()
+    ring.traffic.reset()
+    comm.configure(enabled=True, prof_all=True)
+    try:
+        torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)
+    finally:
+        comm.configure(enabled=False)
+    hops = logger.comms_dict.pop("batch_isend_irecv", {})
+    others = len(logger.comms_dict)
+    logger.comms_dict.clear()
+    count = sum(record[0] for record in hops.values())
+    size = sum(size * record[0] for size, record in hops.items())
+    return count, size, others, ring.traffic.messages, ring.traffic.bytes
+
+
+class TestCommsLogger:
+    """Hops are one logged batch each; deepspeed.comm logs no single isend and irecv of a batch."""
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_counts_the_hops_of_the_schedule(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
+        case = replace(HOPS, is_causal=is_causal)
+        counted = world.run(count_hops, layout, case)
+        for rank, (hops, _, others, _, _) in enumerate(counted):
+            directions = [planned_hops(case, FOUR, layout, rank, backward=backward) for backward in (False, True)]
+            assert hops == sum(directions) > 0
+            assert others == 0
+        # Whatever is sent is received, and comms_logger counts both ends.
+        assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
+
+    def test_counts_one_message_per_hop_of_full_attention(self, world: World) -> None:
+        """By hand: K and V of the three other ranks pass twice, and dK and dV thrice."""
+        case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,))
+        for hops, size, _, messages, sent in world.run(count_hops, "contiguous", case):
+            assert hops == messages == 3 + 3 + 3
+            assert size == 2 * sent
+
+
+def what_deepspeed_built() -> tuple[bool, bool]:
+    """Whether the shared-memory all-reduce was built, and whether its choice of operators is as DeepSpeed left it."""
+    import deepspeed
+    import deepspeed.comm as comm
+
+    assert ring_here(ADAPTER, FOUR) is not None
+    built = comm.comm.cdb.shm_comm_op is not None
+    found = vars(deepspeed.ops).get("__compatible_ops__")
+    return built, found is None or "deepspeed_shm_comm" in found
+
+
+def test_nothing_is_compiled_to_start(world: World) -> None:
+    for built, left_alone in world.run(what_deepspeed_built):
+        assert not built
+        assert left_alone
+
+
+BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "stage 4": ("zero_stage = 4", {"zero_stage": 4}),
+    "a stage that is no number": ("zero_stage = 'two'", {"zero_stage": "two"}),
+    "two stages": ("stage = 2 and zero_stage = 3", {"zero_stage": 3, "config": {"zero_optimization": {"stage": 2}}}),
+    "two norms": ("gradient_clipping = 1.0 and max_grad_norm = None", {"config": {"gradient_clipping": 1.0}}),
+    "two accumulations": (
+        "gradient_accumulation_steps = 4 and accumulation_steps = 1",
+        {"config": {"gradient_accumulation_steps": 4}},
+    ),
+    "an optimizer": ("optimizer = {'type': 'AdamW'}", {"config": {"optimizer": {"type": "AdamW"}}}),
+    "a batch size": ("train_batch_size = 8", {"config": {"train_batch_size": 8}}),
+    "fp16": ("fp16 = {'enabled': True}", {"config": {"fp16": {"enabled": True}}}),
+    "bf16 twice": ("bf16 = {'enabled': True}", {"mixed_precision": "bf16", "config": {"bf16": {"enabled": True}}}),
+    "a precision": ("mixed_precision = 'fp8'", {"mixed_precision": "fp8"}),
+}
+
+
+def parallelize_here(options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    return backend.parallelize(
+        OneParameter().to(dtype), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options
+    )
+
+
+def parallelize_badly(options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Ended:
+    return ending(lambda: parallelize_here(options, dtype))
+
+
+def parallelize_with_a_mesh(options: dict[str, Any]) -> tuple[Ended, float]:
+    """A set-up with a mesh; and the divisor of one without, after it."""
+    return parallelize_badly(options), parallelize_here(zero(options["zero_stage"])).divisor
+
+
+def the_config_is_left_alone() -> bool:
+    config = {"zero_optimization": {"stage": 1, **SMALL_BUFFERS}}
+    before = copy.deepcopy(config)
+    state = parallelize_here({"config": config})
+    return config == before and state.model.zero_optimization_stage() == 1
+
+
+def backward_too_often() -> list[Ended]:
+    state = parallelize_here(zero(1))
+    endings = [ending(lambda: state.backward(state.model(torch.ones(1)).sum())) for _ in range(2)]
+    state.step()
+    return [*endings, ending(lambda: state.backward(state.model(torch.ones(1)).sum()))]
+
+
+class TestConfiguration:
+    @pytest.mark.parametrize("name", BAD_CONFIGURATIONS)
+    def test_contradictions_are_refused_by_name(self, world: World, name: str) -> None:
+        told, options = BAD_CONFIGURATIONS[name]
+        for ended in world.run(parallelize_badly, options):
+            assert ended.is_a(ValueError), ended
+            assert told in ended.message, ended
+
+    def test_a_config_that_is_no_dict_is_refused(self, world: World) -> None:
+        for ended in world.run(parallelize_badly, {"config": "ds_config.json"}):
+            assert ended.is_a(TypeError), ended
+            assert "config = 'ds_config.json'" in ended.message
+
+    def test_a_bf16_model_has_no_use_for_autocast(self, world: World) -> None:
+        for ended in world.run(parallelize_badly, zero(1, mixed_precision="bf16"), torch.bfloat16):
+            assert ended.is_a(ValueError), ended
+            assert "parameter weight of torch.bfloat16" in ended.message
+
+    def test_an_fp64_model_is_refused(self, world: World) -> None:
+        for ended in world.run(parallelize_badly, zero(1), torch.float64):
+            assert ended.is_a(ValueError), ended
+            assert "parameter weight of torch.float64" in ended.message
+
+    def test_the_users_config_passes_through_unchanged(self, world: World) -> None:
+        assert world.run(the_config_is_left_alone) == [True] * 4
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    @pytest.mark.parametrize("how", ["mesh_param", "both sizes"])
+    def test_setups_in_which_replicas_drift_are_refused(self, world: World, stage: int, how: str) -> None:
+        """DeepSpeed reduces over the data axis of such a mesh alone. It leaves no trace for engines made later."""
+        options = zero(stage)
+        if how == "mesh_param":
+            options["mesh_param"] = (2, 2)
+        else:
+            options["config"] |= {"data_parallel_size": 2, "sequence_parallel_size": 2}
+        for ended, divisor in world.run(parallelize_with_a_mesh, options):
+            assert ended.is_a(RuntimeError), ended
+            assert "drift" in ended.message
+            assert "mesh_param" in ended.message
+            assert divisor == pytest.approx(4)
+
+
+def test_more_backwards_than_a_step_has_are_refused(world: World) -> None:
+    for first, second, next_step in world.run(backward_too_often):
+        assert first.error == next_step.error == "no error"
+        assert second.is_a(RuntimeError), second
+        assert "accumulation_steps" in second.message
+
+
+@cache
+def mpu_here() -> Any:
+    """DeepSpeed's own mpu, with sequence-parallel groups of two."""
+    import deepspeed.runtime.sequence_parallel.parallel_state_sp as mpu
+
+    assert ring_here(ADAPTER, TWO) is not None  # deepspeed.comm runs
+    mpu.initialize_sequence_parallel(2)
+    return mpu
+
+
+@pytest.fixture(scope="class")
+def mpu_world(world: World) -> Iterator[World]:
+    """The ranks, for engines with an mpu or a mesh; DeepSpeed would keep it for the engines of later tests."""
+    yield world
+    world.run(forget_groups)
+
+
+def forget_groups() -> None:
+    from deepspeed.utils import groups
+
+    groups.mpu = groups.mesh_device = None
+
+
+def rings_of_mpu() -> list[tuple[Any, ...]]:
+    """Rings from the mpu, from its group, and with no such thing; each has sent something around."""
+    from ring_backends.adapters import deepspeed as backend
+
+    mpu = mpu_here()
+    rings = [
+        backend.initialize(mpu=mpu),
+        backend.initialize(mpu=mpu.get_sequence_parallel_group()),
+        backend.initialize(group=mpu.get_sequence_parallel_group()),
+    ]
+    seen = []
+    for ring in rings:
+        local_call(ADAPTER, ring, HOPS)()
+        seen.append((ring.ranks, ring.data_size, ring.data_rank, ring.traffic.messages, ring.group is None))
+    return seen
+
+
+def train_with_mpu(
+    adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, options: dict[str, Any]
+) -> list[State]:
+    return train(adapter, rings, layout, recipe, {**options, "mpu": mpu_here()})
+
+
+def divisor_with_mpu(options: dict[str, Any]) -> float:
+    divisor: float = parallelize_here({**options, "mpu": mpu_here()}).divisor
+    return divisor
+
+
+def bad_groups() -> list[Ended]:
+    from ring_backends.adapters import deepspeed as backend
+
+    mpu = mpu_here()
+    return [
+        ending(lambda: backend.initialize(mpu=mpu, group=dist.group.WORLD)),
+        ending(lambda: backend.initialize(mpu="Megatron")),
+        ending(lambda: backend.initialize(4, mpu=mpu)),
+    ]
+
+
+class TestMpu:
+    def test_a_ring_from_an_mpu(self, mpu_world: World) -> None:
+        for rank, seen in enumerate(mpu_world.run(rings_of_mpu)):
+            first = rank // 2 * 2
+            assert seen == [((first, first + 1), 2, rank // 2, 1, False)] * 3
+
+    @pytest.mark.parametrize("stage", slow_but(2, 3))
+    def test_gradients_are_those_of_the_whole_batch(self, mpu_world: World, stage: int) -> None:
+        check_stage(mpu_world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6, train_with_mpu)
+
+    @slow
+    @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+    def test_clipping_and_micro_batches(self, mpu_world: World, stage: int) -> None:
+        recipe = Recipe(dtype=torch.float32, accumulation_steps=2, max_grad_norm=0.01)
+        check_stage(mpu_world, TWO, zero(stage), recipe, 1e-5, train_with_mpu)
+
+    @pytest.mark.parametrize(("stage", "divisor"), [(0, 2), (1, 2), (2, 2), (3, 4)])
+    def test_the_reducer_divides_by_data_or_by_all_ranks(self, mpu_world: World, stage: int, divisor: int) -> None:
+        assert mpu_world.run(divisor_with_mpu, zero(stage)) == pytest.approx([divisor] * 4)
+
+    @slow
+    def test_zero_3_reduces_over_all_ranks_of_a_mesh(self, mpu_world: World) -> None:
+        """So that this stage is right where the others drift."""
+        check_stage(mpu_world, TWO, zero(3, mesh_param=(2, 2)), Recipe(dtype=torch.float32, steps=3, rate=0.02), 1e-4)
+        mpu_world.run(forget_groups)
+
+    def test_what_names_no_ring_is_refused(self, mpu_world: World) -> None:
+        for two, unknown, size in mpu_world.run(bad_groups):
+            assert two.is_a(ValueError), two
+            assert "group" in two.message
+            assert "mpu" in two.message
+            assert unknown.is_a(TypeError), unknown
+            assert "mpu = 'Megatron'" in unknown.message
+            assert size.is_a(ValueError), size
+            assert "ring_size = 4" in size.message
+
+
+class Burglar:
+    """What a pickle must not be able to do."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self.mark,)
+
+
+def load_a_poisoned_checkpoint(path: str, stage: int, files: str, mark: str) -> Ended:
+    state = parallelize_here(zero(stage))
+    state.save(path)
+    dist.barrier()
+    for file in Path(path).rglob(files):
+        if dist.get_rank() == 0:
+            torch.save({**torch.load(file, weights_only=False), "burglar": Burglar(mark)}, file)
+    dist.barrier()
+    return ending(lambda: state.load(path))
+
+
+def load_nothing(path: str) -> Ended:
+    state = parallelize_here(zero(0))
+    return ending(lambda: state.load(path))
+
+
+class TestCheckpoints:
+    @pytest.mark.parametrize(("stage", "files"), [(0, "*model_states.pt"), (2, "*optim_states.pt")])
+    def test_code_in_a_checkpoint_is_not_run(self, world: World, stage: int, files: str, tmp_path: Path) -> None:
+        """DeepSpeed's own loading would run it."""
+        mark = tmp_path / "mark"
+        for ended in world.run(load_a_poisoned_checkpoint, str(tmp_path / "run"), stage, files, str(mark)):
+            assert ended.is_a(pickle.UnpicklingError), ended
+        assert not mark.exists()
+
+    def test_a_folder_without_one_is_named(self, world: World, tmp_path: Path) -> None:
+        for ended in world.run(load_nothing, str(tmp_path / "nothing")):
+            assert ended.is_a(FileNotFoundError), ended
+            assert str(tmp_path / "nothing") in ended.message
+
+
+ALONE = """
+import torch
+from ring_backends.adapters import deepspeed as backend
+
+ring = backend.initialize()
+attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
+x = torch.randn(1, 8, 2, 4)
+print(attention(x, x, x).shape, torch.distributed.is_initialized())
+model = torch.nn.Linear(2, 1)
+state = backend.parallelize(model, lambda p: torch.optim.SGD(p, lr=0.1), ring, zero_stage=2)
+state.backward(state.loss(state.model(torch.ones(1, 2)).sum(), 1))
+state.step()
+print(state.divisor, sorted(state.full_state_dict()))
+"""
+
+
+def test_one_process_without_a_launcher(tmp_path: Path) -> None:
+    """Nor a compiler: there is no program to be found but Python."""
+    keep = ("HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
+    environment = {name: os.environ[name] for name in keep if name in os.environ} | {"PATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "torch.Size([1, 8, 2, 4]) False" in done.stdout
+    assert "1.0 ['bias', 'weight']" in done.stdout
+
+
+@cache
+def ulysses_ring(ring_size: int, ulysses_size: int) -> Any:
+    from ring_backends.adapters import deepspeed as backend
+
+    return backend.initialize(ring_size, timeout=timedelta(seconds=60), ulysses_size=ulysses_size)
+
+
+TRADES = pytest.mark.parametrize(
+    ("ring_size", "ulysses_size"),
+    [(4, 2), pytest.param(4, 4, marks=slow), pytest.param(2, 2, marks=slow)],
+    ids=["ring 2 x 2", "ring 1 x 4", "data 2 x ring 1 x 2"],
+)
+WITH_TRADES = AttentionCase(
+    seq_len=48,
+    segment_lengths=(16, 48),
+    dilation_rates=(2, 4),
+    batch=2,
+    num_heads=8,
+    num_kv_heads=4,
+    dtype=torch.float64,
+)
+TRADED: dict[str, dict[str, Any]] = {
+    "mod": {},
+    "a rate above the share of heads": {"dilation_rates": (3, 5), "is_causal": True},
+    "block": {"offset": "block", "is_causal": True},
+    "branch": {"offset": "branch"},
+    "grouped": {"head_mode": "grouped", "is_causal": True},
+    "grouped unevenly": {"head_mode": "grouped", "segment_lengths": (8, 16, 48), "dilation_rates": (1, 2, 3)},
+    "phantoms": {"offset": "block", "padding": "zeros", "segment_lengths": (16, 48)},
+    "mask": {"masked": "random"},
+    "causal mask": {"masked": "random", "is_causal": True},
+    "fp32": {"dtype": torch.float32},
+}
+
+
+def attend_with_trades(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
+    ring = ulysses_ring(ring_size, ulysses_size).with_layout(layout)
+    call = local_call(ADAPTER, ring, case)
+    out, lse = call(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    again = call()
+    assert torch.equal(again, out)
+    return Results(out.detach(), lse, *grads)
+
+
+def sizes_with_trades(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
+    ring = ulysses_ring(ring_size, ulysses_size)
+    ring.traffic.reset()
+    local_call(ADAPTER, ring, replace(WITH_TRADES, segment_lengths=(48,), dilation_rates=(1,)))()
+    x = torch.arange(48.0).view(1, 48)
+    shard = ring.shard(x)
+    assert torch.equal(shard[0].long(), ring.positions(48))
+    assert torch.equal(ring.unshard(shard, seq_len=48), x)
+    return ring.size, ring.rank, ring.data_size, ring.data_rank, ring.hop_ring.ranks, ring.traffic.messages
+
+
+class SmallModel(nn.Module):
+    """Tokens [batch, local seq] to logits, with rotary positions."""
+
+    def __init__(self, ring: Any) -> None:
+        super().__init__()
+        from ring_backends.adapters import deepspeed as backend
+
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 32)
+        attention = backend.RingDilatedAttention([8, 32], [1, 3], ring=ring)
+        self.layer = RingDilatedMultiheadAttention(32, 4, attention, num_kv_heads=2, rotary=True)
+        self.head = nn.Linear(32, 11)
+
+    def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embedding(tokens), is_causal=True, seq_len=seq_len))
+        return logits
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1024.0)
+
+
+def train_with_trades(options: dict[str, Any]) -> list[State]:
+    """One step on a ring of four ranks that trade in pairs."""
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ulysses_ring(4, 2)
+    return one_step(backend.parallelize(SmallModel(ring), sgd, ring, **options), ring)
+
+
+def one_step(state: Any, ring: Any) -> list[State]:
+    states = [state.full_state_dict()]
+    tokens, labels = (ring.shard(x) for x in a_batch())
+    state.backward(state.loss(loss_sum(state.model(tokens, 32), labels), (labels >= 0).sum()))
+    state.step()
+    return [*states, state.full_state_dict()]
+
+
+def one_step_alone() -> list[State]:
+    model = SmallModel(None)
+    states = [copy.deepcopy(model.state_dict())]
+    optimizer = sgd(model.parameters())
+    tokens, labels = a_batch()
+    (loss_sum(model(tokens, 32), labels) / (labels >= 0).sum()).backward()
+    optimizer.step()
+    return [*states, model.state_dict()]
+
+
+def a_batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels [2, 32]; the last quarter has no labels."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(11, (2, 32), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, 24:] = -100
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return tokens, labels
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+def bad_trades() -> list[Ended]:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ulysses_ring(4, 2)
+
+    def attend(**changes: Any) -> Any:
+        layout: LayoutKind = changes.pop("layout", "contiguous")
+        return local_call(ADAPTER, ring.with_layout(layout), replace(WITH_TRADES, **changes))()
+
+    return [
+        ending(lambda: backend.initialize(ulysses_size=0)),
+        ending(lambda: backend.initialize(ulysses_size=3)),
+        ending(lambda: backend.initialize(ulysses_size=2.0)),
+        ending(lambda: attend(num_heads=3, num_kv_heads=3)),
+        ending(lambda: attend(num_heads=4, num_kv_heads=1)),
+        ending(lambda: attend(seq_len=46)),
+        ending(lambda: attend(seq_len=44, layout="zigzag")),
+        ending(lambda: attend(segment_lengths=(8,) * 5, dilation_rates=(1,) * 5, num_heads=4, head_mode="grouped")),
+    ]
+
+
+def disagree_with_trades() -> list[Ended]:
+    """Rank 3 comes with a larger batch, and then without the others' autocast."""
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = backend.initialize(timeout=timedelta(seconds=30), ulysses_size=2)
+    case = replace(WITH_TRADES, batch=3 if ring.rank == 3 else 2, dtype=torch.float32)
+    call = local_call(ADAPTER, ring, replace(WITH_TRADES, dtype=torch.float32))
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=ring.rank != 3):
+        return [ending(local_call(ADAPTER, ring, case)), ending(call)]
+
+
+def copies_with_trades() -> tuple[list[bool], Ended]:
+    """A deep copy attends alike; a pickled one says that it is not connected, until it is given a ring."""
+    ring = ulysses_ring(4, 2)
+    call = local_call(ADAPTER, ring, WITH_TRADES)
+    out = call()
+    twin = replace(call, attention=copy.deepcopy(call.attention))
+    pickled = replace(call, attention=pickle.loads(pickle.dumps(call.attention)))
+    unconnected = ending(pickled)
+    pickled.attention.ring = ring
+    return [torch.equal(copied(), out) for copied in (twin, pickled)], unconnected
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self, layer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self.how = how
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        if self.how == "deepspeed":
+            from deepspeed import checkpointing
+
+            return checkpointing.checkpoint(partial(self.layer, **options), x)
+        return checkpoint(partial(self.layer, **options), x, use_reentrant=self.how == "reentrant")
+
+
+def rename(name: str) -> str:
+    return name.replace("layer.", "layer.layer.", 1)
+
+
+def train_checkpointed(how: str, options: dict[str, Any]) -> list[State]:
+    """One step on a ring of four ranks, with the attention layer computed twice."""
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, FOUR)
+    model = SmallModel(ring)
+    model.layer = Checkpointed(model.layer, how)  # type: ignore[assignment]
+    return one_step(backend.parallelize(model, sgd, ring, **options), ring)
+
+
+class TestUlysses:
+    @pytest.mark.parametrize("name", TRADED)
+    @pytest.mark.parametrize("layout", slow_but("zigzag", of=("contiguous", "zigzag")))
+    @TRADES
+    def test_output_and_gradients_are_those_of_one_process(
+        self, world: World, ring_size: int, ulysses_size: int, layout: LayoutKind, name: str
+    ) -> None:
+        case = replace(WITH_TRADES, **TRADED[name])
+        by_rank = world.run(attend_with_trades, ring_size, ulysses_size, layout, case)
+        tolerance = 1e-10 if case.dtype == torch.float64 else 1e-4
+        for first in range(0, 4, ring_size):
+            got = whole(by_rank[first : first + ring_size], case.seq_len, layout)
+            check_results(got, expected(case), tolerance, case)
+
+    @TRADES
+    def test_sizes_positions_and_hops(self, world: World, ring_size: int, ulysses_size: int) -> None:
+        """Ring size, data size, shards and positions are those without trades; hops are fewer."""
+        hop_ring_size = ring_size // ulysses_size
+        for rank, seen in enumerate(world.run(sizes_with_trades, ring_size, ulysses_size)):
+            first = rank // ring_size * ring_size
+            hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
+            assert seen == (ring_size, rank - first, 4 // ring_size, rank // ring_size, hop_ring, hop_ring_size - 1)
+
+    @pytest.mark.parametrize("stage", slow_but(3))
+    def test_training(self, world: World, stage: int) -> None:
+        for states in world.run(train_with_trades, zero(stage)):
+            check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")
+
+    def test_what_cannot_be_traded_is_refused(self, world: World) -> None:
+        told = (
+            (ValueError, "ulysses_size = 0"),
+            (ValueError, "ulysses_size = 3"),
+            (TypeError, "ulysses_size = 2.0"),
+            (ValueError, "query has 3 heads with ulysses_size = 2"),
+            (ValueError, "key has 1 heads with ulysses_size = 2"),
+            (ValueError, "seq_len = 46 with ulysses_size = 2"),
+            (ValueError, "a zigzag ring of 4 needs a multiple of 8"),
+            (ValueError, "head_mode='grouped' with 4 heads and 5 branches"),
+        )
+        for endings in world.run(bad_trades):
+            for ended, (error, text) in zip(endings, told, strict=True):
+                assert ended.is_a(error), ended
+                assert text in ended.message, ended
+
+    def test_ranks_that_disagree_are_told_at_once(self, world: World) -> None:
+        for batch, autocast in world.run(disagree_with_trades):
+            assert batch.error == autocast.error == "RingMismatchError", (batch, autocast)
+            assert "batch (rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 3)" in batch.message
+            assert "dtype (rank 0: torch.bfloat16" in autocast.message
+            assert "rank 3: torch.float32" in autocast.message
+
+    def test_copies(self, world: World) -> None:
+        for same, pickled in world.run(copies_with_trades):
+            assert same == [True, True]
+            assert pickled.is_a(RuntimeError), pickled
+            assert "initialize()" in pickled.message
+
+
+def test_rows_are_where_the_layout_says() -> None:
+    """Why zigzag needs a multiple of 2 × ring size: only then do a group's rows make up a shard of the hop ring."""
+    for ranks in ((0, 1), (2, 3)):
+        group = torch.cat([rows_of_ranks(48, 4, "zigzag")[rank] for rank in ranks]).sort().values
+        assert torch.equal(group, rows_of_ranks(48, 2, "zigzag")[ranks[0] // 2])
