@@ -12,6 +12,7 @@ import typer
 
 from ring_backends import __version__
 from ring_backends.cli.branches import BranchesCommand
+from ring_backends.cli.compare import compare_command
 from ring_backends.cli.info import info_command
 from ring_backends.cli.report import TRACEBACK_VARIABLE
 from ring_backends.cli.train import train_command
@@ -29,6 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=BranchesCommand)(train_command)
+app.command("compare", cls=BranchesCommand)(compare_command)
 app.command("info")(info_command)
 
 

@@ -1,0 +1,216 @@
+"""The all-gather method, for `compare` to hold against the ring: every rank collects K and V, then computes alone.
+
+An honest one: it collects the dilated rows of the branches that cross shards and no others, all of them in one
+collective, and computes the very tiles of the ring's plan. Like the ring it keeps nothing between forward and
+backward: backward collects K and V again, and sums the ranks' dK and dV by one reduce-scatter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ring_backends.gather import gather_into, scatter_add, scatter_merge
+from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.packing import PackedRows, RowFormat
+from ring_backends.pattern import DilatedPattern
+from ring_backends.plan import HeadBlock, Parcel, RankPlan, Tile
+from ring_backends.planner import rank_plan
+from ring_backends.request import attend, no_hops
+from ring_backends.ring import Ring
+from ring_backends.schedule import RingSchedule
+from ring_backends.softmax import statistics_dtype
+from ring_backends.walk import ByHops, Hops, Inputs, Walk
+
+
+class _Rows(PackedRows):
+    """Parcels at given offsets of a given buffer."""
+
+    def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
+        super().__init__(row_format, (), buffer.device)
+        self.buffer, self._offsets = buffer, offsets
+
+
+@dataclass(frozen=True)
+class AllGatherWalk(Walk):
+    """A rank's plan, all of whose tiles find every rank's rows collected.
+
+    Attributes:
+        ring: whose collectives carry the rows.
+        plans: every rank's plan, from which follows what each contributes.
+    """
+
+    ring: Ring
+    plans: Sequence[RankPlan]
+
+    @classmethod
+    def of(
+        cls, query: Tensor, key: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
+    ) -> AllGatherWalk:
+        """The walk of one call; ``query`` and ``key`` are [batch, local seq, heads, head_dim]."""
+        batch, _, num_heads, head_dim = query.shape
+        schedule = RingSchedule(pattern, ring.layout(seq_len), num_heads, key.shape[2], is_causal)
+        itemsize = query.dtype.itemsize
+        plans = tuple(
+            rank_plan(schedule, rank, batch=batch, head_dim=head_dim, itemsize=itemsize) for rank in range(ring.size)
+        )
+        kernel = select_kernel("auto", KernelInputs(query.device, query.dtype, head_dim))
+        return cls(plans[ring.rank], kernel, head_dim**-0.5, ring, plans)
+
+    def wire_bytes(self, key: Tensor) -> dict[str, int]:
+        """What the collectives make each rank send, by the ring algorithm of gloo and NCCL: computed, not measured.
+
+        An all-gather sends a contribution on to all other ranks, and a reduce-scatter as much in gradients. On the CPU
+        it is gloo's, whose reduce-scatter is an all-reduce, which is twice that.
+        """
+        gathered, reduced = ((self.ring.size - 1) * self._contribution_bytes(form) for form in self._formats(key))
+        return {"forward": gathered, "backward": gathered + reduced * (2 if key.device.type == "cpu" else 1)}
+
+    def _contribution_bytes(self, row_format: RowFormat) -> int:
+        """What each rank puts into a collective: as much as the rank that has most, since all have to be equal."""
+        contributions = ([parcel for _, parcel in _starting_at(plan)] for plan in self.plans)
+        return max(map(row_format.buffer_bytes, contributions))
+
+    def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
+        """out as query, and LSE [batch, local seq, heads]."""
+        yield from ()  # there are no hops
+        query = inputs.query
+        dtype = statistics_dtype(query.dtype)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        collected = self._collect(inputs)
+        for block in self.plan.blocks:
+            here, block_lse = inputs.block(block), lse[:, :, block.heads]
+            block_out = torch.zeros_like(here.query, dtype=dtype)
+            for tile in _tiles(block):
+                scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, collected))
+            out[:, :, block.heads] = block_out
+        return out, lse
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
+    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
+        """The gradients of query, key and value."""
+        yield from ()
+        query, key, value = inputs.query, inputs.key, inputs.value
+        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+        dtype = statistics_dtype(query.dtype)
+        grads = Inputs(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype), None)
+        collected = self._collect(inputs)
+        _, grad_format = self._formats(key)
+        size = self.ring.size * self._contribution_bytes(grad_format)
+        remote = self._collected(grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device))
+        for block in self.plan.blocks:
+            here, sums = inputs.block(block), grads.block(block)
+            block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
+            query_sum = torch.zeros_like(here.query, dtype=dtype)
+            for tile in _tiles(block):
+                tile_query, tile_key, tile_value = self._tile_backward(
+                    tile, here, collected, block_out, block_lse, block_grad_out
+                )
+                scatter_add(query_sum, tile.queries, tile_query)
+                if tile.keys is not None:
+                    scatter_add(sums.key, tile.keys, tile_key)
+                    scatter_add(sums.value, tile.keys, tile_value)
+                else:
+                    assert tile.parcel is not None
+                    remote_key, remote_value, _ = remote.slices(tile.parcel)
+                    remote_key += tile_key
+                    remote_value += tile_value
+            sums.query.copy_(query_sum)
+        del collected  # not needed beside the buffers of the reduce-scatter
+        self._bring_home(remote, grads)
+        return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
+
+    def _collect(self, inputs: Inputs) -> PackedRows:
+        """All ranks' rows, by one all-gather."""
+        row_format, _ = self._formats(inputs.key)
+        size = self._contribution_bytes(row_format)
+        own = self._own(row_format, torch.empty(size, dtype=torch.uint8, device=inputs.key.device))
+        for index, parcel in _starting_at(self.plan):
+            here = inputs.block(self.plan.blocks[index])
+            key, value, _ = own.slices(parcel)
+            gather_into(key, here.key, parcel.source)
+            gather_into(value, here.value, parcel.source)
+        return self._collected(row_format, self.ring.all_gather(own.buffer).flatten()) if size else own
+
+    def _bring_home(self, remote: PackedRows, grads: Inputs) -> None:
+        """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
+        if not remote.buffer.numel():
+            return
+        sums = self.ring.reduce_scatter(remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
+        own = self._own(remote.row_format, sums.view(torch.uint8))
+        for index, parcel in _starting_at(self.plan):
+            here = grads.block(self.plan.blocks[index])
+            key, value, _ = own.slices(parcel)
+            scatter_add(here.key, parcel.source, key)
+            scatter_add(here.value, parcel.source, value)
+
+    def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
+        """Of K and V, and of dK and dV."""
+        row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
+        return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
+
+    def _own(self, row_format: RowFormat, buffer: Tensor) -> PackedRows:
+        """This rank's contribution."""
+        offsets, offset = {}, 0
+        for _, parcel in _starting_at(self.plan):
+            offsets[parcel] = offset
+            offset += row_format.buffer_bytes([parcel])
+        return _Rows(row_format, buffer, offsets)
+
+    def _collected(self, row_format: RowFormat, buffer: Tensor) -> PackedRows:
+        """Every rank's contribution, one behind the other; of it, the parcels that this rank has tiles for."""
+        used = {
+            (index, tile.parcel.key): tile.parcel
+            for index, block in enumerate(self.plan.blocks)
+            for tile in _tiles(block)
+            if tile.parcel is not None
+        }
+        offsets = {}
+        contribution = self._contribution_bytes(row_format)
+        for rank, plan in enumerate(self.plans):
+            offset = rank * contribution
+            for index, parcel in _starting_at(plan):
+                here = used.get((index, parcel.key))
+                if here is not None:
+                    offsets[here] = offset
+                offset += row_format.buffer_bytes([parcel])
+        return _Rows(row_format, buffer, offsets)
+
+
+def _tiles(block: HeadBlock) -> Iterator[Tile]:
+    for step in block.steps:
+        assert not step.phantoms, "zero padding is not compared"
+        yield from step.tiles
+
+
+def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
+    """The parcels that set out from the plan's rank, block of heads by block of heads: its rows that others need."""
+    for index, block in enumerate(plan.blocks):
+        passing = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
+        for message in (message for step in block.steps for message in step.sends):
+            yield from ((index, parcel) for parcel in message.parcels if parcel not in passing)
+
+
+def all_gather_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
+) -> Tensor:
+    """Dilated attention over a sequence that lies sharded over ``ring``, by the all-gather method.
+
+    Args:
+        query: [batch, local seq, heads, head_dim].
+        key, value: [batch, local seq, key/value heads, head_dim].
+        pattern: its padding is ``"masked"``.
+        ring, is_causal, seq_len: as in RingDilatedAttention.
+
+    Returns:
+        out like query, with exact gradients.
+    """
+    walk = AllGatherWalk.of(query, key, pattern, ring, is_causal=is_causal, seq_len=seq_len)
+    out: Tensor = attend(Inputs(query, key, value, None), walk, no_hops, return_lse=False)
+    return out

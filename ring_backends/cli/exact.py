@@ -1,0 +1,82 @@
+"""The fp64 numbers that ``compare`` measures errors against, at lengths for which no n × n matrix fits.
+
+The rule of this file: like ring_backends.reference it is written down from the definition and shares nothing with what
+is compared. It looks only at pairs of covered positions, a few query rows at a time; the gradients are spelled out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+_QUERY_ROWS = 512
+
+
+def exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad_out: Tensor,
+    segment_lengths: tuple[int, ...],
+    dilation_rates: tuple[int, ...],
+    *,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Dilated attention of a whole sequence (LongNet, arXiv 2307.02486): every head in every branch, offset j % r.
+
+    Args:
+        query, grad_out: [seq, heads, head_dim], any floating dtype.
+        key, value: [seq, key/value heads, head_dim].
+
+    Returns:
+        out, dq, dk and dv in fp64.
+    """
+    seq_len, num_heads, head_dim = query.shape
+    scale = 1 / math.sqrt(head_dim)
+    out, grad_query, grad_key, grad_value = (
+        torch.zeros_like(x, dtype=torch.float64) for x in (query, query, key, value)
+    )
+    for head in range(num_heads):
+        kv_head = head // (num_heads // key.shape[1])
+        q, do = query[:, head].double() * scale, grad_out[:, head].double()
+        k, v = key[:, kv_head].double(), value[:, kv_head].double()
+        o, dq, dk, dv = out[:, head], grad_query[:, head], grad_key[:, kv_head], grad_value[:, kv_head]
+        pairs = [
+            pair
+            for w, r in zip(segment_lengths, dilation_rates, strict=True)
+            for pair in _covered_pairs(seq_len, w, r, head % r, is_causal)
+        ]
+        # One softmax over the keys of all branches: first its denominator, then its weights.
+        lse = q.new_full((seq_len,), -math.inf)
+        for t, u in pairs:
+            lse[t] = torch.logaddexp(lse[t], _scores(q, k, t, u, is_causal).logsumexp(-1))
+        for t, u in pairs:
+            o[t] += (_scores(q, k, t, u, is_causal) - lse[t, None]).exp_() @ v[u]
+        delta = (o * do).sum(-1)
+        for t, u in pairs:
+            weights = (_scores(q, k, t, u, is_causal) - lse[t, None]).exp_()
+            dv[u] += weights.T @ do[t]
+            grad_scores = (do[t] @ v[u].T).sub_(delta[t, None]).mul_(weights)
+            dq[t] += grad_scores @ k[u] * scale
+            dk[u] += grad_scores.T @ q[t]
+    return out, grad_query, grad_key, grad_value
+
+
+def _covered_pairs(seq_len: int, w: int, r: int, offset: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
+    """(queries, keys): positions at ``offset`` of one segment; under ``is_causal`` no keys behind the last query."""
+    for segment in range(0, seq_len, w):
+        first, end = segment + offset, min(segment + w, seq_len)
+        for start in range(first, end, _QUERY_ROWS * r):
+            stop = min(start + _QUERY_ROWS * r, end)
+            yield slice(start, stop, r), slice(first, stop if is_causal else end, r)
+
+
+def _scores(q: Tensor, k: Tensor, t: slice, u: slice, is_causal: bool) -> Tensor:
+    scores = q[t] @ k[u].T
+    if is_causal:
+        queries, keys = (torch.arange(x.start, x.stop, x.step, device=q.device) for x in (t, u))
+        scores.masked_fill_(keys > queries[:, None], -math.inf)
+    return scores
