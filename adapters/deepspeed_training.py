@@ -155,7 +155,7 @@ class DeepSpeedTraining(TrainingState):
         client_state = {"step_count": self.step_count}
         self._engine.save_checkpoint(os.fspath(path), tag=f"step{self.step_count}", client_state=client_state)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def _load(self, path: str | os.PathLike[str]) -> None:
         """Read the latest checkpoint of the folder ``path``, written by as many ranks at the same ZeRO stage.
 
         Raises:

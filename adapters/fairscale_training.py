@@ -11,7 +11,6 @@ import inspect
 import os
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +21,7 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, measure_divisor
+from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, measure_divisor, save_file
 
 
 class FairScaleTraining(TrainingState):
@@ -83,17 +82,8 @@ class FairScaleTraining(TrainingState):
         self._run_backward(self.model, self.optimizer, loss, ends_step)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        state = {
-            "model": self._module.state_dict(),
-            "optimizer": self._optimizer_state(),
-            "step": self.step_count,
-        }
-        if dist.get_rank() == 0:
-            path = Path(path)
-            unfinished = path.with_name(path.name + ".unfinished")
-            torch.save(state, unfinished)
-            os.replace(unfinished, path)
-        dist.barrier()
+        model, optimizer = self._module.state_dict(), self._optimizer_state()
+        by_first_rank(lambda: save_file({"model": model, "optimizer": optimizer, "step": self.step_count}, path))
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
@@ -157,7 +147,7 @@ class ShardedTraining(FairScaleTraining):
         self.optimizer.consolidate_state_dict(recipient_rank=0)
         return self.optimizer.state_dict() if dist.get_rank() == 0 else None
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def _load(self, path: str | os.PathLike[str]) -> None:
         state = torch.load(path, map_location=device_of(self.model), weights_only=True)
         self._module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -200,7 +190,7 @@ class FullyShardedTraining(FairScaleTraining):
         of_copy = SimpleNamespace(state_dict=lambda: state)
         return self.model.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def _load(self, path: str | os.PathLike[str]) -> None:
         state = torch.load(path, map_location="cpu", weights_only=True)
         self._module.load_state_dict(state["model"])
         shard = self.model.get_shard_from_optim_state_dict(state["optimizer"])  # type: ignore[operator]

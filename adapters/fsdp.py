@@ -100,7 +100,8 @@ def parallelize(
         max_grad_norm: clip the whole gradient's norm, over all shards, to this before each step.
         accumulation_steps: backward calls per step; only the last one reduces.
         strategy: ``"fsdp2"`` shards by ``fully_shard`` over all ranks; ``"hsdp"`` by ``fully_shard`` over as many ranks
-            as a ring has, with a replica per ring; ``"fsdp1"`` by FullyShardedDataParallel.
+            as a ring has, with a replica per ring; ``"fsdp1"`` by FullyShardedDataParallel, whose parameters are flat
+            pieces of each rank's, so that ``make_optimizer`` cannot tell them by their shapes.
         mixed_precision: dtype of parameters and activations in forward and backward; gradients are reduced, and the
             optimizer works, in fp32. None leaves the model's own dtype.
         blocks: modules of the model that are sharded each by itself. None means those of one class in an
@@ -115,6 +116,11 @@ def parallelize(
         raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
     if mixed_precision is not None and not isinstance(mixed_precision, torch.dtype):
         raise TypeError(f"mixed_precision = {mixed_precision!r}: expected a torch.dtype, such as torch.bfloat16.")
+    if mixed_precision == torch.float16:
+        raise ValueError(
+            f"mixed_precision = {mixed_precision}: gradients of a mean over all tokens of a long sequence underflow in "
+            "fp16; use torch.bfloat16."
+        )
     refuse_sharded_parts(model)
     training: type[ShardedTraining] = FSDP2Training
     if isinstance(model, FullyShardedDataParallel):

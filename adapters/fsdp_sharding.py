@@ -77,7 +77,7 @@ def by_fully_shard(
         return module
 
     def probe(module: nn.Module) -> nn.Module:
-        own_dtype = replace(policy, param_dtype=None)
+        own_dtype = replace(policy, param_dtype=None, reduce_dtype=None)
         fully_shard(module, **{**options, "mesh": mesh, "mp_policy": own_dtype, "ignored_params": None})
         return module
 
@@ -107,7 +107,7 @@ def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Map
 
     def probe(module: nn.Module) -> nn.Module:
         of_model = ("auto_wrap_policy", "param_init_fn", "ignored_modules", "ignored_states")
-        own_dtype = {} if policy is None else {"mixed_precision": replace(policy, param_dtype=None)}
+        own_dtype = {} if policy is None else {"mixed_precision": replace(policy, param_dtype=None, reduce_dtype=None)}
         kept = {name: option for name, option in options.items() if name not in of_model}
         return FullyShardedDataParallel(module, **{**kept, **own_dtype})
 
@@ -115,22 +115,41 @@ def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Map
 
 
 def as_it_is(model: FullyShardedDataParallel) -> Sharding:
-    """No sharding of a model that is sharded already; one probe for each group of ranks that shards parts of it."""
+    """No sharding of a model that is sharded already; one probe for each group of ranks that shards parts of it.
+
+    That a parameter is ignored, and which ranks are replicas, FSDP tells in attributes that are private.
+    """
+    parts = FullyShardedDataParallel.fsdp_modules(model)
+    for part in parts:
+        _refuse_ignored(part._ignored_params, "a FullyShardedDataParallel's ignored_modules or ignored_states")
 
     def probe_like(part: FullyShardedDataParallel) -> Callable[[nn.Module], nn.Module]:
-        hybrid = part.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+        group = part.process_group
         return lambda module: FullyShardedDataParallel(
             module,
-            process_group=cast(Any, (part.process_group, part._inter_node_pg) if hybrid else part.process_group),
+            process_group=cast(Any, (group, part._inter_node_pg) if _is_hybrid(part) else group),
             sharding_strategy=part.sharding_strategy,
-            mixed_precision=replace(part.mixed_precision, param_dtype=None),
+            mixed_precision=replace(part.mixed_precision, param_dtype=None, reduce_dtype=None),
             device_id=device_of(model),
             use_orig_params=True,
         )
 
-    parts = FullyShardedDataParallel.fsdp_modules(model)
+    def make_replicas_alike(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        for part in parts:
+            replicas = part._inter_node_pg if _is_hybrid(part) else part.process_group
+            if _is_hybrid(part) or part.sharding_strategy == ShardingStrategy.NO_SHARD:
+                inner = [other for other in FullyShardedDataParallel.fsdp_modules(part) if other is not part]
+                of_others = {id(parameter) for other in inner for parameter in other.parameters()}
+                own = [parameter for parameter in part.parameters() if id(parameter) not in of_others]
+                give_first_ones_numbers(own, replicas)
+        return module
+
     alike = {(part.process_group, part.sharding_strategy): part for part in parts}
-    return Sharding(lambda module, blocks: module, [probe_like(part) for part in alike.values()])
+    return Sharding(make_replicas_alike, [probe_like(part) for part in alike.values()])
+
+
+def _is_hybrid(part: FullyShardedDataParallel) -> bool:
+    return part.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 
 
 def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
@@ -169,11 +188,17 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     if blocks is None:
         return find_blocks(model)
     inside = {id(module) for module in model.modules()} - {id(model)}
+    users = _users(model)
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
                 f"blocks has a {type(block).__name__} that is no module inside of the model: name modules of "
                 "the model, or leave blocks out."
+            )
+        if not _has_its_own_parameters(block, users):
+            raise ValueError(
+                f"blocks has a {type(block).__name__} with a parameter that other modules use too: it would be sharded "
+                "twice; leave that block out."
             )
     return blocks
 
@@ -192,8 +217,16 @@ def start_world_of_one() -> None:
 
 def give_all_ranks_the_first_ones_numbers(model: nn.Module) -> None:
     """FSDP shards what each rank has: of models that were initialised differently, a mixture."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), src=0)
+    give_first_ones_numbers([*model.parameters(), *model.buffers()], dist.group.WORLD)
+
+
+def give_first_ones_numbers(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast the memory that tensors lie in, since tensors need be neither contiguous nor free of overlaps."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    for storage in storages.values():
+        if storage.nbytes():
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            dist.broadcast(memory, group_src=0, group=group)
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
@@ -203,11 +236,11 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     """
     users = _users(model)
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
-    return [
-        block
-        for block in _repeated(model)
-        if places[id(block)] == 1 and all(users[name] == count for name, count in _users(block).items())
-    ]
+    return [block for block in _repeated(model) if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
+
+
+def _has_its_own_parameters(block: nn.Module, users: Counter[int]) -> bool:
+    return all(users[parameter] == count for parameter, count in _users(block).items())
 
 
 def _users(module: nn.Module) -> Counter[int]:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import FileSystemReader, load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +31,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp_sharding import Sharding, device_of, start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, measure_divisor
+from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, measure_divisor
 
 
 class ShardedTraining(TrainingState):
@@ -93,37 +92,57 @@ class ShardedTraining(TrainingState):
         return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a directory of torch.distributed.checkpoint; one that is there already is replaced once it is whole."""
+        """Write a directory of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
         path = Path(path)
-        unfinished = path.with_name(path.name + ".unfinished")
-        is_first = dist.get_rank() == 0
-        if is_first and unfinished.exists():
-            shutil.rmtree(unfinished)
-        dist.barrier()
-        # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
-        state = self._checkpoint(with_optimizer=self.step_count > 0)
-        save(state, checkpoint_id=unfinished)
-        if is_first:
-            replaced = path.with_name(path.name + ".replaced")
+        unfinished, replaced = (path.with_name(path.name + ending) for ending in (".unfinished", ".replaced"))
+
+        def clear() -> None:
+            for leftover in (unfinished, replaced):
+                _remove(leftover)
+
+        def replace() -> None:
             if path.exists():
                 os.replace(path, replaced)
             os.replace(unfinished, path)
-            if replaced.exists():
-                shutil.rmtree(replaced)
-        dist.barrier()
+            _remove(replaced)
 
-    def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks."""
-        metadata = FileSystemReader(Path(path)).read_metadata()
-        with_optimizer = any(name.startswith("optimizer.") for name in metadata.state_dict_metadata)
+        by_first_rank(clear)
+        # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
+        save(self._checkpoint(with_optimizer=self.step_count > 0), checkpoint_id=unfinished)
+        by_first_rank(replace)
+
+    def _load(self, path: str | os.PathLike[str]) -> None:
+        """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks.
+
+        Raises:
+            FileNotFoundError, ValueError: there is no such directory, or it holds another model.
+        """
+        path = Path(path)
+        if not (path / ".metadata").is_file():
+            raise FileNotFoundError(
+                f"path = {str(path)!r}: no directory of torch.distributed.checkpoint; save() writes one."
+            )
+        saved = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+        with_optimizer = any(name.startswith("optimizer.") for name in saved)
         self.optimizer.zero_grad(set_to_none=True)
         state = self._checkpoint(with_optimizer)
-        load(state, checkpoint_id=Path(path))
-        set_model_state_dict(self.model, state["model"])
+        missing = sorted(name for name in state["model"] if f"model.{name}" not in saved)
+        if missing or "step" not in saved:
+            raise ValueError(
+                f"path = {str(path)!r}: a checkpoint of another model, without {', '.join(missing) or 'step'}."
+            )
         if with_optimizer:
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        else:
-            self.optimizer.state.clear()
+            # Parameters that no loss has depended on have no state, until asking for it makes some up.
+            states = state["optimizer"]["state"]
+            for name in [*states]:
+                if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
+                    del states[name]
+        load(state, checkpoint_id=path)
+        set_model_state_dict(self.model, state["model"])
+        self.optimizer.state.clear()
+        if with_optimizer:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
         self.step_count = state["step"]
 
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
@@ -141,11 +160,24 @@ class ShardedTraining(TrainingState):
         """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
 
 
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 class FSDP2Training(ShardedTraining):
     """A model that ``fully_shard`` has sharded in place."""
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)
+
+    def _step(self) -> None:
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a forward without a backward, whole parameters would be in place of the shards
+        super()._step()
 
     def _clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -161,6 +193,12 @@ class FSDP1Training(ShardedTraining):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
         super().__init__(*args, **kwargs)
+        self.model.register_forward_pre_hook(self._refuse_in_the_midst_of_a_step)
+        if any(not group["params"] for group in self.optimizer.param_groups):
+            raise ValueError(
+                "make_optimizer made a group without parameters: FullyShardedDataParallel gives it flat pieces of "
+                "them, which cannot be told by their shapes; use strategy='fsdp2', or groups without regard to shapes."
+            )
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if self.max_grad_norm is not None and torch.float64 in dtypes:
             raise ValueError(
@@ -172,6 +210,15 @@ class FSDP1Training(ShardedTraining):
         self._unreduced.close()
         if not ends_step:
             self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
+
+    def _refuse_in_the_midst_of_a_step(self, module: nn.Module, inputs: Any) -> None:
+        is_over = self._backward_calls >= self.accumulation_steps
+        if self._backward_calls and (is_over or not torch.is_grad_enabled()):
+            raise RuntimeError(
+                f"a forward without a backward, after {self._backward_calls} backward calls of a step: "
+                "FullyShardedDataParallel keeps whole parameters after it, and the step would be lost; evaluate after "
+                "step(), or use strategy='fsdp2'."
+            )
 
     def _clip(self, max_norm: float) -> None:
         cast(FullyShardedDataParallel, self.model).clip_grad_norm_(max_norm)

@@ -166,6 +166,7 @@ class RingDilatedAttention(nn.Module, ABC):
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def dilated_attention(
     query: Tensor,
     key: Tensor,
@@ -183,6 +184,8 @@ def dilated_attention(
     return_lse: bool = False,
 ) -> Any:
     """Dilated attention on a single device: what :class:`RingDilatedAttention` computes, on a ring of one.
+
+    Under ``torch.compile`` it breaks the graph; a module on a ring of one does not.
 
     Args:
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.

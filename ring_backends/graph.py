@@ -108,9 +108,10 @@ class _TracedWalk:
 
     def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         tensors = [inputs.query, inputs.key, inputs.value, inputs.key_padding_mask]
-        self._forward = begin_forward(self.module, *tensors, self.is_causal, self.seq_len, self.needs_gradients)
-        walk = yield from self._by_hops(self._forward, backward=False)
-        return cast(tuple[Tensor, Tensor], end_forward(walk, *tensors))
+        walk = begin_forward(self.module, *tensors, self.is_causal, self.seq_len, self.needs_gradients)
+        walk = yield from self._by_hops(walk, backward=False)
+        out, lse, self._forward = end_forward(walk, *tensors)
+        return out, lse
 
     def backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
@@ -150,6 +151,21 @@ class _WalkUnderWay:
 # A walk travels from operator to operator as three numbers: the module's, the walk's, and the ring's for the call.
 
 
+def _module(number: int) -> RingDilatedAttention:
+    if number not in _modules:
+        raise RuntimeError(
+            "the attention module of a compiled call is gone, and its forward or backward runs only now; keep the "
+            "model until then."
+        )
+    return _modules[number]
+
+
+def _request(attention: RingDilatedAttention, *arguments: Any) -> Request:
+    """The call, whose tensors were cast while tracing; autocast may be on here where it was off there."""
+    with torch.autocast(arguments[0].device.type, enabled=False):
+        return attention._request(*arguments)
+
+
 def _begin(module: int, by_hops: ByHops[Any], call_number: int, device: torch.device) -> Tensor:
     number = next(_numbers)
     _walks[number] = _WalkUnderWay(by_hops, device)
@@ -168,8 +184,8 @@ def begin_forward(
     needs_gradients: bool,
 ) -> Tensor:
     """Begin the forward of one call."""
-    attention = _modules[int(module)]
-    request = attention._request(query, key, value, key_padding_mask, is_causal, seq_len)
+    attention = _module(int(module))
+    request = _request(attention, query, key, value, key_padding_mask, is_causal, seq_len)
     hops = attention._start(request, needs_gradients=needs_gradients)("forward")
     call_number = 0 if hops is None else hops.call.number
     return _begin(int(module), request.walk.forward(request.inputs, hops), call_number, query.device)
@@ -190,8 +206,8 @@ def begin_backward(
 ) -> Tensor:
     """Begin the backward of the call whose forward was this one."""
     module, _, call_number = forward.tolist()
-    attention = _modules[module]
-    request = attention._request(query, key, value, key_padding_mask, is_causal, seq_len)
+    attention = _module(module)
+    request = _request(attention, query, key, value, key_padding_mask, is_causal, seq_len)
     hops = attention._start(request, needs_gradients=True)(backward_of(call_number))
     walk = request.walk.backward(request.inputs, out, lse, grad_out, hops)
     return _begin(module, walk, call_number, query.device)
@@ -213,9 +229,10 @@ def post_hop(walk: Tensor) -> Tensor:
 @custom_op("ring_backends::end_forward", mutates_args=())
 def end_forward(
     walk: Tensor, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """(out, LSE) of the walk."""
-    return cast(tuple[Tensor, Tensor], _walks.pop(int(walk[1])).result())
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, LSE) of the walk, and its numbers for the backward, which then needs nothing else of the forward."""
+    out, lse = _walks.pop(int(walk[1])).result()
+    return out, lse, walk.clone()
 
 
 @custom_op("ring_backends::end_backward", mutates_args=())
@@ -242,8 +259,9 @@ for _operator in (begin_forward, begin_backward, post_hop):
 
 
 @end_forward.register_fake
-def _(walk: Tensor, query: Tensor, *args: object) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+def _(walk: Tensor, query: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+    lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+    return query.new_empty(query.shape), lse, _fake_walk(walk)
 
 
 @end_backward.register_fake

@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -125,9 +126,22 @@ class TrainingState(ABC):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write model, optimizer and step count, all ranks together; whole or not at all."""
 
-    @abstractmethod
     def load(self, path: str | os.PathLike[str]) -> None:
-        """Read what :meth:`save` wrote, all ranks together."""
+        """Read what :meth:`save` wrote, all ranks together.
+
+        Raises:
+            RuntimeError: gradients of a step that is not finished would be added to those of the next one.
+        """
+        if self._backward_calls:
+            raise RuntimeError(
+                f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
+                "next one; call step() first, since load() undoes it."
+            )
+        self._load(path)
+
+    @abstractmethod
+    def _load(self, path: str | os.PathLike[str]) -> None:
+        """Read model, optimizer and step count."""
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -173,20 +187,10 @@ class ReplicatedTraining(TrainingState):
         self.optimizer.zero_grad(set_to_none=True)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            path = Path(path)
-            unfinished = path.with_name(path.name + ".unfinished")
-            state = {
-                "model": self._replica.state_dict(),
-                "optimizer": self.optimizer.state_dict(),
-                "step": self.step_count,
-            }
-            torch.save(state, unfinished)
-            os.replace(unfinished, path)
-        if dist.is_initialized():
-            dist.barrier()
+        model, optimizer = self._replica.state_dict(), self.optimizer.state_dict()
+        by_first_rank(lambda: save_file({"model": model, "optimizer": optimizer, "step": self.step_count}, path))
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+    def _load(self, path: str | os.PathLike[str]) -> None:
         state = torch.load(path, map_location=_device(self.model), weights_only=True)
         self._replica.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -194,6 +198,31 @@ class ReplicatedTraining(TrainingState):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._replica.state_dict().items()}
+
+
+def by_first_rank(action: Callable[[], None]) -> None:
+    """Let rank 0 alone do something, which is done when this returns; if it fails, raise on every rank."""
+    error: Exception | None = None
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        try:
+            action()
+        except Exception as raised:
+            error = raised
+    failed = torch.tensor([error is not None], dtype=torch.uint8, device=_world_device())
+    if dist.is_initialized():
+        dist.broadcast(failed, src=0)
+    if error is not None:
+        raise error
+    if failed.item():
+        raise RuntimeError("rank 0 could not write the checkpoint; the error that it raises says why.")
+
+
+def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """``torch.save``, whole or not at all."""
+    path = Path(path)
+    unfinished = path.with_name(path.name + ".unfinished")
+    torch.save(state, unfinished)
+    os.replace(unfinished, path)
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -261,3 +261,21 @@ def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
     assert lse.shape == (shape[0], shape[2], shape[1])
     out.sum().backward()
     assert query.grad.shape == shape
+
+
+def test_a_compiled_function_around_it_gives_the_same() -> None:
+    """It breaks the graph; a module's call does not."""
+    case = AttentionCase(seq_len=24, segment_lengths=(8, 24), dilation_rates=(1, 2), num_heads=2, num_kv_heads=2)
+    query, key, value, grad_out, _ = case.tensors()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = dilated_attention(query * 2, key, value, case.segment_lengths, case.dilation_rates)
+        return out + 1
+
+    answers = []
+    for function in (attend, torch.compile(attend, backend="aot_eager")):
+        out = function(*leaves)
+        answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
+    for got, wanted in zip(*answers, strict=True):
+        torch.testing.assert_close(got, wanted)

@@ -16,6 +16,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -33,6 +34,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters import fsdp
+from ring_backends.adapters.fsdp_sharding import Strategy
 from ring_backends.testing import training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
@@ -72,7 +74,12 @@ class TestHSDP(TrainingTests):
 class TestFSDP1(TrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
-    without = MappingProxyType({"fp64 clipping": "FullyShardedDataParallel computes norms in fp32, and not of fp64"})
+    without = MappingProxyType(
+        {
+            "fp64 clipping": "FullyShardedDataParallel computes norms in fp32, and not of fp64",
+            "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it, and loses the step",
+        }
+    )
 
 
 def check_ranks(by_rank: list[list[State]], wanted: list[State], tolerance: float, what: object = "") -> None:
@@ -159,6 +166,36 @@ def test_a_model_that_is_wrapped_already(world: World, sharding: str) -> None:
     check_ranks(world.run(train_wrapped, TWO, recipe, sharding), train_alone(TWO, "zigzag", recipe), 1e-6, sharding)
 
 
+def begin_differently(strategy: str) -> list[State]:
+    """Two steps of a model that each rank has initialised by its own, with a buffer of one number in many places."""
+
+    def odd(*args: Any) -> nn.Module:
+        model = make_model(*args[:-1], dist.get_rank())
+        model.register_buffer("expanded", torch.full((1, 1), float(dist.get_rank())).expand(64, 64))
+        model.register_buffer("short", torch.arange(6, dtype=torch.int16).view(2, 3).t() + dist.get_rank())
+        if strategy in ("NO_SHARD", "HYBRID_SHARD"):
+            mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+            sharding, cpu = ShardingStrategy[strategy], torch.device("cpu")
+            return FullyShardedDataParallel(model, sharding_strategy=sharding, device_id=cpu, device_mesh=mesh)
+        return model
+
+    options = {} if strategy in ("NO_SHARD", "HYBRID_SHARD") else {"strategy": strategy}
+    with mock.patch.object(training, "make_model", odd):
+        return train(ADAPTER, TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02, steps=2), options)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"])
+def test_replicas_that_begin_differently_become_alike(world: World, strategy: str) -> None:
+    by_rank = world.run(begin_differently, strategy)
+    for states in by_rank[1:]:
+        for state, first in zip(states, by_rank[0], strict=True):
+            parameters = [name for name in state if name not in ("expanded", "short")]
+            assert all(torch.equal(state[name], first[name]) for name in parameters)
+    if strategy in STRATEGIES:
+        first = by_rank[-1][0]
+        assert (float(first["expanded"][5, 7]), first["short"].t().flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
+
+
 # Compiled blocks.
 
 
@@ -221,6 +258,41 @@ def rename(state: State) -> State:
     return {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in state.items()}
 
 
+# Evaluation.
+
+
+def evaluate_by_fsdp1() -> tuple[list[State], list[Ended]]:
+    """States after steps with an evaluation before each; and evaluations after one and after both micro-batches."""
+    recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02)
+    trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, {"strategy": "fsdp1"})
+    tokens, labels = trainer.micro_batches(0)[0]
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            trainer.loss(tokens, labels, 1)
+
+    states = [trainer.state.full_state_dict()]
+    for step in range(2):
+        evaluate()
+        trainer.step(step)
+        states.append(trainer.state.full_state_dict())
+    endings = []
+    for _ in range(2):
+        trainer.state.backward(trainer.loss(tokens, labels, 1))
+        endings.append(ending(evaluate))
+    return states, endings
+
+
+def test_fsdp1_evaluates_between_steps_alone(world: World) -> None:
+    recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02, steps=2)
+    wanted = train_alone(TWO, "zigzag", recipe)
+    for states, endings in world.run(evaluate_by_fsdp1):
+        check_moves(states, wanted, 1e-5, "fsdp1")
+        for number, ended in enumerate(endings, 1):
+            assert ended.is_a(RuntimeError), ended
+            assert f"after {number} backward calls" in ended.message
+
+
 # Mixed precision.
 
 
@@ -269,6 +341,7 @@ def shard_over_data_alone() -> dict[str, Ended]:
     def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
         return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True, **options)
 
+    ignoring = nn.Sequential(OneParameter(), OneParameter())
     partly = nn.Sequential(OneParameter(), wrap(OneParameter()))
     sharded = OneParameter()
     fully_shard(sharded, mesh=mesh["data"])
@@ -277,6 +350,7 @@ def shard_over_data_alone() -> dict[str, Ended]:
         "fully_shard before": parallelize_one_parameter(TWO, {}, sharded),
         "fsdp1": parallelize_one_parameter(TWO, {"strategy": "fsdp1", "process_group": group}),
         "fsdp1 before": parallelize_one_parameter(TWO, {}, wrap(OneParameter(), process_group=group)),
+        "ignored before": parallelize_one_parameter(TWO, {}, wrap(ignoring, ignored_modules=[ignoring[1]])),
         "a part only": parallelize_one_parameter(TWO, {}, partly),
     }
 
@@ -289,6 +363,7 @@ def test_sharding_over_data_alone_is_refused(world: World) -> None:
         assert "fully_shard already" in endings["fully_shard before"].message
         assert "replicas would drift apart" in endings["fsdp1"].message
         assert "replicas would drift apart" in endings["fsdp1 before"].message
+        assert "replicas would drift apart" in endings["ignored before"].message
         assert "nobody would reduce the gradients of the rest" in endings["a part only"].message
 
 
@@ -314,6 +389,7 @@ def options_that_contradict() -> dict[str, Ended]:
     both = {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": torch.bfloat16}
     return {
         "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
+        "mixed_precision = torch.float16": parallelize_one_parameter(FOUR, {"mixed_precision": torch.float16}),
         "mixed_precision = 'bf16'": parallelize_one_parameter(FOUR, {"mixed_precision": "bf16"}),
         "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
         "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
@@ -355,6 +431,90 @@ def test_a_checkpoint_goes_on_by_another_strategy(world: World, tmp_path: Path, 
     for resumed in world.run(load_and_go_on, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
         assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
+
+
+class PartlyUsed(nn.Module):
+    """Two layers, of which the loss depends on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.constant_(parameter, 0.1 * number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor = self.used(x)
+        return moved
+
+
+def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float], list[float]]:
+    """The used layer in the steps after a checkpoint, and in the same steps of a run that loaded it."""
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+
+    def go_on(state: Any, steps: int) -> list[float]:
+        values = []
+        for _ in range(steps):
+            state.backward(state.loss((state.model(torch.ones(4)) - 2).square().sum(), 1))
+            state.step()
+            values.append(float(state.full_state_dict()["used.weight"].sum()))
+        return values
+
+    states = [
+        fsdp.parallelize(PartlyUsed(), lambda x: torch.optim.AdamW(x, lr=0.1), ring, strategy=strategy)
+        for _ in range(2)
+    ]
+    go_on(states[0], 2)
+    states[0].save(path)
+    states[1].load(path)
+    return go_on(states[0], 3), go_on(states[1], 3)
+
+
+@every_strategy
+def test_a_parameter_that_is_not_used_does_not_keep_from_going_on(
+    world: World, tmp_path: Path, strategy: Strategy
+) -> None:
+    for wanted, resumed in world.run(save_and_load_partly_used, str(tmp_path / "checkpoint"), strategy):
+        assert resumed == wanted
+
+
+def save_over(path: str, leftover: str) -> list[str]:
+    """Save where a file or what an interrupted save left is; what lies there afterwards."""
+    if dist.get_rank() == 0:
+        if leftover == "file":
+            Path(path).write_text("a checkpoint of another kind")
+        else:
+            (Path(path + leftover) / "inside").mkdir(parents=True)
+    dist.barrier()
+    trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
+    trainer.state.save(path)
+    trainer.state.load(path)
+    trainer.state.save(path)
+    return sorted(entry.name for entry in Path(path).parent.iterdir())
+
+
+@pytest.mark.parametrize("leftover", ["file", ".replaced", ".unfinished"])
+def test_saving_over_what_is_left(world: World, tmp_path: Path, leftover: str) -> None:
+    assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
+
+
+def load_what_is_no_checkpoint(missing: str, foreign: str, unwritable: str) -> list[Ended]:
+    trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
+    other = Trainer(ADAPTER, FOUR, "zigzag", replace(ADAM, model="odd"), {})
+    other.state.save(foreign)
+    loads = [ending(partial(trainer.state.load, path)) for path in (missing, foreign)]
+    return [*loads, ending(partial(trainer.state.save, unwritable))]
+
+
+def test_what_is_no_checkpoint_is_refused_by_name(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path / name) for name in ("missing", "foreign", "file/checkpoint")]
+    for missing, foreign, unwritable in world.run(load_what_is_no_checkpoint, *paths):
+        assert missing.is_a(FileNotFoundError), missing
+        assert paths[0] in missing.message
+        assert foreign.is_a(ValueError), foreign
+        assert "another model, without blocks.0" in foreign.message
+        assert unwritable.error != "no error"
 
 
 def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:

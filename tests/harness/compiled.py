@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -32,6 +33,9 @@ CASES = {
     "masked": replace(_CASE, masked="random"),
     "within shards": replace(_CASE, seq_len=64, segment_lengths=(4, 16), dilation_rates=(1, 2)),
 }
+
+
+_SHORT = replace(CASES["causal"], dtype=torch.float32)
 
 
 @dataclass
@@ -123,6 +127,36 @@ def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
     return float((got - wanted).abs().max()), graphs.operators()
 
 
+def backward_under_autocast(adapter: str) -> Results:
+    """A compiled call outside of autocast, and its backward inside."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _SHORT)
+    attention = torch.compile(call.attention, fullgraph=True, backend="aot_eager")
+    out, lse = replace(call, attention=attention)(return_lse=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return Results(out.detach(), lse, *grads)
+
+
+def by_inductor(adapter: str) -> Results:
+    """A call between other operations, all compiled by torch's own compiler."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    call = local_call(adapter, ring, _SHORT)
+
+    @torch.compile(fullgraph=True)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out, lse = call.attention(query * 2 / 2, key + 1 - 1, value * 4 / 4, **call.options, return_lse=True)
+        return out * 2 / 2, lse
+
+    out, lse = attend(call.query, call.key, call.value)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return Results(out.detach(), lse, *grads)
+
+
 class CompileTests(AdapterSuite):
     @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
     @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
@@ -147,6 +181,16 @@ class CompileTests(AdapterSuite):
         for num_graphs, errors in world.run(several_blocks, self.adapter):
             assert num_graphs == 1
             assert max(errors) < 1e-12
+
+    def test_a_backward_under_autocast_is_that_of_the_forward(self, world: World) -> None:
+        got = whole(world.run(backward_under_autocast, self.adapter), _SHORT.seq_len, "contiguous")
+        check_results(got, expected(_SHORT), 1e-5, _SHORT)
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
+    def test_inductor(self, world: World) -> None:
+        got = whole(world.run(by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
+        check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
     @pytest.mark.slow
     def test_without_gradients(self, world: World) -> None:

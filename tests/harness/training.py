@@ -284,6 +284,44 @@ def load_and_go_on(
     return five_steps(trainer)
 
 
+def train_and_evaluate(
+    adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any], evaluate: bool
+) -> list[State]:
+    """Train, with an evaluation before every backward and before every step, or without."""
+    trainer = Trainer(adapter, rings, "contiguous", recipe, options)
+    model = trainer.state.model
+
+    def look_at(tokens: Tensor, labels: Tensor) -> None:
+        if evaluate:
+            model.eval()
+            with torch.no_grad():
+                trainer.loss(tokens, labels, 1)
+            model.train()
+
+    states = []
+    for step in range(recipe.steps):
+        for tokens, labels in trainer.micro_batches(step):
+            look_at(tokens, labels)
+            trainer.state.backward(trainer.loss(tokens, labels, 20))
+            look_at(tokens, labels)
+        trainer.state.step()
+        states.append(trainer.state.full_state_dict())
+    return states
+
+
+def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
+    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
+    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
+    trainer.state.save(path)
+    saved = trainer.state.full_state_dict()
+    ((tokens, labels),) = trainer.micro_batches(0)
+    trainer.state.backward(trainer.loss(tokens, labels, None))
+    refused = ending(lambda: trainer.state.load(path))
+    trainer.state.step()
+    trainer.state.load(path)
+    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+
+
 def reduced_and_promised(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
     """What the framework makes of gradients 1, 2, 3 and 4, one per rank, and the factor that ``loss`` applies."""
     ring = ring_here(adapter, rings)
@@ -435,6 +473,25 @@ class TrainingTests(AdapterSuite):
             for name, tensor in uninterrupted.state.items():
                 assert torch.equal(resumed.state[name], tensor), name
         assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+    @requires("training", "gradient accumulation", "evaluation within a step")
+    @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+    def test_evaluations_change_nothing(self, world: World, max_grad_norm: float | None) -> None:
+        recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
+        options = dict(self.framework_options)
+        runs = [world.run(train_and_evaluate, self.adapter, TWO, recipe, options, evaluate) for evaluate in (0, 1)]
+        for plain, evaluated in zip(*runs, strict=True):
+            for state, other in zip(plain, evaluated, strict=True):
+                for name, tensor in state.items():
+                    assert torch.equal(other[name], tensor), f"{name} is off by {(other[name] - tensor).abs().max()}"
+
+    @requires("training", "save and load")
+    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
+        options = dict(self.framework_options)
+        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
+            assert refused.is_a(RuntimeError), refused
+            assert "load() after 1 backward calls" in refused.message
+            assert restored
 
     @requires("training", "save and load", "another ring size")
     def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
