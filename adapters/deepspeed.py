@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -159,7 +159,7 @@ def parallelize(
     zero_stage: int | None = None,
     config: Mapping[str, Any] | None = None,
     mpu: Any = None,
-    mixed_precision: Literal["bf16"] | None = None,
+    mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
     """Hand a model to ``deepspeed.initialize``, which replicates or shards it over data × ring by the ZeRO stage.
@@ -175,8 +175,8 @@ def parallelize(
         config: DeepSpeed's configuration, for whatever these arguments do not say. Batch sizes there count every rank,
             ring ranks as well, so that train_batch_size is left to DeepSpeed.
         mpu: a sequence-parallel mpu, for DeepSpeed to shard and reduce by.
-        mixed_precision: ``"bf16"`` runs the forward under autocast and keeps parameters and reduction in fp32. To have
-            DeepSpeed turn the parameters into bf16 over fp32 masters pass ``config={"bf16": {"enabled": True}}``.
+        mixed_precision: torch.bfloat16 runs the forward under autocast and keeps parameters and reduction in fp32. To
+            have DeepSpeed turn the parameters into bf16 over fp32 masters pass ``config={"bf16": {"enabled": True}}``.
         framework_options: for ``deepspeed.initialize``.
 
     Raises:

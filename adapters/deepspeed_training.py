@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, measure_divisor
+from ring_backends.training import MakeOptimizer, TrainingState, check_mixed_precision, measure_divisor
 
 
 def start_deepspeed() -> None:
@@ -54,7 +54,7 @@ def engine_settings(
     zero_stage: int | None,
     accumulation_steps: int,
     max_grad_norm: float | None,
-    mixed_precision: str | None,
+    mixed_precision: torch.dtype | None,
 ) -> dict[str, Any]:
     """DeepSpeed's configuration from ours and the user's, which may not contradict each other."""
     if not isinstance(config, (Mapping, type(None))):
@@ -64,8 +64,7 @@ def engine_settings(
     stage = zero.get("stage", 0) if zero_stage is None else zero_stage
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in range(4):
         raise ValueError(f"zero_stage = {stage!r}: expected 0, 1, 2 or 3.")
-    if mixed_precision not in (None, "bf16"):
-        raise ValueError(f"mixed_precision = {mixed_precision!r}: expected 'bf16' or None.")
+    check_mixed_precision(mixed_precision)
     for part, key, value, argument in (
         (settings, "gradient_accumulation_steps", accumulation_steps, f"accumulation_steps = {accumulation_steps}"),
         (settings, "gradient_clipping", float(max_grad_norm or 0), f"max_grad_norm = {max_grad_norm}"),
@@ -76,10 +75,10 @@ def engine_settings(
     said_elsewhere = {
         "optimizer": "make_optimizer makes it",
         "train_batch_size": "it is train_micro_batch_size_per_gpu × accumulation_steps × ranks, ring ranks included",
-        "fp16": "a scaled loss skips steps; pass mixed_precision='bf16'",
+        "fp16": "a scaled loss skips steps; pass mixed_precision=torch.bfloat16",
     }
     if mixed_precision:
-        said_elsewhere |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision!r} says it")
+        said_elsewhere |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} says it")
     for key, instead in said_elsewhere.items():
         if key in settings:
             raise ValueError(f"config has {key} = {settings[key]!r}: {instead}; leave {key} out of config.")

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
@@ -151,6 +152,7 @@ def parallelize(
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
     strategy: Literal["sharded_ddp", "fsdp"] = "sharded_ddp",
+    mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
     """Shard optimizer and gradients over data × ring by OSS and ShardedDataParallel, or parameters too by its FSDP.
@@ -168,6 +170,7 @@ def parallelize(
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
         strategy: ``"fsdp"`` needs a GPU.
+        mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
         framework_options: for OSS and ShardedDataParallel, by their names, or for FullyShardedDataParallel.
 
     Raises:
@@ -182,7 +185,9 @@ def parallelize(
     if not dist.is_initialized():
         backend = "nccl" if device_of(model).type == "cuda" else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)  # OSS and FSDP need one
-    return strategies[strategy](model, make_optimizer, ring, max_grad_norm, accumulation_steps, framework_options)
+    return strategies[strategy](
+        model, make_optimizer, ring, max_grad_norm, accumulation_steps, mixed_precision, framework_options
+    )
 
 
 def _check_model_parallel(ring: Ring) -> None:

@@ -21,7 +21,14 @@ from fairscale.optim import OSS
 from torch import Tensor, nn
 
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, measure_divisor, save_file
+from ring_backends.training import (
+    MakeOptimizer,
+    TrainingState,
+    by_first_rank,
+    measure_divisor,
+    run_under_autocast,
+    save_file,
+)
 
 
 class FairScaleTraining(TrainingState):
@@ -34,12 +41,14 @@ class FairScaleTraining(TrainingState):
         ring: Ring,
         max_grad_norm: float | None,
         accumulation_steps: int,
+        mixed_precision: torch.dtype | None,
         options: dict[str, Any],
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps)
+        super().__init__(ring, max_grad_norm, accumulation_steps, mixed_precision)
         self._options = options
         self._check(model)
         self.model, self.optimizer = self._wrap(model, make_optimizer)
+        run_under_autocast(self.model, mixed_precision)
         self.divisor = measure_divisor(self._reduced)
 
     @property

@@ -35,7 +35,7 @@ from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring
-from ring_backends.training import TrainingState
+from ring_backends.training import TrainingState, check_mixed_precision
 
 __all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
@@ -102,8 +102,8 @@ def parallelize(
         strategy: ``"fsdp2"`` shards by ``fully_shard`` over all ranks; ``"hsdp"`` by ``fully_shard`` over as many ranks
             as a ring has, with a replica per ring; ``"fsdp1"`` by FullyShardedDataParallel, whose parameters are flat
             pieces of each rank's, so that ``make_optimizer`` cannot tell them by their shapes.
-        mixed_precision: dtype of parameters and activations in forward and backward; gradients are reduced, and the
-            optimizer works, in fp32. None leaves the model's own dtype.
+        mixed_precision: torch.bfloat16 has parameters and activations in that dtype in forward and backward; gradients
+            are reduced, and the optimizer works, in fp32. None leaves the model's own dtype.
         blocks: modules of the model that are sharded each by itself. None means those of one class in an
             nn.ModuleList or nn.Sequential; of a model without any, the whole is one.
         framework_options: for ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.
@@ -114,13 +114,7 @@ def parallelize(
     """
     if strategy not in get_args(Strategy):
         raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
-    if mixed_precision is not None and not isinstance(mixed_precision, torch.dtype):
-        raise TypeError(f"mixed_precision = {mixed_precision!r}: expected a torch.dtype, such as torch.bfloat16.")
-    if mixed_precision == torch.float16:
-        raise ValueError(
-            f"mixed_precision = {mixed_precision}: gradients of a mean over all tokens of a long sequence underflow in "
-            "fp16; use torch.bfloat16."
-        )
+    check_mixed_precision(mixed_precision)
     refuse_sharded_parts(model)
     training: type[ShardedTraining] = FSDP2Training
     if isinstance(model, FullyShardedDataParallel):

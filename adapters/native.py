@@ -76,6 +76,7 @@ def parallelize(
     *,
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
+    mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
     """Replicate a model over data × ring with DistributedDataParallel; in a world of one, leave it as it is.
@@ -86,6 +87,7 @@ def parallelize(
         ring: the ring its attention uses.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
+        mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
         framework_options: for DistributedDataParallel.
 
     Raises:
@@ -96,4 +98,4 @@ def parallelize(
     def wrap(module: nn.Module) -> nn.Module:
         return DistributedDataParallel(module, **framework_options) if dist.is_initialized() else module
 
-    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps)
+    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision)

@@ -38,7 +38,14 @@ class TrainingState(ABC):
     divisor: float
     step_count: int
 
-    def __init__(self, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
+    def __init__(
+        self,
+        ring: Ring,
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+        mixed_precision: torch.dtype | None = None,
+    ) -> None:
+        check_mixed_precision(mixed_precision)
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive; None does not clip.")
         if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
@@ -52,6 +59,7 @@ class TrainingState(ABC):
         self.ring = ring
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
+        self.mixed_precision = mixed_precision
         self.step_count = 0
         self._backward_calls = 0
 
@@ -163,10 +171,12 @@ class ReplicatedTraining(TrainingState):
         wrap: Callable[[nn.Module], nn.Module],
         max_grad_norm: float | None,
         accumulation_steps: int,
+        mixed_precision: torch.dtype | None = None,
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps)
+        super().__init__(ring, max_grad_norm, accumulation_steps, mixed_precision)
         self._replica = model
         self.model = wrap(model)
+        run_under_autocast(self.model, mixed_precision)
         self.optimizer = make_optimizer(model.parameters())
         self.divisor = measure_divisor(lambda gradient: _reduced_by(wrap, gradient, _device(model)))
         self._unreduced = contextlib.ExitStack()
@@ -198,6 +208,27 @@ class ReplicatedTraining(TrainingState):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._replica.state_dict().items()}
+
+
+def check_mixed_precision(dtype: object) -> None:
+    """Refuse a dtype that no model is trained in mixed precision with.
+
+    Raises:
+        TypeError, ValueError: it is not torch.bfloat16, nor None.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f"mixed_precision = {dtype}: must be torch.bfloat16 or None; in fp16 the gradients of a mean over all "
+            "tokens of a long sequence underflow."
+        )
+
+
+def run_under_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Let a model's forward, and with it its backward, compute in ``dtype``; parameters and gradients keep theirs."""
+    if dtype is not None:
+        model.forward = torch.autocast(_device(model).type, dtype)(model.forward)
 
 
 def by_first_rank(action: Callable[[], None]) -> None:

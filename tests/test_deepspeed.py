@@ -36,12 +36,12 @@ from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training import (
     Recipe,
     State,
-    Trainer,
     TrainingTests,
     check_moves,
     save_and_load,
     train,
     train_alone,
+    train_in_bf16,
 )
 from ring_backends.testing.world import World
 
@@ -148,15 +148,6 @@ class TestZeRO:
         }
         check_stage(world, TWO, options, Recipe(dtype=torch.float32), 1e-6)
 
-    @pytest.mark.parametrize("stage", slow_but(1))
-    def test_bf16(self, world: World, stage: int) -> None:
-        """The forward runs in bf16; parameters, and what full_state_dict gives, stay fp32."""
-        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
-        wanted = train_alone(TWO, "zigzag", recipe)
-        for states, seen in world.run(train_in_bf16, recipe, zero(stage, mixed_precision="bf16")):
-            assert seen == ["torch.bfloat16"]
-            check_moves(states, wanted, 0.05, f"ZeRO {stage} in bf16")
-
     @pytest.mark.parametrize("stage", slow_but(0, 3))
     @pytest.mark.parametrize("how", slow_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
     def test_activation_checkpointing(self, world: World, stage: int, how: str) -> None:
@@ -175,25 +166,9 @@ class TestZeRO:
         rounded = [
             {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
         ]
-        for states, seen in world.run(train_in_bf16, recipe, options):
-            assert seen == ["torch.bfloat16"]
+        for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
+            assert seen == {torch.bfloat16}
             check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {told_by}")
-
-
-def train_in_bf16(recipe: Recipe, options: dict[str, Any]) -> tuple[list[State], list[str]]:
-    trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, options)
-    seen = set()
-
-    def look(module: nn.Module, args: Any, out: Tensor) -> None:
-        seen.add(str(out.dtype))
-
-    model = trainer.state.model.module
-    model.get_submodule("blocks.0.projections").register_forward_hook(look)
-    states = [trainer.state.full_state_dict()]
-    for step in range(recipe.steps):
-        trainer.step(step)
-        states.append(trainer.state.full_state_dict())
-    return states, sorted(seen)
 
 
 HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2), num_heads=4, num_kv_heads=4)
@@ -277,8 +252,10 @@ BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "an optimizer": ("optimizer = {'type': 'AdamW'}", {"config": {"optimizer": {"type": "AdamW"}}}),
     "a batch size": ("train_batch_size = 8", {"config": {"train_batch_size": 8}}),
     "fp16": ("fp16 = {'enabled': True}", {"config": {"fp16": {"enabled": True}}}),
-    "bf16 twice": ("bf16 = {'enabled': True}", {"mixed_precision": "bf16", "config": {"bf16": {"enabled": True}}}),
-    "a precision": ("mixed_precision = 'fp8'", {"mixed_precision": "fp8"}),
+    "bf16 twice": (
+        "bf16 = {'enabled': True}",
+        {"mixed_precision": torch.bfloat16, "config": {"bf16": {"enabled": True}}},
+    ),
 }
 
 
@@ -329,7 +306,7 @@ class TestConfiguration:
             assert "config = 'ds_config.json'" in ended.message
 
     def test_a_bf16_model_has_no_use_for_autocast(self, world: World) -> None:
-        for ended in world.run(parallelize_badly, zero(1, mixed_precision="bf16"), torch.bfloat16):
+        for ended in world.run(parallelize_badly, zero(1, mixed_precision=torch.bfloat16), torch.bfloat16):
             assert ended.is_a(ValueError), ended
             assert "parameter weight of torch.bfloat16" in ended.message
 

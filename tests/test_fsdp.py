@@ -293,41 +293,6 @@ def test_fsdp1_evaluates_between_steps_alone(world: World) -> None:
             assert f"after {number} backward calls" in ended.message
 
 
-# Mixed precision.
-
-
-def train_in_bf16(strategy: str) -> tuple[list[State], set[torch.dtype], set[torch.dtype]]:
-    """States, the dtypes of a projection's outputs, and those of the gradients that the optimizer sees."""
-    recipe = Recipe(dtype=torch.float32, rate=0.02)
-    trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy, "mixed_precision": torch.bfloat16})
-    seen, gradients = set(), set()
-
-    def look(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-        seen.add(out.dtype)
-
-    def look_at_gradients(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients.update(parameter.grad.dtype for parameter in parameters if parameter.grad is not None)
-
-    for name, module in trainer.state.model.named_modules():
-        if name.endswith("projections"):
-            module.register_forward_hook(look)
-    trainer.state.optimizer.register_step_pre_hook(look_at_gradients)
-    states = [trainer.state.full_state_dict()]
-    trainer.step(0)
-    return [*states, trainer.state.full_state_dict()], seen, gradients
-
-
-@every_strategy
-def test_bf16(world: World, strategy: str) -> None:
-    """Forward and backward in bf16; gradients, optimizer and state in fp32."""
-    wanted = train_alone(TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02))
-    for states, seen, gradients in world.run(train_in_bf16, strategy):
-        assert seen == {torch.bfloat16}
-        assert gradients == {torch.float32}
-        check_moves(states, wanted, 0.05, strategy)
-
-
 # Set-ups in which replicas would drift apart.
 
 
@@ -389,8 +354,6 @@ def options_that_contradict() -> dict[str, Ended]:
     both = {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": torch.bfloat16}
     return {
         "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
-        "mixed_precision = torch.float16": parallelize_one_parameter(FOUR, {"mixed_precision": torch.float16}),
-        "mixed_precision = 'bf16'": parallelize_one_parameter(FOUR, {"mixed_precision": "bf16"}),
         "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
         "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
         "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),

@@ -26,6 +26,7 @@ CAPABILITIES: Mapping[str, str] = {
     "training": "parallelize() runs on this machine's processors",
     "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",
+    "mixed precision": "parallelize(mixed_precision=torch.bfloat16) computes in bf16, and steps in fp32",
     "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
     "save and load": "a training state comes back from a checkpoint",
     "another ring size": "a checkpoint can be read by another number of ranks",

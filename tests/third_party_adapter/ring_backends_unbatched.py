@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +47,9 @@ def parallelize(
     *,
     max_grad_norm: float | None = None,
     accumulation_steps: int = 1,
+    mixed_precision: torch.dtype | None = None,
 ) -> TrainingState:
     def wrap(module: nn.Module) -> nn.Module:
         return DistributedDataParallel(module) if dist.is_initialized() else module
 
-    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps)
+    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision)
