@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from typing import Any, get_args
 
 import torch
@@ -32,10 +33,19 @@ from ring_backends.adapters.fsdp_sharding import (
 )
 from ring_backends.adapters.fsdp_training import FSDP1Training, FSDP2Training, ShardedTraining
 from ring_backends.adapters.native import NativeRingDilatedAttention
+from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring
 from ring_backends.training import TrainingState, check_mixed_precision
+
+try:
+    import_module("numpy")
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"the fsdp adapter needs NumPy, with which torch.distributed.checkpoint passes plans between ranks ({error}); "
+        "install it with pip install 'ring-backends[fsdp]'."
+    ) from error
 
 __all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 

@@ -229,6 +229,7 @@ def test_two_ranks_train_as_one_and_use_the_ring(
     assert printed.count("step 1/2") == 1, "only rank 0 prints"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
     one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
 ) -> None:

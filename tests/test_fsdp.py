@@ -33,8 +33,6 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ring_backends.adapters import fsdp
-from ring_backends.adapters.fsdp_sharding import Strategy
 from ring_backends.testing import training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
@@ -56,6 +54,11 @@ from ring_backends.testing.training import (
 )
 from ring_backends.testing.world import World
 
+pytest.importorskip("numpy")  # which the adapter needs
+
+from ring_backends.adapters import fsdp
+from ring_backends.adapters.fsdp_sharding import Strategy
+
 ADAPTER = "ring_backends.adapters.fsdp"
 STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
 
@@ -66,11 +69,13 @@ class TestFSDP(AdapterTests):
     adapter = ADAPTER
 
 
+@pytest.mark.slow
 class TestHSDP(TrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
 
 
+@pytest.mark.slow
 class TestFSDP1(TrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
@@ -98,6 +103,15 @@ def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model
     ring = ring_here(ADAPTER, rings)
     assert ring is not None
     return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
+@pytest.mark.parametrize("rings", [FOUR, TWO], ids=["1x4", "2x2"])
+def test_gradients_are_those_of_the_whole_batch(world: World, rings: RingSpec, strategy: str) -> None:
+    """A few of the cases of the classes above."""
+    recipe = Recipe(dtype=torch.float32)
+    by_rank = world.run(train, ADAPTER, rings, "zigzag", recipe, {"strategy": strategy})
+    check_ranks(by_rank, train_alone(rings, "zigzag", recipe), 1e-6, strategy)
 
 
 # What is sharded, and over which ranks.

@@ -98,11 +98,13 @@ def test_an_adapter_that_cannot_be_used_says_why(announced: None) -> None:
         create_attention("absent", [8], [1])
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fairscale"])
-def test_a_framework_that_is_missing_is_named_with_its_install_command(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "framework"), [("fsdp", "numpy"), *((name, name) for name in ("deepspeed", "fairscale"))]
+)
+def test_a_framework_that_is_missing_is_named_with_its_install_command(name: str, framework: str) -> None:
     code = f"""
 import sys
-sys.modules["{name}"] = None
+sys.modules["{framework}"] = None
 from ring_backends import AdapterUnavailableError, available_adapters
 try:
     import ring_backends.adapters.{name}

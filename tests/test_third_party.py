@@ -79,7 +79,7 @@ def test_it_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> 
     )
     passed = re.search(r"(\d+) passed", told)
     assert passed is not None, told
-    assert int(passed[1]) > 10, told
+    assert int(passed[1]) >= 9, told
     assert not re.search(r"\d+ failed", told), told
 
 

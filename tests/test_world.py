@@ -204,12 +204,14 @@ def test_a_rank_lost_between_calls_is_told(pair):
         assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_told_too(pair):
     stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
@@ -235,6 +237,7 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     assert told.stdout == "hanging\n"
 
 
+@pytest.mark.slow
 def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
     folder = tmp_path / "checks" / "inner"
     folder.mkdir(parents=True)

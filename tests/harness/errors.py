@@ -373,7 +373,7 @@ class ErrorTests(AdapterSuite):
             assert outcome.raised(RingMismatchError), outcome
             assert re.search(re.escape(difference.told) + r" \(" + told, outcome.message), outcome
 
-    @pytest.mark.parametrize("name", LATER)
+    @pytest.mark.parametrize("name", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LATER][1:])])
     def test_ranks_that_disagree_later_are_told_in_time(self, world: World, name: str) -> None:
         """What they disagree on was agreed on before, so that no check stands before the first hop."""
         for first, again in world.run(disagree_later, self.adapter, name, SHORT):
@@ -408,6 +408,7 @@ class ErrorTests(AdapterSuite):
         outs = world.run(attend_on_a_new_ring, self.adapter, FOUR)
         assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
 
+    @pytest.mark.slow
     @requires("several rings per world")
     def test_a_rank_may_stay_away_at_any_time(self, world: World) -> None:
         first_call, _, backward, _ = world.run(stay_away_otherwise, self.adapter, SHORT)

@@ -172,7 +172,7 @@ class TrafficTests(AdapterSuite):
         for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
             assert (answer.forward_bytes, answer.backward_bytes) == (shard, 2 * shard)
 
-    @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+    @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
     @pytest.mark.parametrize("case", [_FULL, _MIXED], ids=["full", "mixed"])
     @every_layout
