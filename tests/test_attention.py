@@ -157,7 +157,7 @@ def _largest(tensor: Tensor) -> float:
     st.sampled_from(["contiguous", "zigzag"]),
 )
 def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
-    case: AttentionCase, ring_size: int, layout: str, part: str
+    part: str, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
     actual, rings = thread_ring_results(case, ring_size, layout)
     check_exact(actual, reference_results(case))
