@@ -393,6 +393,7 @@ class ErrorTests(AdapterSuite):
                 assert ended.is_a(RingMismatchError), ended
                 assert "is_causal = 1" in ended.message, ended
 
+    @pytest.mark.slow
     def test_a_rank_that_stays_away_is_told_in_time(self, world: World) -> None:
         endings = world.run(stay_away, self.adapter, SHORT)
         for rank in (0, 1, 3):
