@@ -260,7 +260,7 @@ def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
             """
         )
     )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
     told = subprocess.run(
         [*command, f"--rootdir={tmp_path}", str(folder)],
