@@ -206,6 +206,7 @@ def test_a_rank_lost_between_calls_is_told(pair):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_told_too(pair):
+    pair.run(process_ids)  # the first call of all imports this module, which takes its time
     stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
