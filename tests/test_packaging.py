@@ -167,7 +167,7 @@ def test_tox_pins_a_torch_the_package_accepts_and_the_tools_that_dev_installs(me
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     deps = [
-        Requirement(line)
+        Requirement(line.rpartition(": ")[2])  # without the factors it is for
         for section in tox.sections()
         for line in tox[section].get("deps", "").split("\n")
         if line and not line.startswith("{")
