@@ -23,7 +23,7 @@ from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring, Transfer
 from ring_backends.training import TrainingState
-from ring_backends.transfer import WorkTransfer, needs_host, through_host
+from ring_backends.transfer import transfer_of_works
 
 try:
     import deepspeed.comm as comm
@@ -103,9 +103,8 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         group, ranks = self.ring.group, self.ring.ranks
         assert group is not None
-        device = next(iter([*outgoing.values(), *incoming.values()])).device
 
-        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
             # deepspeed.comm knows global ranks only.
             receives = [
                 comm.P2POp(comm.irecv, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in incoming.items()
@@ -113,10 +112,10 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
             sends = [
                 comm.P2POp(comm.isend, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in outgoing.items()
             ]
-            works = comm.batch_isend_irecv([*receives, *sends])
-            return WorkTransfer(works, [*outgoing.values(), *incoming.values()])
+            works: list[dist.Work] = comm.batch_isend_irecv([*receives, *sends])
+            return works
 
-        return through_host(post, outgoing, incoming) if needs_host(group, device) else post(outgoing, incoming)
+        return transfer_of_works(group, post, outgoing, incoming)
 
     def forward(
         self,

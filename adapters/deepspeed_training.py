@@ -22,8 +22,8 @@ from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 
+from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
 from ring_backends.training import MakeOptimizer, TrainingState, check_mixed_precision, measure_divisor
 
@@ -122,7 +122,9 @@ class DeepSpeedTraining(TrainingState):
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(ring, max_grad_norm, accumulation_steps)
-        _start_world_of_one()
+        start_world_of_one()
+        if dist.get_world_size() == 1:
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
         start_deepspeed()
         self.divisor = _divisor(settings, mpu, options)
         self.optimizer = make_optimizer(model.parameters())
@@ -177,14 +179,6 @@ def _load_tensors(path: str, map_location: Any = None) -> Any:
     """Tensors and a few plain classes of DeepSpeed's; its own loading would run any code in a checkpoint."""
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
-
-
-def _start_world_of_one() -> None:
-    """DeepSpeed wants a process group even where there is one process, and to be told which device is its."""
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    if dist.get_world_size() == 1:
-        os.environ.setdefault("LOCAL_RANK", "0")
 
 
 _NO_PART_IN_REDUCING = (

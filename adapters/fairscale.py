@@ -14,16 +14,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world, start_world_of_one
 from ring_backends.ring import Ring, Transfer
 from ring_backends.training import MakeOptimizer, TrainingState
-from ring_backends.transfer import WorkTransfer, needs_host, through_host
+from ring_backends.transfer import transfer_of_works
 
 try:
     from fairscale.nn.model_parallel import initialize as model_parallel
@@ -34,7 +33,6 @@ try:
         FairScaleTraining,
         FullyShardedTraining,
         ShardedTraining,
-        device_of,
     )
 except ImportError as error:
     raise AdapterUnavailableError(
@@ -122,16 +120,16 @@ class FairScaleRingDilatedAttention(_RingDilatedAttention):
         assert group is not None
         device = next(iter([*outgoing.values(), *incoming.values()])).device
 
-        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
             transport = RingTransport(None, device, group)
             here = ring.ranks[ring.rank]
             for peer, buffer in incoming.items():
                 transport.recv_message_tensors(_message(ring.ranks[peer], here, buffer, tag))
             for peer, buffer in outgoing.items():
                 transport.send_message(_message(here, ring.ranks[peer], buffer, tag), skip_header=True)
-            return WorkTransfer(transport.post(), [*outgoing.values(), *incoming.values()])
+            return transport.post()
 
-        return through_host(post, outgoing, incoming) if needs_host(group, device) else post(outgoing, incoming)
+        return transfer_of_works(group, post, outgoing, incoming)
 
 
 RingDilatedAttention = FairScaleRingDilatedAttention
@@ -182,9 +180,7 @@ def parallelize(
     if strategy not in strategies:
         raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(map(repr, strategies))}.")
     _check_model_parallel(ring)
-    if not dist.is_initialized():
-        backend = "nccl" if device_of(model).type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)  # OSS and FSDP need one
+    start_world_of_one()  # OSS and FSDP need a process group
     return strategies[strategy](
         model, make_optimizer, ring, max_grad_norm, accumulation_steps, mixed_precision, framework_options
     )

@@ -25,6 +25,8 @@ from ring_backends.training import (
     MakeOptimizer,
     TrainingState,
     by_first_rank,
+    check_mixed_precision,
+    device_of,
     measure_divisor,
     run_under_autocast,
     save_file,
@@ -44,7 +46,8 @@ class FairScaleTraining(TrainingState):
         mixed_precision: torch.dtype | None,
         options: dict[str, Any],
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps, mixed_precision)
+        check_mixed_precision(mixed_precision)
+        super().__init__(ring, max_grad_norm, accumulation_steps)
         self._options = options
         self._check(model)
         self.model, self.optimizer = self._wrap(model, make_optimizer)
@@ -262,7 +265,3 @@ def _check_options(options: Mapping[str, Any], known: frozenset[str], what: str)
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def device_of(model: nn.Module) -> torch.device:
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     FSDPModule,
@@ -27,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ring_backends.ring import Ring
+from ring_backends.training import device_of
 
 Strategy = Literal["fsdp2", "hsdp", "fsdp1"]
 Policy = TypeVar("Policy", MixedPrecision | None, MixedPrecisionPolicy)
@@ -201,18 +201,6 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
                 "twice; leave that block out."
             )
     return blocks
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def start_world_of_one() -> None:
-    """FSDP needs a process group, in a world of one too."""
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def give_all_ranks_the_first_ones_numbers(model: nn.Module) -> None:

@@ -29,9 +29,10 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ring_backends.adapters.fsdp_sharding import Sharding, device_of, start_world_of_one
+from ring_backends.adapters.fsdp_sharding import Sharding
+from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, measure_divisor
+from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, device_of, measure_divisor
 
 
 class ShardedTraining(TrainingState):

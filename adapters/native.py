@@ -17,7 +17,7 @@ from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring, Transfer
 from ring_backends.training import ReplicatedTraining, TrainingState
-from ring_backends.transfer import WorkTransfer, needs_host, through_host
+from ring_backends.transfer import transfer_of_works
 
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
@@ -49,9 +49,8 @@ class NativeRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         group = self.ring.group
         assert group is not None
-        device = next(iter([*outgoing.values(), *incoming.values()])).device
 
-        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
             receives = [
                 dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=peer)
                 for peer, buffer in incoming.items()
@@ -60,10 +59,9 @@ class NativeRingDilatedAttention(_RingDilatedAttention):
                 dist.P2POp(dist.isend, buffer, group=group, tag=tag, group_peer=peer)
                 for peer, buffer in outgoing.items()
             ]
-            works = dist.batch_isend_irecv([*receives, *sends])
-            return WorkTransfer(works, [*outgoing.values(), *incoming.values()])
+            return dist.batch_isend_irecv([*receives, *sends])
 
-        return through_host(post, outgoing, incoming) if needs_host(group, device) else post(outgoing, incoming)
+        return transfer_of_works(group, post, outgoing, incoming)
 
 
 RingDilatedAttention = NativeRingDilatedAttention

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.agreement import Agreement
@@ -58,6 +58,13 @@ def start_world(timeout: timedelta) -> int:
             backend = "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, timeout=max(timeout, START_TIMEOUT))
     return dist.get_world_size()
+
+
+def start_world_of_one() -> None:
+    """Initialise torch.distributed for this process alone, if nobody has: some frameworks want a group for that too."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
 def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | None, world_size: int) -> tuple[int, ...]:

@@ -38,14 +38,7 @@ class TrainingState(ABC):
     divisor: float
     step_count: int
 
-    def __init__(
-        self,
-        ring: Ring,
-        max_grad_norm: float | None,
-        accumulation_steps: int,
-        mixed_precision: torch.dtype | None = None,
-    ) -> None:
-        check_mixed_precision(mixed_precision)
+    def __init__(self, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive; None does not clip.")
         if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
@@ -59,7 +52,6 @@ class TrainingState(ABC):
         self.ring = ring
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
-        self.mixed_precision = mixed_precision
         self.step_count = 0
         self._backward_calls = 0
 
@@ -173,12 +165,13 @@ class ReplicatedTraining(TrainingState):
         accumulation_steps: int,
         mixed_precision: torch.dtype | None = None,
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps, mixed_precision)
+        check_mixed_precision(mixed_precision)
+        super().__init__(ring, max_grad_norm, accumulation_steps)
         self._replica = model
         self.model = wrap(model)
         run_under_autocast(self.model, mixed_precision)
         self.optimizer = make_optimizer(model.parameters())
-        self.divisor = measure_divisor(lambda gradient: _reduced_by(wrap, gradient, _device(model)))
+        self.divisor = measure_divisor(lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
         self._unreduced = contextlib.ExitStack()
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
@@ -201,7 +194,7 @@ class ReplicatedTraining(TrainingState):
         by_first_rank(lambda: save_file({"model": model, "optimizer": optimizer, "step": self.step_count}, path))
 
     def _load(self, path: str | os.PathLike[str]) -> None:
-        state = torch.load(path, map_location=_device(self.model), weights_only=True)
+        state = torch.load(path, map_location=device_of(self.model), weights_only=True)
         self._replica.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_count = state["step"]
@@ -228,7 +221,7 @@ def check_mixed_precision(dtype: object) -> None:
 def run_under_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
     """Let a model's forward, and with it its backward, compute in ``dtype``; parameters and gradients keep theirs."""
     if dtype is not None:
-        model.forward = torch.autocast(_device(model).type, dtype)(model.forward)
+        model.forward = torch.autocast(device_of(model).type, dtype)(model.forward)
 
 
 def by_first_rank(action: Callable[[], None]) -> None:
@@ -256,7 +249,8 @@ def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     os.replace(unfinished, path)
 
 
-def _device(model: nn.Module) -> torch.device:
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 

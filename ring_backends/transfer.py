@@ -61,6 +61,23 @@ def through_host(
     return _StagedTransfer(post(host_outgoing, host_incoming), incoming, host_incoming)
 
 
+def transfer_of_works(
+    group: dist.ProcessGroup,
+    post: Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], Sequence[dist.Work]],
+    outgoing: Mapping[int, Tensor],
+    incoming: Mapping[int, Tensor],
+) -> Transfer:
+    """Post a hop that is made of the group's works, by way of host memory where the group needs that."""
+
+    def post_transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
+        return WorkTransfer(post(outgoing, incoming), [*outgoing.values(), *incoming.values()])
+
+    device = next(iter([*outgoing.values(), *incoming.values()])).device
+    if needs_host(group, device):
+        return through_host(post_transfer, outgoing, incoming)
+    return post_transfer(outgoing, incoming)
+
+
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's hops of tensors on ``device`` have to go through host memory: gloo's do, of CUDA tensors."""
     return device.type == "cuda" and "gloo" in dist.get_backend_config(group).split("cuda:")[-1].split(",")[0]

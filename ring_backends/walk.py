@@ -177,18 +177,8 @@ class Walk:
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             passed_on = _grad_rows(step.grad_sends, inputs, zeroed=True)
             for tile in step.tiles:
-                grad_query, grad_key, grad_value = self._tile_backward(
-                    tile, here, arrived, block_out, block_lse, block_grad_out
-                )
-                scatter_add(sums.query, tile.queries, grad_query)
-                if tile.keys is not None:
-                    scatter_add(sums.key, tile.keys, grad_key)
-                    scatter_add(sums.value, tile.keys, grad_value)
-                else:
-                    assert tile.parcel is not None
-                    parcel_key, parcel_value, _ = passed_on.slices(tile.parcel)
-                    parcel_key += grad_key
-                    parcel_value += grad_value
+                tile_grads = self._tile_backward(tile, here, arrived, block_out, block_lse, block_grad_out)
+                add_tile_grads(tile, tile_grads, sums, passed_on)
             del arrived  # as in forward
             if grad_hop is not None:
                 grad_hop.settle(passed_on, grads)
@@ -244,6 +234,22 @@ class Walk:
             outgoing = packed.by_peer
         incoming = PackedRows(row_format, step.receives, inputs.key.device)
         return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
+
+
+def add_tile_grads(
+    tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: Inputs | _BlockSums, parcels: PackedRows
+) -> None:
+    """Add a tile's dQ, and its dK and dV: to this rank's own sums, or to those of the parcel that they belong to."""
+    grad_query, grad_key, grad_value = tile_grads
+    scatter_add(sums.query, tile.queries, grad_query)
+    if tile.keys is not None:
+        scatter_add(sums.key, tile.keys, grad_key)
+        scatter_add(sums.value, tile.keys, grad_value)
+    else:
+        assert tile.parcel is not None
+        parcel_key, parcel_value, _ = parcels.slices(tile.parcel)
+        parcel_key += grad_key
+        parcel_value += grad_value
 
 
 def _grad_rows(messages: tuple[Message, ...], inputs: Inputs, *, zeroed: bool = False) -> PackedRows:

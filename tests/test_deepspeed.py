@@ -38,6 +38,7 @@ from ring_backends.testing.training import (
     State,
     TrainingTests,
     check_moves,
+    check_ranks,
     save_and_load,
     train,
     train_alone,
@@ -87,11 +88,7 @@ def check_stage(
 ) -> None:
     """The same moves as in one process, and the very same numbers on all ranks."""
     by_rank = world.run(function, ADAPTER, rings, "zigzag", recipe, dict(options))
-    wanted = train_alone(rings, "zigzag", recipe)
-    for rank, states in enumerate(by_rank):
-        check_moves(states, wanted, tolerance, f"{options} on rank {rank} of {rings}")
-        for state, first in zip(states, by_rank[0], strict=True):
-            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), f"rank {rank} has drifted"
+    check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, f"{options} of {rings}")
 
 
 @slow

@@ -29,7 +29,7 @@ from ring_backends.testing.training import (
     Recipe,
     State,
     Trainer,
-    check_moves,
+    check_ranks,
     every_mesh,
     loss_sum,
     reduced_and_promised,
@@ -520,14 +520,6 @@ class TestFairScale(AdapterTests):
         for states, resumed in by_rank:
             for state, other in zip(states[1:], resumed, strict=True):
                 assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
-
-
-def check_ranks(by_rank: list[list[State]], wanted: list[State], tolerance: float) -> None:
-    """Every rank moved as a single process does, and all hold the same numbers."""
-    for rank, states in enumerate(by_rank):
-        check_moves(states, wanted, tolerance, f"rank {rank}")
-        for state, first in zip(states, by_rank[0], strict=True):
-            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items())
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from ring_backends.testing.training import (
     Trainer,
     TrainingTests,
     check_moves,
+    check_ranks,
     five_steps,
     load_and_go_on,
     train,
@@ -85,14 +86,6 @@ class TestFSDP1(TrainingTests):
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it, and loses the step",
         }
     )
-
-
-def check_ranks(by_rank: list[list[State]], wanted: list[State], tolerance: float, what: object = "") -> None:
-    """The same moves on every rank as alone, and the very same numbers on all of them."""
-    for rank, states in enumerate(by_rank):
-        check_moves(states, wanted, tolerance, f"{what} on rank {rank}")
-        for state, first in zip(states, by_rank[0], strict=True):
-            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), f"rank {rank} has drifted"
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
@@ -220,11 +213,7 @@ def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Cou
     trainer = Trainer(ADAPTER, FOUR, "zigzag", recipe, {"strategy": strategy})
     for block in trainer.state.model.get_submodule("blocks").children():
         block.compile(fullgraph=True, backend=graphs.backend)
-    states = [trainer.state.full_state_dict()]
-    for step in range(recipe.steps):
-        trainer.step(step)
-        states.append(trainer.state.full_state_dict())
-    return states, graphs.operators()
+    return trainer.states(), graphs.operators()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("hsdp", marks=pytest.mark.slow)])

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.adapters import native
+from ring_backends import transfer
 from ring_backends.ring import Transfer
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
@@ -70,7 +70,7 @@ def what_needs_host() -> list[bool]:
 
 def attend_through_host(name: str) -> Answer | None:
     case = replace(EDGE_CASES[name], batch=3)
-    with mock.patch.object(native, "needs_host", return_value=True):
+    with mock.patch.object(transfer, "needs_host", return_value=True):
         return answer_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
 
 

@@ -24,7 +24,7 @@ from ring_backends.request import attend, no_hops
 from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
 from ring_backends.softmax import statistics_dtype
-from ring_backends.walk import ByHops, Hops, Inputs, Walk
+from ring_backends.walk import ByHops, Hops, Inputs, Walk, add_tile_grads
 
 
 class _Rows(PackedRows):
@@ -105,23 +105,13 @@ class AllGatherWalk(Walk):
         size = self.ring.size * self._contribution_bytes(grad_format)
         remote = self._collected(grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device))
         for block in self.plan.blocks:
-            here, sums = inputs.block(block), grads.block(block)
+            here, part = inputs.block(block), grads.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
-            query_sum = torch.zeros_like(here.query, dtype=dtype)
+            sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
             for tile in _tiles(block):
-                tile_query, tile_key, tile_value = self._tile_backward(
-                    tile, here, collected, block_out, block_lse, block_grad_out
-                )
-                scatter_add(query_sum, tile.queries, tile_query)
-                if tile.keys is not None:
-                    scatter_add(sums.key, tile.keys, tile_key)
-                    scatter_add(sums.value, tile.keys, tile_value)
-                else:
-                    assert tile.parcel is not None
-                    remote_key, remote_value, _ = remote.slices(tile.parcel)
-                    remote_key += tile_key
-                    remote_value += tile_value
-            sums.query.copy_(query_sum)
+                tile_grads = self._tile_backward(tile, here, collected, block_out, block_lse, block_grad_out)
+                add_tile_grads(tile, tile_grads, sums, remote)
+            part.query.copy_(sums.query)
         del collected  # not needed beside the buffers of the reduce-scatter
         self._bring_home(remote, grads)
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)

@@ -21,6 +21,7 @@ import typer
 
 from ring_backends.cli.branches import Branches, describe_branches, parse_branches
 from ring_backends.cli.launch import launch, under_launcher
+from ring_backends.cli.options import check_choices, check_files
 from ring_backends.cli.report import Failure, RankFailedError, reported_errors
 from ring_backends.cli.train import default_branches
 from ring_backends.pattern import DilatedPattern
@@ -65,17 +66,8 @@ class CompareOptions:
             raise ValueError(
                 f"num_kv_heads = {self.kv_heads}: must divide the {self.num_heads} query heads; use a number that does."
             )
-        choices = {
-            "layout": ("contiguous", "zigzag"),
-            "dtype": ("auto", "fp32", "bf16", "fp16", "fp64"),
-            "device": ("auto", "cpu", "cuda"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: unknown; choose one of {', '.join(allowed)}.")
-        for name, path in (("json", self.json), ("plot", self.plot)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; make it first.")
+        check_choices(self)
+        check_files(json=self.json, plot=self.plot)
         if self.plot is not None:
             _check_plot(self.plot)
         if under_launcher():

@@ -14,6 +14,7 @@ import typer
 from ring_backends.cli.branches import Branches, parse_branches
 from ring_backends.cli.data import Document, standard_library_sources
 from ring_backends.cli.launch import interrupt_deadline, launch, under_launcher
+from ring_backends.cli.options import check_choices, check_files
 from ring_backends.cli.report import reported_errors
 from ring_backends.pattern import DilatedPattern
 
@@ -61,14 +62,7 @@ class TrainOptions:
         """
         self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
         self.document()
-        choices = {
-            "layout": ("contiguous", "zigzag"),
-            "dtype": ("auto", "fp32", "bf16", "fp16", "fp64"),
-            "device": ("auto", "cpu", "cuda"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} = {getattr(self, name)!r}: unknown; choose one of {', '.join(allowed)}.")
+        check_choices(self)
         for name in ("lr", "timeout", "max_grad_norm"):
             value = getattr(self, name)
             if value is not None and not value > 0:
@@ -76,9 +70,7 @@ class TrainOptions:
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
-        for name, path in (("save", self.save), ("json", self.json)):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; make it first.")
+        check_files(save=self.save, json=self.json)
 
     def pattern(self) -> DilatedPattern:
         return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)

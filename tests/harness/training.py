@@ -150,6 +150,14 @@ class Trainer:
         dist.all_reduce(total)
         return float(total)
 
+    def states(self) -> list[State]:
+        """Take all steps; the whole state before the first and after each, as this rank sees it."""
+        states = [self.state.full_state_dict()]
+        for step in range(self.recipe.steps):
+            self.step(step)
+            states.append(self.state.full_state_dict())
+        return states
+
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORED)
@@ -179,12 +187,7 @@ def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: 
 
 def train(adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, options: Mapping[str, Any]) -> list[State]:
     """The whole state before the first step and after each, as this rank sees it."""
-    trainer = Trainer(adapter, rings, layout, recipe, options)
-    states = [trainer.state.full_state_dict()]
-    for step in range(recipe.steps):
-        trainer.step(step)
-        states.append(trainer.state.full_state_dict())
-    return states
+    return Trainer(adapter, rings, layout, recipe, options).states()
 
 
 def train_in_bf16(
@@ -200,11 +203,7 @@ def train_in_bf16(
     for name, module in trainer.state.model.named_modules():
         if name.endswith("projections"):
             module.register_forward_hook(look)
-    states = [trainer.state.full_state_dict()]
-    for step in range(recipe.steps):
-        trainer.step(step)
-        states.append(trainer.state.full_state_dict())
-    return states, seen
+    return trainer.states(), seen
 
 
 def train_alone(rings: RingSpec, layout: LayoutKind, recipe: Recipe) -> list[State]:
@@ -244,6 +243,18 @@ def check_moves(got: Sequence[State], wanted: Sequence[State], tolerance: float,
             error = float((got[step][name].double() - got[0][name].double() - move).norm())
             assert error <= tolerance * float(move.norm()), (
                 f"{what}: after step {step} {name} has moved by {float(move.norm())}, with an error of {error}"
+            )
+
+
+def check_ranks(
+    by_rank: Sequence[Sequence[State]], wanted: Sequence[State], tolerance: float, what: object = ""
+) -> None:
+    """The same moves on every rank as alone, and the very same numbers on all of them."""
+    for rank, states in enumerate(by_rank):
+        check_moves(states, wanted, tolerance, f"{what} on rank {rank}")
+        for state, first in zip(states, by_rank[0], strict=True):
+            assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), (
+                f"{what}: rank {rank} has drifted from rank 0"
             )
 
 
@@ -381,12 +392,7 @@ class TrainingTests(AdapterSuite):
         """Train on the ranks and alone: the same moves on every rank, and the very same numbers on all of them."""
         by_rank = world.run(train, self.adapter, rings, layout, recipe, dict(self.framework_options))
         wanted = train_alone(rings, layout, recipe)
-        for rank, states in enumerate(by_rank):
-            check_moves(states, wanted, tolerance, f"{recipe} on rank {rank}")
-            for state, first in zip(states, by_rank[0], strict=True):
-                assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), (
-                    f"{recipe}: rank {rank} has drifted from rank 0"
-                )
+        check_ranks(by_rank, wanted, tolerance, recipe)
 
     @requires("training")
     @every_precision
