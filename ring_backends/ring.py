@@ -34,14 +34,21 @@ class Transfer(ABC):
 
 @dataclass
 class Traffic:
-    """What this rank has sent by ring passes since the last reset: payload, without padding or headers."""
+    """What this rank has sent by ring passes since the last reset, and how long it has waited for them.
+
+    Attributes:
+        messages, bytes: sent; payload, without padding or headers.
+        wait_seconds: in which the host waited for hops. One on a GPU's stream holds up the stream, not the host.
+    """
 
     messages: int = 0
     bytes: int = 0
+    wait_seconds: float = 0.0
 
     def reset(self) -> None:
         self.messages = 0
         self.bytes = 0
+        self.wait_seconds = 0.0
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ring_backends.agreement import Agreement, Call
 from ring_backends.gather import gather, gather_into, scatter_add, scatter_merge
@@ -29,6 +31,9 @@ from ring_backends.softmax import statistics_dtype
 
 RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 """(outgoing, incoming, tag) -> Transfer: post one hop, with at most one buffer per ring rank in either direction."""
+
+TILE_SPAN, POST_SPAN, WAIT_SPAN = (f"ring_backends::{span}" for span in ("tile", "post_hop", "wait_hop"))
+"""What torch.profiler calls the parts of a walk."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +94,13 @@ class _Posted:
     hops: Hops
 
     def wait(self) -> PackedRows:
+        started = time.perf_counter()
         try:
-            self.transfer.wait(self.hops.call.time_left())
+            with record_function(WAIT_SPAN):
+                self.transfer.wait(self.hops.call.time_left())
         except Exception as error:
             self.hops.agreement.fail(self.hops.call, self.what, error)
+        self.hops.traffic.wait_seconds += time.perf_counter() - started
         return self.incoming
 
 
@@ -117,7 +125,8 @@ class Hops:
             f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
         )
         try:
-            transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
+            with record_function(POST_SPAN):
+                transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
         except Exception as error:
             self.agreement.fail(self.call, what, error)
         self.traffic.messages += len(outgoing)
@@ -153,7 +162,8 @@ class Walk:
             for phantom in step.phantoms:
                 _merge_phantom(block_out, block_lse, phantom)
             for tile in step.tiles:
-                scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, arrived))
+                with record_function(TILE_SPAN):
+                    scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, arrived))
             del arrived  # before the next hop is posted: two received buffers are enough
             if step is block.steps[-1] and block_out.dtype != out.dtype:
                 out[:, :, block.heads] = block_out
@@ -177,8 +187,9 @@ class Walk:
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             passed_on = _grad_rows(step.grad_sends, inputs, zeroed=True)
             for tile in step.tiles:
-                tile_grads = self._tile_backward(tile, here, arrived, block_out, block_lse, block_grad_out)
-                add_tile_grads(tile, tile_grads, sums, passed_on)
+                with record_function(TILE_SPAN):
+                    tile_grads = self._tile_backward(tile, here, arrived, block_out, block_lse, block_grad_out)
+                    add_tile_grads(tile, tile_grads, sums, passed_on)
             del arrived  # as in forward
             if grad_hop is not None:
                 grad_hop.settle(passed_on, grads)
