@@ -10,12 +10,15 @@ Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
 
 from ring_backends.softmax import merge_
+
+ROWS_AT_ONCE = 512
+"""Dilated rows copied head after head on the CPU; the pages of as many rows fit the translation buffer (TLB)."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,15 @@ class HeadRun:
     @property
     def num_heads(self) -> int:
         return self.outer * self.inner
+
+    def heads_and_phases(self) -> Iterator[tuple[int, int]]:
+        """Every head of the run with the position of its first row."""
+        for outer in range(self.outer):
+            for inner in range(self.inner):
+                yield (
+                    self.head + outer * self.outer_head + inner * self.inner_head,
+                    self.phase + outer * self.outer_phase + inner * self.inner_phase,
+                )
 
 
 @dataclass(frozen=True)
@@ -58,6 +70,18 @@ class DilatedRows:
     def num_heads(self) -> int:
         return sum(run.num_heads for run in self.runs)
 
+    def part_of_segments(self, segments: range) -> DilatedRows:
+        return replace(self, start=self.start + segments.start * self.segment_stride, segments=len(segments))
+
+    def part_of_heads(self, heads: range) -> DilatedRows:
+        if len(heads) == self.num_heads:
+            return self
+        chosen = [pair for run in self.runs for pair in run.heads_and_phases()][heads.start : heads.stop]
+        return replace(self, runs=head_runs(*zip(*chosen, strict=True)))
+
+    def part_of_rows(self, rows: range) -> DilatedRows:
+        return replace(self, start=self.start + rows.start * self.rate, rows=len(rows))
+
     def views(self, tensor: Tensor) -> Iterator[tuple[slice, Tensor]]:
         """Yield (heads, view) per run, the view being [batch, segments, outer, inner, rows, …] of ``tensor`` itself."""
         batch, _, _, *rest = tensor.shape
@@ -80,9 +104,14 @@ class DilatedRows:
             first_head += run.num_heads
 
 
+def gathered_shape(tensor: Tensor, rows: DilatedRows) -> tuple[int, ...]:
+    """[batch * segments, heads, rows, …]."""
+    return (tensor.shape[0] * rows.segments, rows.num_heads, rows.rows, *tensor.shape[3:])
+
+
 def gather(tensor: Tensor, rows: DilatedRows) -> Tensor:
     """The rows, as [batch * segments, heads, rows, …]: a view where the tensor's strides allow one, else a copy."""
-    shape = (tensor.shape[0] * rows.segments, rows.num_heads, rows.rows, *tensor.shape[3:])
+    shape = gathered_shape(tensor, rows)
     if len(rows.runs) == 1:
         ((_, view),) = rows.views(tensor)
         return view.reshape(shape)
@@ -95,6 +124,12 @@ def gather_into(destination: Tensor, tensor: Tensor, rows: DilatedRows) -> None:
     """Copy the rows into ``destination``, [batch * segments, heads, rows, …]."""
     for view, part in _paired(tensor, rows, destination):
         part.copy_(view)
+
+
+def scatter(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
+    """Copy ``values``, [batch * segments, heads, rows, …], into the rows of ``tensor``."""
+    for view, part in _paired(tensor, rows, values):
+        view.copy_(part)
 
 
 def scatter_add(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
@@ -111,10 +146,16 @@ def scatter_merge(out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor,
 
 
 def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of the tensor's rows, the same heads of ``values``), equally shaped, run by run."""
+    """Yield (view of the tensor's rows, the same heads of ``values``), equally shaped, run by run.
+
+    On the CPU some rows of all heads after the other: they lie on the same pages of memory, which all rows of one head
+    would leave before the next head comes to them.
+    """
     values = values.unflatten(0, (values.shape[0] // rows.segments, rows.segments))
+    at_once = ROWS_AT_ONCE if tensor.device.type == "cpu" and rows.rate > 1 else rows.rows
     for heads, view in rows.views(tensor):
-        yield view, values[:, :, heads].unflatten(2, view.shape[2:4])
+        part = values[:, :, heads].unflatten(2, view.shape[2:4])
+        yield from zip(view.split(at_once, 4), part.split(at_once, 4), strict=True)
 
 
 def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...]:

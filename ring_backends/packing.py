@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_backends.plan import Message, Parcel
+from ring_backends.plan import Message, Parcel, ParcelRows
 
 ALIGNMENT = 16
 """Every slice of a buffer starts at a multiple of this many bytes."""
@@ -73,6 +73,16 @@ class PackedRows:
             views.append(self.buffer[offset : offset + size].view(dtype).view(shape))
             offset += _aligned(size)
         return views[0], views[1], views[2] if self.row_format.masked else None
+
+    def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`slices` of some streams and rows of a parcel alone."""
+        streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
+        key, value, mask = self.slices(rows.parcel)
+        return (
+            key[:, streams, row_range],
+            value[:, streams, row_range],
+            None if mask is None else mask[:, streams, row_range],
+        )
 
     def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
         """A buffer of just these parcels, in order: part of this one where they lie in it like that, else a copy."""

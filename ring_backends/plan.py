@@ -7,7 +7,7 @@ their steps alike, including those in which they have nothing to do. :mod:`ring_
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ring_backends.gather import DilatedRows
@@ -48,26 +48,77 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Tile:
-    """One kernel call: query rows against the rows of a parcel, or against local key rows.
+class ParcelRows:
+    """The K and V rows ``rows`` of the streams ``streams`` of a parcel."""
 
-    ``stream_of_head[i]`` is the stream, among those of ``keys`` or of the parcel, that query head i attends to.
+    parcel: Parcel
+    streams: range
+    row_range: range
+
+    @property
+    def num_heads(self) -> int:
+        return len(self.streams)
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_range)
+
+    def part_of_segments(self, segments: range) -> ParcelRows:
+        assert segments == range(1), "a parcel is a piece of one segment"
+        return self
+
+    def part_of_heads(self, heads: range) -> ParcelRows:
+        return replace(self, streams=self.streams[heads.start : heads.stop])
+
+    def part_of_rows(self, rows: range) -> ParcelRows:
+        return replace(self, row_range=self.row_range[rows.start : rows.stop])
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One kernel call: query rows against rows of a parcel, or against local key rows.
+
+    Attributes:
+        stream_of_head: ``[i]`` is the stream, among those of ``keys``, that query head i attends to.
+        opens_queries, opens_keys: no earlier tile of the block has these query rows, or these key rows; what it
+            computes for them is stored, where that of others is merged or added.
     """
 
     branch: int
     queries: DilatedRows
-    keys: DilatedRows | None
-    parcel: Parcel | None
-    num_streams: int
+    keys: DilatedRows | ParcelRows
     stream_of_head: tuple[int, ...]
     is_causal: bool
+    opens_queries: bool = False
+    opens_keys: bool = False
+
+    @property
+    def parcel(self) -> Parcel | None:
+        return self.keys.parcel if isinstance(self.keys, ParcelRows) else None
 
     @cached_property
     def streams_are_grouped(self) -> bool:
         """Whether every stream serves equally many consecutive heads, as grouped-query attention has it."""
-        group, rest = divmod(len(self.stream_of_head), self.num_streams)
+        group, rest = divmod(len(self.stream_of_head), self.keys.num_heads)
         return rest == 0 and self.stream_of_head == tuple(
-            stream for stream in range(self.num_streams) for _ in range(group)
+            stream for stream in range(self.keys.num_heads) for _ in range(group)
+        )
+
+    @property
+    def heads_per_group(self) -> int:
+        """How many consecutive heads stay together when heads are cut: those of one stream, where they are grouped."""
+        return len(self.stream_of_head) // self.keys.num_heads if self.streams_are_grouped else 1
+
+    def part(self, segments: range, groups: range) -> Tile:
+        """Some segments of the tile, and some groups of its heads with the streams that they need."""
+        heads = range(groups.start * self.heads_per_group, groups.stop * self.heads_per_group)
+        streams = self.stream_of_head[heads.start : heads.stop]
+        first = min(streams)
+        return replace(
+            self,
+            queries=self.queries.part_of_segments(segments).part_of_heads(heads),
+            keys=self.keys.part_of_segments(segments).part_of_heads(range(first, max(streams) + 1)),
+            stream_of_head=tuple(stream - first for stream in streams),
         )
 
 
@@ -93,11 +144,16 @@ class Step:
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """A range of query heads with the key/value heads they use, and the steps that compute them."""
+    """A range of query heads with the key/value heads they use, and the steps that compute them.
+
+    Attributes:
+        is_opened: tiles that open query and key rows reach all rows of all its heads; no other tile has to find zeros.
+    """
 
     heads: slice
     kv_heads: slice
     steps: tuple[Step, ...]
+    is_opened: bool
 
 
 @dataclass(frozen=True)

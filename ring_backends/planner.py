@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
 
 import torch
 
 from ring_backends.gather import DilatedRows, head_runs
-from ring_backends.plan import HeadBlock, Message, Parcel, Phantom, RankPlan, Step, Tile
+from ring_backends.plan import HeadBlock, Message, Parcel, ParcelRows, Phantom, RankPlan, Step, Tile
 from ring_backends.schedule import BranchSchedule, RingSchedule
+from ring_backends.tiling import cut
 
 COMMUNICATION_SHARE = 0.1
 """The most that all communication buffers may take, as a share of q, k, v, out and their gradients."""
@@ -63,24 +64,22 @@ _Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset),
 
 
 @lru_cache(maxsize=256)
-def rank_plan(schedule: RingSchedule, rank: int, *, batch: int, head_dim: int, itemsize: int) -> RankPlan:
-    """The steps of ``rank``. Sizes decide only how finely heads and hops are cut, and are alike on every rank."""
+def rank_plan(
+    schedule: RingSchedule, rank: int, *, batch: int, head_dim: int, itemsize: int, tile_bytes: int | None = None
+) -> RankPlan:
+    """The steps of ``rank``.
+
+    Args:
+        batch, head_dim, itemsize: decide only how finely heads and hops are cut, and are alike on every rank.
+        tile_bytes: the most that the query of one tile may take, each rank's own affair. None leaves tiles whole.
+    """
     if batch == 0:
         return RankPlan(rank, ())
+    max_tile_rows = None if tile_bytes is None else max(1, tile_bytes // (batch * head_dim * itemsize))
     blocks, shares = _cuts(schedule, batch * head_dim * itemsize, itemsize)
-    group = schedule.num_heads // schedule.kv_heads
     bounds = [schedule.kv_heads * block // blocks for block in range(blocks + 1)]
-    return RankPlan(
-        rank,
-        tuple(
-            HeadBlock(
-                slice(first * group, last * group),
-                slice(first, last),
-                _BlockBuilder(schedule, rank, first, last, shares).steps(),
-            )
-            for first, last in pairwise(bounds)
-        ),
-    )
+    builders = (_BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
+    return RankPlan(rank, tuple(builder.block(max_tile_rows) for builder in builders))
 
 
 def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int) -> tuple[int, int]:
@@ -95,8 +94,8 @@ def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int) -> tuple[int, i
     buffers = 3 * hop + 3 * hop * max(itemsize, 4) // itemsize
     cuts = -(-buffers // max(1, int(COMMUNICATION_SHARE * tensors)))
     cuts = max(1, min(cuts, hop // MIN_HOP_BYTES))
-    query = longest * schedule.num_heads * row_bytes
-    blocks = min(schedule.kv_heads, max(cuts, query // MIN_BLOCK_BYTES, 1))
+    sums = longest * schedule.num_heads * row_bytes if itemsize < 4 else 0
+    blocks = min(schedule.kv_heads, max(cuts, sums // MIN_BLOCK_BYTES, 1))
     return blocks, -(-cuts // blocks)
 
 
@@ -109,6 +108,10 @@ class _BlockBuilder:
         self.rank = rank
         self.shares = shares
         group = schedule.num_heads // schedule.kv_heads
+        self.query_heads, self.kv_heads = (
+            slice(first_kv_head * group, last_kv_head * group),
+            slice(first_kv_head, last_kv_head),
+        )
         self.heads: list[_Heads] = [
             [
                 (head - first_kv_head * group, kv_head - first_kv_head, offset)
@@ -119,20 +122,27 @@ class _BlockBuilder:
         ]
         self.drafts = [_Draft() for _ in range(1 + schedule.num_steps * shares)]
 
-    def steps(self) -> tuple[Step, ...]:
-        for branch in self.schedule.branches:
-            if self.heads[branch.index]:
-                self._local(branch)
-                self._remote(branch)
-        return tuple(draft.finish() for draft in self.drafts)
+    def block(self, max_tile_rows: int | None) -> HeadBlock:
+        num_heads = self.query_heads.stop - self.query_heads.start
+        branches = [branch for branch in self.schedule.branches if self.heads[branch.index]]
+        opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
+        for branch in sorted(branches, key=lambda branch: branch is not opening):
+            self._local(branch, opens=branch is opening)
+            self._remote(branch)
+        steps = tuple(draft.finish(max_tile_rows) for draft in self.drafts)
+        return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
 
-    def _local(self, branch: BranchSchedule) -> None:
-        """Tiles whose keys are here: whole segments, own pieces against themselves and against each other."""
+    def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
+        """Tiles whose keys are here: whole segments, own pieces against themselves and against each other.
+
+        ``opens``: the first two kinds are the first tiles of their rows, and together reach all rows of all heads.
+        """
         draft = self.drafts[0]
         is_causal = self.schedule.is_causal
         crossing = [piece for piece in self._pieces(branch, self.rank) if piece.rank == self.rank]
         for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]:
-            draft.tiles += self._tiles(branch, span, span, is_causal=is_causal)
+            for tile in self._tiles(branch, span, span, is_causal=is_causal):
+                draft.tiles.append(replace(tile, opens_queries=opens, opens_keys=opens))
         for query in crossing:
             for key in crossing:
                 same_segment = branch.crossing.segment_start[query.index] == branch.crossing.segment_start[key.index]
@@ -188,8 +198,6 @@ class _BlockBuilder:
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, query_rows),
                 keys=key.rows(kv_heads, kv_offsets, branch.rate, key_rows),
-                parcel=None,
-                num_streams=len(streams),
                 stream_of_head=tuple(streams.index((kv_head, offset)) for _, kv_head, offset in members),
                 is_causal=is_causal,
             )
@@ -206,9 +214,7 @@ class _BlockBuilder:
             yield Tile(
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, query_rows),
-                keys=None,
-                parcel=parcel,
-                num_streams=parcel.num_streams,
+                keys=ParcelRows(parcel, range(parcel.num_streams), range(parcel.rows)),
                 stream_of_head=stream_of_head,
                 is_causal=False,
             )
@@ -318,11 +324,14 @@ class _Draft:
     tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
-    def finish(self) -> Step:
+    def finish(self, max_tile_rows: int | None) -> Step:
+        tiles = self.tiles
+        if max_tile_rows is not None:
+            tiles = [part for tile in tiles for part in cut(tile, max_tile_rows)]
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),
-            tiles=tuple(self.tiles),
+            tiles=tuple(tiles),
             phantoms=tuple(self.phantoms),
             grad_sends=_messages(self.grad_sends),
             grad_receives=_messages(self.grad_receives),

@@ -20,6 +20,7 @@ from ring_backends.pattern import DilatedPattern
 from ring_backends.planner import rank_plan
 from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
+from ring_backends.tiling import max_tile_bytes
 from ring_backends.validation import check_flag, check_layout, check_tensors
 from ring_backends.walk import ByHops, Hops, Inputs, Walk, finish
 
@@ -66,7 +67,14 @@ class Request:
         layout = check_layout(local_len, seq_len, ring)
         schedule = _schedule(pattern, layout, num_heads, key.shape[2], is_causal)
         needs = KernelInputs(query.device, query.dtype, head_dim, has_key_mask=key_padding_mask is not None)
-        plan = rank_plan(schedule, ring.rank, batch=batch, head_dim=head_dim, itemsize=query.dtype.itemsize)
+        plan = rank_plan(
+            schedule,
+            ring.rank,
+            batch=batch,
+            head_dim=head_dim,
+            itemsize=query.dtype.itemsize,
+            tile_bytes=max_tile_bytes(query.device, query.nbytes),
+        )
         walk = Walk(plan, select_kernel(kernel, needs), head_dim**-0.5 if scale is None else scale)
         return cls(inputs, schedule, walk)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ring_backends.agreement import Agreement, Call
-from ring_backends.gather import gather, gather_into, scatter_add, scatter_merge
+from ring_backends.gather import DilatedRows, gather, gather_into, gathered_shape, scatter, scatter_add, scatter_merge
 from ring_backends.kernels import Kernel
 from ring_backends.packing import PackedRows, RowFormat
 from ring_backends.plan import HeadBlock, Message, Phantom, RankPlan, Tile
@@ -149,8 +149,9 @@ class Walk:
             out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
         """
         query = inputs.query
-        out = _contiguous_zeros(query)
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=statistics_dtype(query.dtype))
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+        workspace = Workspace(self.kernel)
         arriving = NOTHING
         for index, (block, step) in enumerate(self.plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
@@ -159,11 +160,14 @@ class Walk:
             block_lse = lse[:, :, block.heads]
             if step is block.steps[0]:
                 block_out = _accumulator(out[:, :, block.heads])
-            for phantom in step.phantoms:
-                _merge_phantom(block_out, block_lse, phantom)
+                if not block.is_opened:
+                    block_out.zero_()
+                    block_lse.fill_(-math.inf)
             for tile in step.tiles:
                 with record_function(TILE_SPAN):
-                    scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, arrived))
+                    merge_tile(tile, block_out, block_lse, *self._tile_forward(tile, here, arrived, workspace))
+            for phantom in step.phantoms:
+                _merge_phantom(block_out, block_lse, phantom)
             del arrived  # before the next hop is posted: two received buffers are enough
             if step is block.steps[-1] and block_out.dtype != out.dtype:
                 out[:, :, block.heads] = block_out
@@ -173,9 +177,11 @@ class Walk:
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
     ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
         """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
-        grads = Inputs(
-            _contiguous_zeros(inputs.query), _contiguous_zeros(inputs.key), _contiguous_zeros(inputs.value), None
+        query_grad, key_grad, value_grad = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.query, inputs.key, inputs.value)
         )
+        grads = Inputs(query_grad, key_grad, value_grad, None)
+        workspace = Workspace(self.kernel)
         arriving = NOTHING
         grad_hop: _GradHop | None = None
         for index, (block, step) in enumerate(self.plan.steps):
@@ -188,7 +194,9 @@ class Walk:
             passed_on = _grad_rows(step.grad_sends, inputs, zeroed=True)
             for tile in step.tiles:
                 with record_function(TILE_SPAN):
-                    tile_grads = self._tile_backward(tile, here, arrived, block_out, block_lse, block_grad_out)
+                    tile_grads = self._tile_backward(
+                        tile, here, arrived, block_out, block_lse, block_grad_out, workspace
+                    )
                     add_tile_grads(tile, tile_grads, sums, passed_on)
             del arrived  # as in forward
             if grad_hop is not None:
@@ -202,23 +210,32 @@ class Walk:
             grad_hop.settle(None, grads)
         return grads.query, grads.key, grads.value
 
-    def _tile_forward(self, tile: Tile, here: Inputs, arrived: PackedRows | None) -> tuple[Tensor, Tensor]:
-        rows = _TileRows.gather(tile, here, arrived)
+    def _tile_forward(
+        self, tile: Tile, here: Inputs, arrived: PackedRows | None, workspace: Workspace
+    ) -> tuple[Tensor, Tensor]:
+        rows = _TileRows.gather(tile, here, arrived, workspace)
         return self.kernel.forward(
             rows.query, rows.key, rows.value, is_causal=tile.is_causal, scale=self.scale, key_mask=rows.key_mask
         )
 
     def _tile_backward(
-        self, tile: Tile, here: Inputs, arrived: PackedRows | None, out: Tensor, lse: Tensor, grad_out: Tensor
+        self,
+        tile: Tile,
+        here: Inputs,
+        arrived: PackedRows | None,
+        out: Tensor,
+        lse: Tensor,
+        grad_out: Tensor,
+        workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        rows = _TileRows.gather(tile, here, arrived)
+        rows = _TileRows.gather(tile, here, arrived, workspace)
         grad_query, grad_key, grad_value = self.kernel.backward(
-            gather(grad_out, tile.queries),
+            workspace.gather("grad_out", grad_out, tile.queries),
             rows.query,
             rows.key,
             rows.value,
-            gather(out, tile.queries),
-            gather(lse, tile.queries),
+            workspace.gather("out", out, tile.queries),
+            workspace.gather("lse", lse, tile.queries),
             is_causal=tile.is_causal,
             scale=self.scale,
             key_mask=rows.key_mask,
@@ -247,18 +264,27 @@ class Walk:
         return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
 
 
+def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
+    """Merge a tile's out and LSE into those of its block of heads."""
+    if tile.opens_queries:
+        scatter(out, tile.queries, tile_out)
+        scatter(lse, tile.queries, tile_lse)
+    else:
+        scatter_merge(out, lse, tile.queries, tile_out, tile_lse)
+
+
 def add_tile_grads(
     tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: Inputs | _BlockSums, parcels: PackedRows
 ) -> None:
     """Add a tile's dQ, and its dK and dV: to this rank's own sums, or to those of the parcel that they belong to."""
     grad_query, grad_key, grad_value = tile_grads
-    scatter_add(sums.query, tile.queries, grad_query)
-    if tile.keys is not None:
-        scatter_add(sums.key, tile.keys, grad_key)
-        scatter_add(sums.value, tile.keys, grad_value)
+    (scatter if tile.opens_queries else scatter_add)(sums.query, tile.queries, grad_query)
+    if isinstance(tile.keys, DilatedRows):
+        scatter_keys = scatter if tile.opens_keys else scatter_add
+        scatter_keys(sums.key, tile.keys, grad_key)
+        scatter_keys(sums.value, tile.keys, grad_value)
     else:
-        assert tile.parcel is not None
-        parcel_key, parcel_value, _ = parcels.slices(tile.parcel)
+        parcel_key, parcel_value, _ = parcels.rows(tile.keys)
         parcel_key += grad_key
         parcel_value += grad_value
 
@@ -269,14 +295,10 @@ def _grad_rows(messages: tuple[Message, ...], inputs: Inputs, *, zeroed: bool = 
     return PackedRows(row_format, messages, key.device, zeroed=zeroed)
 
 
-def _contiguous_zeros(tensor: Tensor) -> Tensor:
-    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)
-
-
 def _accumulator(tensor: Tensor) -> Tensor:
-    """``tensor`` itself where it has the statistics dtype, else zeros that have."""
+    """``tensor`` itself where it has the statistics dtype, else an empty one that has."""
     dtype = statistics_dtype(tensor.dtype)
-    return tensor if tensor.dtype == dtype else torch.zeros_like(tensor, dtype=dtype)
+    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -291,7 +313,11 @@ class _BlockSums:
     @classmethod
     def of(cls, grads: Inputs, block: HeadBlock) -> _BlockSums:
         part = grads.block(block)
-        return cls(block, _accumulator(part.query), _accumulator(part.key), _accumulator(part.value))
+        sums = cls(block, _accumulator(part.query), _accumulator(part.key), _accumulator(part.value))
+        if not block.is_opened:
+            for tensor in (sums.query, sums.key, sums.value):
+                tensor.zero_()
+        return sums
 
     def store(self, grads: Inputs) -> None:
         """Round the sums to the gradients' dtype, where they are not the gradients themselves."""
@@ -327,6 +353,35 @@ class _GradHop:
             self.sums.store(grads)
 
 
+class Workspace:
+    """Gathers the rows of one tile after the other, into the same memory where the kernel wants them contiguous."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._contiguous = kernel.prefers_contiguous
+        self._buffers: dict[str, Tensor] = {}
+        self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
+
+    def gather(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
+        """The rows, until the next of this name are gathered; tiles that follow each other may ask for the same."""
+        if not self._contiguous:
+            return gather(tensor, rows)
+        if name in self._gathered:
+            held_tensor, held_rows, gathered = self._gathered[name]
+            if held_tensor is tensor and held_rows is rows:
+                return gathered
+        gathered = self._buffer(name, gathered_shape(tensor, rows), tensor)
+        gather_into(gathered, tensor, rows)
+        self._gathered[name] = tensor, rows, gathered
+        return gathered
+
+    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
+        size = math.prod(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            self._buffers.pop(name, None)
+            self._buffers[name] = like.new_empty(size)
+        return self._buffers[name][:size].view(shape)
+
+
 @dataclass(frozen=True)
 class _TileRows:
     """What one kernel call reads: [B, H, S, D], with as many key/value heads as the kernel can group evenly."""
@@ -338,20 +393,20 @@ class _TileRows:
     key_mask: Tensor | None
 
     @classmethod
-    def gather(cls, tile: Tile, inputs: Inputs, arrived: PackedRows | None) -> _TileRows:
+    def gather(cls, tile: Tile, inputs: Inputs, arrived: PackedRows | None, workspace: Workspace) -> _TileRows:
         mask: Tensor | None
-        if tile.keys is not None:
-            key, value = gather(inputs.key, tile.keys), gather(inputs.value, tile.keys)
+        if isinstance(tile.keys, DilatedRows):
+            key = workspace.gather("key", inputs.key, tile.keys)
+            value = workspace.gather("value", inputs.value, tile.keys)
             mask = None if inputs.key_padding_mask is None else gather(inputs.key_padding_mask, tile.keys)
         else:
             assert arrived is not None
-            assert tile.parcel is not None
-            key, value, mask = arrived.slices(tile.parcel)
+            key, value, mask = arrived.rows(tile.keys)
         if not tile.streams_are_grouped:
             index = torch.tensor(tile.stream_of_head, device=key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
             mask = None if mask is None else mask.index_select(1, index)
-        return cls(tile, gather(inputs.query, tile.queries), key, value, mask)
+        return cls(tile, workspace.gather("query", inputs.query, tile.queries), key, value, mask)
 
     def sum_over_heads(self, grad: Tensor) -> Tensor:
         """The gradient of each stream, from that of each key/value head the kernel saw."""
@@ -359,7 +414,7 @@ class _TileRows:
             return grad
         index = torch.tensor(self.tile.stream_of_head, device=grad.device)
         grad = grad.to(statistics_dtype(grad.dtype))
-        sums = grad.new_zeros((grad.shape[0], self.tile.num_streams, *grad.shape[2:]))
+        sums = grad.new_zeros((grad.shape[0], self.tile.keys.num_heads, *grad.shape[2:]))
         return sums.index_add_(1, index, grad)
 
 

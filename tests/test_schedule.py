@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
-from ring_backends.gather import gather
+from ring_backends.gather import DilatedRows, gather
 from ring_backends.packing import PackedRows, RowFormat
 from ring_backends.plan import Message, Parcel, RankPlan, Step
 from ring_backends.planner import rank_plan
 from ring_backends.reference import reference_counts
+from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.tiling import max_tile_bytes
 
 RING_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 31, 64]))
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
@@ -37,7 +39,8 @@ def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedul
 
 
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
-    return [rank_plan(schedule, rank, **SIZES) for rank in range(schedule.layout.ring_size)]
+    tile_bytes = max_tile_bytes(torch.device("cpu"), 0)
+    return [rank_plan(schedule, rank, **SIZES, tile_bytes=tile_bytes) for rank in range(schedule.layout.ring_size)]
 
 
 def steps_of(plan: RankPlan) -> list[Step]:
@@ -46,16 +49,6 @@ def steps_of(plan: RankPlan) -> list[Step]:
 
 def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
     return ((message.peer, parcel) for message in messages for parcel in message.parcels)
-
-
-@pytest.fixture
-def fine_cuts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut heads and hops as finely as for huge tensors."""
-    monkeypatch.setattr("ring_backends.planner.MIN_HOP_BYTES", 16)
-    monkeypatch.setattr("ring_backends.planner.MIN_BLOCK_BYTES", 16)
-    rank_plan.cache_clear()
-    yield
-    rank_plan.cache_clear()
 
 
 def check_symmetry(schedule: RingSchedule) -> None:
@@ -106,10 +99,12 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
             for step in block.steps:
                 for tile in step.tiles:
                     queries = gather(query_grid, tile.queries)
-                    if tile.keys is not None:
+                    if isinstance(tile.keys, DilatedRows):
                         keys = gather(grid(plan.rank, block.kv_heads.stop - block.kv_heads.start), tile.keys)
                     else:
-                        keys = parcel_positions(schedule, tile.parcel)
+                        rows, streams = tile.keys.row_range, tile.keys.streams
+                        keys = parcel_positions(schedule, tile.parcel)[:, streams.start : streams.stop]
+                        keys = keys[:, :, rows.start : rows.stop]
                     block_heads = torch.arange(heads)[block.heads].view(1, 1, -1)
                     head_ids = gather(block_heads.expand_as(query_grid), tile.queries)
                     keys = keys[:, list(tile.stream_of_head)]
@@ -148,6 +143,29 @@ def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
     assert int(schedule.pairs.sum()) == int(expected.sum())
 
 
+def check_openings(schedule: RingSchedule) -> None:
+    """Rows are opened by their first tile and by no other; where a block says so, all of them are."""
+    for plan in plans_of(schedule):
+        local_len = schedule.layout.local_len(plan.rank)
+        for block in plan.blocks:
+            for num_heads, side in (
+                (block.heads.stop - block.heads.start, "queries"),
+                (block.kv_heads.stop - block.kv_heads.start, "keys"),
+            ):
+                rows_of = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
+                seen = torch.zeros(local_len * num_heads, dtype=torch.bool)
+                for tile in (tile for step in block.steps for tile in step.tiles):
+                    if isinstance(getattr(tile, side), DilatedRows):
+                        rows = gather(rows_of, getattr(tile, side)).flatten()
+                        if getattr(tile, f"opens_{side}"):
+                            assert block.is_opened
+                            assert not seen[rows].any()
+                        elif block.is_opened:
+                            assert seen[rows].all()
+                        seen[rows] = True
+                assert seen.all() or not block.is_opened
+
+
 def check_bytes(schedule: RingSchedule) -> None:
     """The totals over all ranks, by arithmetic, are those of the steps, one by one."""
     for plan in plans_of(schedule):
@@ -169,17 +187,19 @@ def test_ranks_expect_what_others_send(case: AttentionCase, ring_size: int, layo
 @given(CASES, RING_SIZES, LAYOUTS)
 def test_every_visible_pair_is_computed_exactly_once(case: AttentionCase, ring_size: int, layout: str) -> None:
     check_completeness(schedule_of(case, ring_size, layout), case)
+    check_openings(schedule_of(case, ring_size, layout))
 
 
-@pytest.mark.usefixtures("fine_cuts")
 @settings(max_examples=40, deadline=None)
-@given(CASES, st.integers(2, 8), LAYOUTS)
+@given(CASES, st.integers(1, 8), LAYOUTS)
 def test_fine_cuts_change_nothing_but_the_number_of_hops(case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
-    check_symmetry(schedule)
-    check_forwarding(schedule)
-    check_bytes(schedule)
-    check_completeness(schedule, case)
+    with fine_cuts():
+        check_symmetry(schedule)
+        check_forwarding(schedule)
+        check_bytes(schedule)
+        check_completeness(schedule, case)
+        check_openings(schedule)
 
 
 @settings(max_examples=50, deadline=None)

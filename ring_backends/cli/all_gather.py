@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ring_backends.gather import gather_into, scatter_add, scatter_merge
+from ring_backends.gather import gather_into, scatter_add
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.packing import PackedRows, RowFormat
 from ring_backends.pattern import DilatedPattern
@@ -24,7 +24,8 @@ from ring_backends.request import attend, no_hops
 from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
 from ring_backends.softmax import statistics_dtype
-from ring_backends.walk import ByHops, Hops, Inputs, Walk, add_tile_grads
+from ring_backends.tiling import max_tile_bytes
+from ring_backends.walk import ByHops, Hops, Inputs, Walk, Workspace, add_tile_grads, merge_tile
 
 
 class _Rows(PackedRows):
@@ -55,8 +56,10 @@ class AllGatherWalk(Walk):
         batch, _, num_heads, head_dim = query.shape
         schedule = RingSchedule(pattern, ring.layout(seq_len), num_heads, key.shape[2], is_causal)
         itemsize = query.dtype.itemsize
+        tile_bytes = max_tile_bytes(query.device, query.nbytes)
         plans = tuple(
-            rank_plan(schedule, rank, batch=batch, head_dim=head_dim, itemsize=itemsize) for rank in range(ring.size)
+            rank_plan(schedule, rank, batch=batch, head_dim=head_dim, itemsize=itemsize, tile_bytes=tile_bytes)
+            for rank in range(ring.size)
         )
         kernel = select_kernel("auto", KernelInputs(query.device, query.dtype, head_dim))
         return cls(plans[ring.rank], kernel, head_dim**-0.5, ring, plans)
@@ -82,12 +85,13 @@ class AllGatherWalk(Walk):
         dtype = statistics_dtype(query.dtype)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        workspace = Workspace(self.kernel)
         collected = self._collect(inputs)
         for block in self.plan.blocks:
             here, block_lse = inputs.block(block), lse[:, :, block.heads]
             block_out = torch.zeros_like(here.query, dtype=dtype)
             for tile in _tiles(block):
-                scatter_merge(block_out, block_lse, tile.queries, *self._tile_forward(tile, here, collected))
+                merge_tile(tile, block_out, block_lse, *self._tile_forward(tile, here, collected, workspace))
             out[:, :, block.heads] = block_out
         return out, lse
 
@@ -100,6 +104,7 @@ class AllGatherWalk(Walk):
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         dtype = statistics_dtype(query.dtype)
         grads = Inputs(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype), None)
+        workspace = Workspace(self.kernel)
         collected = self._collect(inputs)
         _, grad_format = self._formats(key)
         size = self.ring.size * self._contribution_bytes(grad_format)
@@ -109,7 +114,7 @@ class AllGatherWalk(Walk):
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
             for tile in _tiles(block):
-                tile_grads = self._tile_backward(tile, here, collected, block_out, block_lse, block_grad_out)
+                tile_grads = self._tile_backward(tile, here, collected, block_out, block_lse, block_grad_out, workspace)
                 add_tile_grads(tile, tile_grads, sums, remote)
             part.query.copy_(sums.query)
         del collected  # not needed beside the buffers of the reduce-scatter

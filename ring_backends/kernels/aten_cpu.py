@@ -20,6 +20,7 @@ class AtenCpuFlashKernel(Kernel):
     name = "aten_cpu_flash"
     device_types = ("cpu",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    prefers_contiguous = True
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)

@@ -51,6 +51,8 @@ class Kernel(ABC):
     """Device types the kernel runs on; None means any."""
     dtypes: ClassVar[tuple[torch.dtype, ...]]
     unverified: ClassVar[str | None] = None
+    prefers_contiguous: ClassVar[bool] = False
+    """Whether contiguous rows are worth a copy of strided ones."""
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         """Why this kernel cannot run such a call, one sentence each; an empty list means that it can."""
