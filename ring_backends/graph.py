@@ -27,12 +27,11 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ring_backends.pattern import DilatedPattern
-from ring_backends.plan import RankPlan
 from ring_backends.request import Request, autocast, backward_of, no_hops
 from ring_backends.request import attend as attend_under_autograd
 from ring_backends.ring import Ring
 from ring_backends.softmax import statistics_dtype
-from ring_backends.walk import ByHops, Hops, Inputs
+from ring_backends.walk import ByHops, Hops, Inputs, Walk
 
 if TYPE_CHECKING:
     from ring_backends.attention import RingDilatedAttention
@@ -87,7 +86,7 @@ def attend(
         request = untraced.submit(
             Request.check, query, key, value, mask, pattern, ring, is_causal, seq_len, scale, kernel
         ).result()
-    walk = _TracedWalk(handle, request.walk.plan, is_causal, request.schedule.layout.seq_len, request.needs_gradients)
+    walk = _TracedWalk(handle, request.walk, is_causal, request.schedule.layout.seq_len, request.needs_gradients)
     return attend_under_autograd(request.inputs, walk, no_hops, return_lse)
 
 
@@ -100,7 +99,7 @@ class _TracedWalk:
     """Puts the operators of one call's walks into the graph, in place of a :class:`~ring_backends.walk.Walk`."""
 
     module: Tensor
-    plan: RankPlan
+    walk: Walk
     is_causal: bool
     seq_len: int
     needs_gradients: bool
@@ -109,7 +108,7 @@ class _TracedWalk:
     def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         tensors = [inputs.query, inputs.key, inputs.value, inputs.key_padding_mask]
         walk = begin_forward(self.module, *tensors, self.is_causal, self.seq_len, self.needs_gradients)
-        walk = yield from self._by_hops(walk, backward=False)
+        walk = yield from self._by_hops(walk, self.walk.forward_plan.num_hops(backward=False))
         out, lse, self._forward = end_forward(walk, *tensors)
         return out, lse
 
@@ -118,11 +117,11 @@ class _TracedWalk:
     ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
         tensors = [inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, out, lse, grad_out]
         walk = begin_backward(self._forward, *tensors, self.is_causal, self.seq_len)
-        walk = yield from self._by_hops(walk, backward=True)
+        walk = yield from self._by_hops(walk, self.walk.backward_plan.num_hops(backward=True))
         return cast(tuple[Tensor, Tensor, Tensor], end_backward(walk, *tensors))
 
-    def _by_hops(self, walk: Tensor, *, backward: bool) -> ByHops[Tensor]:
-        for _ in range(self.plan.num_hops(backward=backward)):
+    def _by_hops(self, walk: Tensor, num_hops: int) -> ByHops[Tensor]:
+        for _ in range(num_hops):
             yield
             walk = post_hop(walk)
         return walk

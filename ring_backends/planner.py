@@ -19,14 +19,18 @@ from ring_backends.plan import HeadBlock, Message, Parcel, ParcelRows, Phantom, 
 from ring_backends.schedule import BranchSchedule, RingSchedule
 from ring_backends.tiling import cut
 
-COMMUNICATION_SHARE = 0.1
+COMMUNICATION_SHARE = 0.05
 """The most that all communication buffers may take, as a share of q, k, v, out and their gradients."""
 
 MIN_HOP_BYTES = 256 * 1024
 """Hops are not cut finer than this: below it, latency costs more than the memory is worth."""
 
 MIN_BLOCK_BYTES = 4 * 1024 * 1024
-"""Heads are not cut into blocks whose query is smaller than this, where no hop asks for it."""
+"""Heads are not cut into blocks whose query is smaller than this, where no hop asks for it.
+
+Blocks keep the sums of a backward small, which are wider than the gradients in bf16 and fp16. Forward has its own sums
+while there are no gradients yet.
+"""
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,16 @@ _Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset),
 
 @lru_cache(maxsize=256)
 def rank_plan(
-    schedule: RingSchedule, rank: int, *, batch: int, head_dim: int, itemsize: int, tile_bytes: int | None = None
+    schedule: RingSchedule,
+    rank: int,
+    *,
+    batch: int,
+    head_dim: int,
+    itemsize: int,
+    backward: bool = False,
+    tile_bytes: int | None = None,
 ) -> RankPlan:
-    """The steps of ``rank``.
+    """The steps of ``rank`` in a forward, or in a backward.
 
     Args:
         batch, head_dim, itemsize: decide only how finely heads and hops are cut, and are alike on every rank.
@@ -76,25 +87,43 @@ def rank_plan(
     if batch == 0:
         return RankPlan(rank, ())
     max_tile_rows = None if tile_bytes is None else max(1, tile_bytes // (batch * head_dim * itemsize))
-    blocks, shares = _cuts(schedule, batch * head_dim * itemsize, itemsize)
-    bounds = [schedule.kv_heads * block // blocks for block in range(blocks + 1)]
+    num_blocks, shares = _cuts(schedule, batch * head_dim * itemsize, itemsize, backward=backward)
+    bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (_BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
-    return RankPlan(rank, tuple(builder.block(max_tile_rows) for builder in builders))
+    *blocks, last_block = (builder.block(max_tile_rows) for builder in builders)
+    if backward and schedule.num_steps:
+        last_block = _hide_last_hop(last_block)
+    return RankPlan(rank, (*blocks, last_block))
 
 
-def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int) -> tuple[int, int]:
+def _hide_last_hop(block: HeadBlock) -> HeadBlock:
+    """Keep half of the tiles of local keys for the end, to be computed while the last dK and dV travel home.
+
+    The other half hides the first hop. Tiles that open rows have to stay ahead of those that add to them.
+    """
+    first, *others = block.steps
+    movable = [tile for tile in first.tiles if not (tile.opens_queries or tile.opens_keys)]
+    kept_for_the_end = movable[len(movable) // 2 :]
+    stay = tuple(tile for tile in first.tiles if not any(tile is moved for moved in kept_for_the_end))
+    steps = (replace(first, tiles=stay), *others, Step(tiles=tuple(kept_for_the_end)))
+    return replace(block, steps=steps)
+
+
+def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int, *, backward: bool) -> tuple[int, int]:
     """How many blocks of heads, and how many shares of every hop, keep the communication buffers small.
 
-    In backward the buffers alive together are at most three of K and V (packed or being forwarded, in use, in flight)
-    and three of dK and dV in the statistics dtype (being computed, leaving, arriving).
+    The buffers alive together are at most three of K and V (packed or being forwarded, in use, in flight), and in
+    backward three of dK and dV in the statistics dtype (being computed, leaving, arriving).
     """
     longest = max(map(schedule.layout.local_len, {0, schedule.layout.ring_size - 1}))
     tensors = 4 * longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
     hop = 2 * schedule.max_rows_in_flight * row_bytes
-    buffers = 3 * hop + 3 * hop * max(itemsize, 4) // itemsize
+    buffers = 3 * hop
+    if backward:
+        buffers += 3 * hop * max(itemsize, 4) // itemsize
     cuts = -(-buffers // max(1, int(COMMUNICATION_SHARE * tensors)))
     cuts = max(1, min(cuts, hop // MIN_HOP_BYTES))
-    sums = longest * schedule.num_heads * row_bytes if itemsize < 4 else 0
+    sums = longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
     blocks = min(schedule.kv_heads, max(cuts, sums // MIN_BLOCK_BYTES, 1))
     return blocks, -(-cuts // blocks)
 

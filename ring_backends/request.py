@@ -67,15 +67,20 @@ class Request:
         layout = check_layout(local_len, seq_len, ring)
         schedule = _schedule(pattern, layout, num_heads, key.shape[2], is_causal)
         needs = KernelInputs(query.device, query.dtype, head_dim, has_key_mask=key_padding_mask is not None)
-        plan = rank_plan(
-            schedule,
-            ring.rank,
-            batch=batch,
-            head_dim=head_dim,
-            itemsize=query.dtype.itemsize,
-            tile_bytes=max_tile_bytes(query.device, query.nbytes),
+        forward_plan, backward_plan = (
+            rank_plan(
+                schedule,
+                ring.rank,
+                batch=batch,
+                head_dim=head_dim,
+                itemsize=query.dtype.itemsize,
+                backward=backward,
+                tile_bytes=max_tile_bytes(query.device, query.nbytes, backward=backward),
+            )
+            for backward in (False, True)
         )
-        walk = Walk(plan, select_kernel(kernel, needs), head_dim**-0.5 if scale is None else scale)
+        scale = head_dim**-0.5 if scale is None else scale
+        walk = Walk(forward_plan, backward_plan, select_kernel(kernel, needs), scale)
         return cls(inputs, schedule, walk)
 
     @property

@@ -20,18 +20,19 @@ MIN_TILE_ROWS = 1024
 MIN_TILE_BYTES = 256 * 1024
 
 MAX_TILE_BYTES = 4 * 1024 * 1024
-"""Of the query of one kernel call, for each thread that computes it. Measured in bench/NOTES.md."""
+"""Of the query of one kernel call, for each thread that computes it."""
 
 MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
 """On an accelerator kernel calls are worth their launch from about here, and nothing is gained by smaller ones."""
 
-TILE_SHARE = 1 / 16
-"""The query of one kernel call against this rank's whole query. A backward holds eight tensors of that size."""
+FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
+"""The query of one kernel call against this rank's whole query. Backward holds nine tensors of that size, beside
+gradients that forward does not have yet."""
 
 
-def max_tile_bytes(device: torch.device, query_bytes: int) -> int:
+def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
     """The most that the query of one kernel call may take, where this rank's whole query takes ``query_bytes``."""
-    share = int(query_bytes * TILE_SHARE)
+    share = int(query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE))
     if device.type == "cpu":
         return max(MIN_TILE_BYTES, min(share, MAX_TILE_BYTES * torch.get_num_threads()))
     return max(MIN_TILE_BYTES_ON_DEVICE, share)

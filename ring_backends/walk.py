@@ -136,9 +136,10 @@ class Hops:
 
 @dataclass(frozen=True)
 class Walk:
-    """One rank's plan with the kernel and the score scale that carry it out."""
+    """One rank's plans, of a forward and of a backward, with the kernel and the score scale that carry them out."""
 
-    plan: RankPlan
+    forward_plan: RankPlan
+    backward_plan: RankPlan
     kernel: Kernel
     scale: float
 
@@ -153,9 +154,9 @@ class Walk:
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         workspace = Workspace(self.kernel)
         arriving = NOTHING
-        for index, (block, step) in enumerate(self.plan.steps):
+        for index, (block, step) in enumerate(self.forward_plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
-            arriving = yield from self._post_keys(index + 1, inputs, arrived, hops)
+            arriving = yield from self._post_keys(self.forward_plan, index + 1, inputs, arrived, hops)
             here = inputs.block(block)
             block_lse = lse[:, :, block.heads]
             if step is block.steps[0]:
@@ -184,9 +185,9 @@ class Walk:
         workspace = Workspace(self.kernel)
         arriving = NOTHING
         grad_hop: _GradHop | None = None
-        for index, (block, step) in enumerate(self.plan.steps):
+        for index, (block, step) in enumerate(self.backward_plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
-            arriving = yield from self._post_keys(index + 1, inputs, arrived, hops)
+            arriving = yield from self._post_keys(self.backward_plan, index + 1, inputs, arrived, hops)
             if step is block.steps[0]:
                 sums = _BlockSums.of(grads, block)
             here = inputs.block(block)
@@ -242,11 +243,13 @@ class Walk:
         )
         return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
 
-    def _post_keys(self, index: int, inputs: Inputs, arrived: PackedRows | None, hops: Hops | None) -> ByHops[Arrival]:
+    def _post_keys(
+        self, plan: RankPlan, index: int, inputs: Inputs, arrived: PackedRows | None, hops: Hops | None
+    ) -> ByHops[Arrival]:
         """Send on what ``arrived``, or send this rank's own K and V off, and receive what step ``index`` needs."""
-        if hops is None or index == len(self.plan.steps):
+        if hops is None or index == len(plan.steps):
             return NOTHING
-        block, step = self.plan.steps[index]
+        block, step = plan.steps[index]
         inputs = inputs.block(block)
         batch, head_dim, masked = inputs.key.shape[0], inputs.key.shape[-1], inputs.key_padding_mask is not None
         row_format = RowFormat(batch, head_dim, inputs.key.dtype, masked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -24,7 +25,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import ring_backends
-from ring_backends import available_adapters, planner
+from ring_backends import available_adapters
 from ring_backends.cli import app, compare, contestant, exact
 from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
 from ring_backends.cli.machine import Device
@@ -34,6 +35,7 @@ from ring_backends.pattern import DilatedPattern
 from ring_backends.reference import reference_attention
 from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
+from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
 from ring_backends.testing.world import World
 
@@ -102,7 +104,7 @@ def gathered(
     pattern: DilatedPattern,
     is_causal: bool,
     layout: LayoutKind,
-    min_bytes: int = planner.MIN_HOP_BYTES,
+    cut: bool = False,
 ) -> list[Tensor]:
     """Run by every rank: out, dq, dk and dv by the all-gather method, put together."""
     ring = ring_here(NATIVE, rings)
@@ -110,8 +112,7 @@ def gathered(
     ring, seq_len = ring.with_layout(layout), inputs[0].shape[1]
     *leaves, grad_out = (ring.shard(x) for x in inputs)
     leaves = [x.clone().requires_grad_() for x in leaves]
-    planner.rank_plan.cache_clear()  # its plans may have been cut with other limits
-    with mock.patch.multiple(planner, MIN_HOP_BYTES=min_bytes, MIN_BLOCK_BYTES=min_bytes):
+    with fine_cuts() if cut else contextlib.nullcontext():
         out = all_gather_attention(*leaves, pattern, ring, is_causal=is_causal, seq_len=seq_len)
         grads = torch.autograd.grad(out, leaves, grad_out)
     return [ring.unshard(x.detach(), seq_len=seq_len) for x in (out, *grads)]
@@ -127,10 +128,10 @@ CASES = {
 }
 
 
-HOW_CUT: list[tuple[RingSpec, LayoutKind, int]] = [
-    (TWO, "contiguous", planner.MIN_HOP_BYTES),
-    (FOUR, "zigzag", planner.MIN_HOP_BYTES),
-    (FOUR, "contiguous", 1),  # heads and hops as finely as they can be
+HOW_CUT: list[tuple[RingSpec, LayoutKind, bool]] = [
+    (TWO, "contiguous", False),
+    (FOUR, "zigzag", False),
+    (FOUR, "contiguous", True),
 ]
 
 
@@ -141,8 +142,8 @@ def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     inputs = tensors(seq_len, heads, kv_heads)
     wanted = by_reference(inputs, pattern, is_causal)
     plain = [x.detach() for x in inputs]
-    for rings, layout, min_bytes in HOW_CUT:
-        for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, min_bytes)):
+    for rings, layout, cut in HOW_CUT:
+        for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, cut)):
             for what, ours, reference in zip(compare.TENSORS, got, wanted, strict=True):
                 assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {rings} {layout}"
 

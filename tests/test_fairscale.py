@@ -340,9 +340,10 @@ class TestFairScale(AdapterTests):
         for rank, (messages, counted) in enumerate(by_rank):
             place = rings.place(rank)
             assert place is not None
-            plan = rank_plan(schedule, place[1], batch=case.batch, head_dim=case.head_dim, itemsize=8)
-            steps = [step for block in plan.blocks for step in block.steps]
-            planned = sum(2 * len(step.sends) + len(step.grad_sends) for step in steps)
+            sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": 8}
+            forward, backward = (rank_plan(schedule, place[1], **sizes, backward=back) for back in (False, True))
+            planned = sum(len(step.sends) for plan in (forward, backward) for _, step in plan.steps)
+            planned += sum(len(step.grad_sends) for _, step in backward.steps)
             mine = [message for message in messages if message[0] == "send_message"]
             assert len(mine) == planned == counted
             assert all(source == rank for _, source, *_ in mine)

@@ -39,8 +39,10 @@ def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedul
 
 
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
-    tile_bytes = max_tile_bytes(torch.device("cpu"), 0)
-    return [rank_plan(schedule, rank, **SIZES, tile_bytes=tile_bytes) for rank in range(schedule.layout.ring_size)]
+    """Every rank's plan of a backward, which is that of a forward and more."""
+    tile_bytes = max_tile_bytes(torch.device("cpu"), 0, backward=True)
+    ranks = range(schedule.layout.ring_size)
+    return [rank_plan(schedule, rank, **SIZES, backward=True, tile_bytes=tile_bytes) for rank in ranks]
 
 
 def steps_of(plan: RankPlan) -> list[Step]:
@@ -269,17 +271,17 @@ def test_what_goes_on_leaves_without_a_copy_where_segments_nest(layout: str, is_
             arrived = PackedRows(row_format, step.receives, torch.device("cpu"))
 
 
-def test_communication_buffers_are_a_tenth_of_the_tensors() -> None:
+def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
     """Plain ring attention, the pattern that sends most: hops are cut until six buffers fit."""
     schedule = RingSchedule(DilatedPattern((65536,), (1,)), SequenceLayout(65536, 4), num_heads=8)
     sizes = {"batch": 1, "head_dim": 64, "itemsize": 4}
     tensors = 8 * 65536 // 4 * 8 * 64 * 4
     for rank in range(4):
-        plan = rank_plan(schedule, rank, **sizes)
+        plan = rank_plan(schedule, rank, **sizes, backward=True)
         key_value, gradient = RowFormat(1, 64, torch.float32), RowFormat(1, 64, torch.float32)
         hop = max(key_value.buffer_bytes(p for _, p in parcels_of(step.receives)) for step in steps_of(plan))
         grad_hop = max(gradient.buffer_bytes(p for _, p in parcels_of(step.grad_sends)) for step in steps_of(plan))
-        assert 3 * (hop + grad_hop) <= 0.1 * tensors
+        assert 3 * (hop + grad_hop) <= 0.05 * tensors
 
 
 def test_description_is_a_table_of_branches_and_ranks() -> None:

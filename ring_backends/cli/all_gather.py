@@ -38,15 +38,16 @@ class _Rows(PackedRows):
 
 @dataclass(frozen=True)
 class AllGatherWalk(Walk):
-    """A rank's plan, all of whose tiles find every rank's rows collected.
+    """A rank's plans, all of whose tiles find every rank's rows collected.
 
     Attributes:
         ring: whose collectives carry the rows.
-        plans: every rank's plan, from which follows what each contributes.
+        forward_plans, backward_plans: every rank's, from which follows what each contributes.
     """
 
     ring: Ring
-    plans: Sequence[RankPlan]
+    forward_plans: Sequence[RankPlan]
+    backward_plans: Sequence[RankPlan]
 
     @classmethod
     def of(
@@ -55,14 +56,24 @@ class AllGatherWalk(Walk):
         """The walk of one call; ``query`` and ``key`` are [batch, local seq, heads, head_dim]."""
         batch, _, num_heads, head_dim = query.shape
         schedule = RingSchedule(pattern, ring.layout(seq_len), num_heads, key.shape[2], is_causal)
-        itemsize = query.dtype.itemsize
-        tile_bytes = max_tile_bytes(query.device, query.nbytes)
-        plans = tuple(
-            rank_plan(schedule, rank, batch=batch, head_dim=head_dim, itemsize=itemsize, tile_bytes=tile_bytes)
-            for rank in range(ring.size)
+        forward_plans, backward_plans = (
+            tuple(
+                rank_plan(
+                    schedule,
+                    rank,
+                    batch=batch,
+                    head_dim=head_dim,
+                    itemsize=query.dtype.itemsize,
+                    backward=backward,
+                    tile_bytes=max_tile_bytes(query.device, query.nbytes, backward=backward),
+                )
+                for rank in range(ring.size)
+            )
+            for backward in (False, True)
         )
         kernel = select_kernel("auto", KernelInputs(query.device, query.dtype, head_dim))
-        return cls(plans[ring.rank], kernel, head_dim**-0.5, ring, plans)
+        own_plans = forward_plans[ring.rank], backward_plans[ring.rank]
+        return cls(*own_plans, kernel, head_dim**-0.5, ring, forward_plans, backward_plans)
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
         """What the collectives make each rank send, by the ring algorithm of gloo and NCCL: computed, not measured.
@@ -70,13 +81,11 @@ class AllGatherWalk(Walk):
         An all-gather sends a contribution on to all other ranks, and a reduce-scatter as much in gradients. On the CPU
         it is gloo's, whose reduce-scatter is an all-reduce, which is twice that.
         """
-        gathered, reduced = ((self.ring.size - 1) * self._contribution_bytes(form) for form in self._formats(key))
+        others = self.ring.size - 1
+        row_format, grad_format = self._formats(key)
+        gathered = others * _contribution_bytes(row_format, self.forward_plans)
+        reduced = others * _contribution_bytes(grad_format, self.backward_plans)
         return {"forward": gathered, "backward": gathered + reduced * (2 if key.device.type == "cpu" else 1)}
-
-    def _contribution_bytes(self, row_format: RowFormat) -> int:
-        """What each rank puts into a collective: as much as the rank that has most, since all have to be equal."""
-        contributions = ([parcel for _, parcel in _starting_at(plan)] for plan in self.plans)
-        return max(map(row_format.buffer_bytes, contributions))
 
     def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         """out as query, and LSE [batch, local seq, heads]."""
@@ -86,8 +95,8 @@ class AllGatherWalk(Walk):
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
         workspace = Workspace(self.kernel)
-        collected = self._collect(inputs)
-        for block in self.plan.blocks:
+        collected = self._collect(inputs, self.forward_plans)
+        for block in self.forward_plan.blocks:
             here, block_lse = inputs.block(block), lse[:, :, block.heads]
             block_out = torch.zeros_like(here.query, dtype=dtype)
             for tile in _tiles(block):
@@ -105,11 +114,13 @@ class AllGatherWalk(Walk):
         dtype = statistics_dtype(query.dtype)
         grads = Inputs(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype), None)
         workspace = Workspace(self.kernel)
-        collected = self._collect(inputs)
+        collected = self._collect(inputs, self.backward_plans)
         _, grad_format = self._formats(key)
-        size = self.ring.size * self._contribution_bytes(grad_format)
-        remote = self._collected(grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device))
-        for block in self.plan.blocks:
+        size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
+        remote = self._collected(
+            grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device), self.backward_plans
+        )
+        for block in self.backward_plan.blocks:
             here, part = inputs.block(block), grads.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
@@ -121,26 +132,28 @@ class AllGatherWalk(Walk):
         self._bring_home(remote, grads)
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
 
-    def _collect(self, inputs: Inputs) -> PackedRows:
+    def _collect(self, inputs: Inputs, plans: Sequence[RankPlan]) -> PackedRows:
         """All ranks' rows, by one all-gather."""
         row_format, _ = self._formats(inputs.key)
-        size = self._contribution_bytes(row_format)
-        own = self._own(row_format, torch.empty(size, dtype=torch.uint8, device=inputs.key.device))
-        for index, parcel in _starting_at(self.plan):
-            here = inputs.block(self.plan.blocks[index])
+        size = _contribution_bytes(row_format, plans)
+        plan = plans[self.ring.rank]
+        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=inputs.key.device), plan)
+        for index, parcel in _starting_at(plan):
+            here = inputs.block(plan.blocks[index])
             key, value, _ = own.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
-        return self._collected(row_format, self.ring.all_gather(own.buffer).flatten()) if size else own
+        return self._collected(row_format, self.ring.all_gather(own.buffer).flatten(), plans) if size else own
 
     def _bring_home(self, remote: PackedRows, grads: Inputs) -> None:
         """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
         if not remote.buffer.numel():
             return
         sums = self.ring.reduce_scatter(remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
-        own = self._own(remote.row_format, sums.view(torch.uint8))
-        for index, parcel in _starting_at(self.plan):
-            here = grads.block(self.plan.blocks[index])
+        plan = self.backward_plan
+        own = _own(remote.row_format, sums.view(torch.uint8), plan)
+        for index, parcel in _starting_at(plan):
+            here = grads.block(plan.blocks[index])
             key, value, _ = own.slices(parcel)
             scatter_add(here.key, parcel.source, key)
             scatter_add(here.value, parcel.source, value)
@@ -150,25 +163,17 @@ class AllGatherWalk(Walk):
         row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
-    def _own(self, row_format: RowFormat, buffer: Tensor) -> PackedRows:
-        """This rank's contribution."""
-        offsets, offset = {}, 0
-        for _, parcel in _starting_at(self.plan):
-            offsets[parcel] = offset
-            offset += row_format.buffer_bytes([parcel])
-        return _Rows(row_format, buffer, offsets)
-
-    def _collected(self, row_format: RowFormat, buffer: Tensor) -> PackedRows:
+    def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> PackedRows:
         """Every rank's contribution, one behind the other; of it, the parcels that this rank has tiles for."""
         used = {
             (index, tile.parcel.key): tile.parcel
-            for index, block in enumerate(self.plan.blocks)
+            for index, block in enumerate(plans[self.ring.rank].blocks)
             for tile in _tiles(block)
             if tile.parcel is not None
         }
         offsets = {}
-        contribution = self._contribution_bytes(row_format)
-        for rank, plan in enumerate(self.plans):
+        contribution = _contribution_bytes(row_format, plans)
+        for rank, plan in enumerate(plans):
             offset = rank * contribution
             for index, parcel in _starting_at(plan):
                 here = used.get((index, parcel.key))
@@ -176,6 +181,20 @@ class AllGatherWalk(Walk):
                     offsets[here] = offset
                 offset += row_format.buffer_bytes([parcel])
         return _Rows(row_format, buffer, offsets)
+
+
+def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int:
+    """What each rank puts into a collective: as much as the rank that has most, since all have to be equal."""
+    return max(row_format.buffer_bytes(parcel for _, parcel in _starting_at(plan)) for plan in plans)
+
+
+def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> PackedRows:
+    """One rank's contribution."""
+    offsets, offset = {}, 0
+    for _, parcel in _starting_at(plan):
+        offsets[parcel] = offset
+        offset += row_format.buffer_bytes([parcel])
+    return _Rows(row_format, buffer, offsets)
 
 
 def _tiles(block: HeadBlock) -> Iterator[Tile]:

@@ -11,14 +11,12 @@ from ring_backends.planner import rank_plan
 
 
 @contextlib.contextmanager
-def fine_cuts() -> Iterator[None]:
-    """Within this context every block has one key/value head, hops are cut in shares, and tiles have few rows."""
+def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
+    """Within this context nothing is too small to be cut: hops and blocks to ``min_bytes``, tiles to two rows."""
     with (
-        mock.patch.object(planner, "MIN_HOP_BYTES", 16),
-        mock.patch.object(planner, "MIN_BLOCK_BYTES", 16),
-        mock.patch.object(tiling, "MIN_TILE_BYTES", 48),
-        mock.patch.object(tiling, "MIN_TILE_ROWS", 2),
-        mock.patch.object(tiling, "TILE_SHARE", 0),
+        mock.patch.multiple(planner, MIN_HOP_BYTES=min_bytes, MIN_BLOCK_BYTES=min_bytes),
+        mock.patch.multiple(tiling, MIN_TILE_BYTES=3 * min_bytes, MIN_TILE_ROWS=2),
+        mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
     ):
         rank_plan.cache_clear()
         yield

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import ring_backends.planner
 import ring_backends.request
 from ring_backends.kernels import select_kernel
 from ring_backends.plan import RankPlan
@@ -78,10 +77,10 @@ class Event:
 
 @dataclass
 class Recording:
-    """Events in their order, and how many tiles each step of the walk is to compute."""
+    """Events in their order, and how many tiles each step of a walk is to compute, by its direction."""
 
     events: list[Event] = field(default_factory=list)
-    tiles_of_steps: list[int] = field(default_factory=list)
+    tiles_of_steps: dict[str, list[int]] = field(default_factory=dict)
     _received: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
@@ -118,6 +117,10 @@ class _RecordedKernel:
     kernel: Any
     recording: Recording
 
+    @property
+    def prefers_contiguous(self) -> bool:
+        return bool(self.kernel.prefers_contiguous)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.recording.tile("forward")
         return self.kernel.forward(*args, **kwargs)
@@ -142,7 +145,8 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
 
     def recorded_plan(*args: Any, **kwargs: Any) -> RankPlan:
         plan = rank_plan(*args, **kwargs)
-        recording.tiles_of_steps = [len(step.tiles) for block in plan.blocks for step in block.steps]
+        direction = "backward" if kwargs["backward"] else "forward"
+        recording.tiles_of_steps[direction] = [len(step.tiles) for _, step in plan.steps]
         return plan
 
     with (
@@ -167,15 +171,3 @@ def no_collectives() -> Iterator[None]:
         for name in COLLECTIVES:
             patches.enter_context(mock.patch.object(dist.ProcessGroup, name, refuse(name)))
         yield
-
-
-@contextlib.contextmanager
-def finely_cut() -> Iterator[None]:
-    """Let plans cut heads and hops of small calls as finely as those of large ones."""
-    with (
-        mock.patch.object(ring_backends.planner, "MIN_HOP_BYTES", 1024),
-        mock.patch.object(ring_backends.planner, "MIN_BLOCK_BYTES", 1024),
-    ):
-        rank_plan.cache_clear()
-        yield
-    rank_plan.cache_clear()

@@ -18,7 +18,8 @@ from ring_backends.schedule import RingSchedule
 from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.correctness import EDGE_CASES, examples
-from ring_backends.testing.recording import Event, finely_cut, no_collectives, recorded
+from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.recording import Event, no_collectives, recorded
 from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, every_layout, every_size, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -57,8 +58,8 @@ def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> Rin
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
     """In how many hops of a forward, or of a backward, a rank sends or receives."""
     schedule = schedule_of(case, rings, layout)
-    plan = rank_plan(schedule, ring_rank, batch=case.batch, head_dim=case.head_dim, itemsize=case.dtype.itemsize)
-    steps = [step for block in plan.blocks for step in block.steps]
+    sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
+    steps = [step for _, step in rank_plan(schedule, ring_rank, **sizes, backward=backward).steps]
     hops = [(step.sends, step.receives) for step in steps]
     if backward:
         hops += [(step.grad_sends, step.grad_receives) for step in steps]
@@ -87,7 +88,7 @@ class Walked:
     """One rank's forward and backward: results, events of either, and the bytes that the ring counted."""
 
     results: Results
-    tiles_of_steps: list[int]
+    tiles_of_steps: dict[str, list[int]]
     forward: list[Event]
     backward: list[Event]
     forward_bytes: int
@@ -103,7 +104,7 @@ def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase,
     attention = new_attention(adapter, ring, case)
     call = local_call(adapter, ring, of_ring(case, place[0]), attention=attention)
     inputs = [call.query, call.key, call.value]
-    with finely_cut() if cut else contextlib.nullcontext():
+    with fine_cuts(1024) if cut else contextlib.nullcontext():
         torch.autograd.grad(call(), inputs, call.grad_out)
         with no_collectives(), recorded(type(attention)) as recording:
             ring.traffic.reset()
@@ -184,11 +185,14 @@ class TrafficTests(AdapterSuite):
         check_results(got, expected(case), 1e-10, case)
         for rank, walked in enumerate(by_rank):
             assert any(event.what == "tile" for event in walked.forward)
-            for events, counted in ((walked.forward, walked.forward_bytes), (walked.backward, walked.backward_bytes)):
+            for direction, events, counted in (
+                ("forward", walked.forward, walked.forward_bytes),
+                ("backward", walked.backward, walked.backward_bytes),
+            ):
                 _check_bytes(events, counted, rank)
                 _check_buffers(events, rank)
                 _check_waits(events, rank)
-                _check_order(events, walked.tiles_of_steps, rank)
+                _check_order(events, walked.tiles_of_steps[direction], rank)
         if case.segment_lengths == _FULL.segment_lengths and not is_causal and layout == "contiguous":
             hops = {sum(event.what == "post" for event in walked.forward) for walked in by_rank}
             assert (hops == {3}) != cut, f"{hops} hops per rank"
