@@ -6,7 +6,6 @@ of them, and no rank ever holds the whole: the peak that is measured is that of 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -23,6 +22,7 @@ from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
 from ring_backends.cli.compare import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
 from ring_backends.cli.exact import exact_attention
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
+from ring_backends.cli.measuring import finish, forget_peak, meet
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring import Ring
@@ -80,14 +80,14 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
     _timed(attend, *local_inputs(small, ring, device), small.seq_len, device)
 
     query, key, value, grad_out = inputs = local_inputs(options, ring, device)
-    _meet(device)
-    _forget_peak(device)
+    meet(device)
+    forget_peak(device)
     held = peak_memory_bytes(device)
     ring.traffic.reset()
     out = attend(query, key, value, options.seq_len)
     forward_bytes = ring.traffic.bytes
     results = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
-    _meet(device)
+    meet(device)
     peak = peak_memory_bytes(device) - held
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
@@ -162,36 +162,16 @@ def _timed(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, seq_len: int, device: Device
 ) -> tuple[float, float]:
     """Seconds of forward and of backward, each begun by all ranks together."""
-    _meet(device)
+    meet(device)
     started = time.perf_counter()
     out = attend(query, key, value, seq_len)
-    _finish(device)
+    finish(device)
     forward = time.perf_counter() - started
-    _meet(device)
+    meet(device)
     started = time.perf_counter()
     torch.autograd.grad(out, (query, key, value), grad_out)
-    _finish(device)
+    finish(device)
     return forward, time.perf_counter() - started
-
-
-def _meet(device: Device) -> None:
-    _finish(device)
-    if dist.is_initialized():
-        dist.barrier()
-        _finish(device)
-
-
-def _finish(device: Device) -> None:
-    if device.torch.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def _forget_peak(device: Device) -> None:
-    if device.torch.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):  # elsewhere than on Linux the peak so far is what the increase is counted from
-        Path("/proc/self/clear_refs").write_text("5")
 
 
 def _hold_against_exact(
