@@ -23,6 +23,7 @@ from ring_backends.cli.compare import ALL_GATHER, ONE_RANK, TENSORS, CompareOpti
 from ring_backends.cli.exact import exact_attention
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.measuring import finish, forget_peak, meet
+from ring_backends.cli.timeline import Span, record_spans
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring import Ring
@@ -97,6 +98,8 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
     del out, results
 
     seconds = [_timed(attend, *inputs, options.seq_len, device) for _ in range(options.repeats)]
+    hops = options.plot is not None and name not in (ALL_GATHER, ONE_RANK)
+    spans = _spans(attend, *inputs, options.seq_len, device) if hops else []
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -108,6 +111,7 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
         "bytes_are_computed": name == ALL_GATHER,
         "largest_error": largest_error,
         "largest": largest,
+        "spans": spans,
     }
 
 
@@ -172,6 +176,23 @@ def _timed(
     torch.autograd.grad(out, (query, key, value), grad_out)
     finish(device)
     return forward, time.perf_counter() - started
+
+
+def _spans(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, seq_len: int, device: Device
+) -> list[Span]:
+    """What this rank did when, in one more call."""
+    outs = []
+
+    def forward() -> None:
+        outs.append(attend(query, key, value, seq_len))
+        finish(device)
+
+    def backward() -> None:
+        torch.autograd.grad(outs.pop(), (query, key, value), grad_out)
+        finish(device)
+
+    return record_spans({"forward": forward, "backward": backward}, lambda: meet(device))
 
 
 def _hold_against_exact(
