@@ -145,9 +145,8 @@ def million_command(repeats: Repeats = 2, shrink: Shrink = 1, ring_size: int = 4
 def million(worlds: Worlds, repeats: int, shrink: int, ring_size: int) -> list[Row]:
     rows: list[Row] = []
     for seq_len, rate in ((65536, 32), (1048576, 512)):
-        case = setup(
-            shrink, seq_len, ((2048, 1), (16384, 8), (seq_len, rate)), dtype="bf16", layout="zigzag", ring_size=ring_size
-        )  # fmt: skip
+        branches = ((2048, 1), (16384, 8), (seq_len, rate))
+        case = setup(shrink, seq_len, branches, dtype="bf16", layout="zigzag", ring_size=ring_size)
         case = dataclasses.replace(case, contestant="native")
         calls = [worlds.time(case, "both") for _ in range(1 + repeats)][1:]
         worlds.forget()

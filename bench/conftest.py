@@ -61,11 +61,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if contestants is None:  # no benchmarks
         return
     values: dict[str, list[Any]] = {
-        "direction": ["forward", "backward"],
-        "seq_len": option.seq_lens,
-        "dtype": option.dtypes,
-        "ring_size": option.ring_sizes,
         "contestant": [name for name in contestants if option.contestants is None or name in option.contestants],
+        "ring_size": option.ring_sizes,
+        "dtype": option.dtypes,
+        "seq_len": option.seq_lens,
+        "direction": ["forward", "backward"],
     }
     for name, parameters in values.items():
         if name in metafunc.fixturenames:
@@ -73,8 +73,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Worlds]:
-    with Worlds() as ranks:
+def worlds(request: pytest.FixtureRequest) -> Iterator[Worlds]:
+    with Worlds(fresh_for_memory=not request.config.option.smoke) as ranks:
         yield ranks
 
 

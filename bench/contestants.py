@@ -33,7 +33,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """A contestant with its inputs. ``backward`` takes what ``forward`` returned; ``attention`` is an adapter's module."""
+    """A contestant with its inputs. ``backward`` takes what ``forward`` returned.
+
+    Attributes:
+        attention: the module, of an adapter's ring.
+        computed_bytes: sent by this rank, by direction, where no traffic counts it.
+    """
 
     ring: Ring
     forward: Callable[[], Any]

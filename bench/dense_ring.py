@@ -61,7 +61,7 @@ class _Mask:
     dtype: torch.dtype
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(query rows, key rows, bias [1, heads, query rows, key rows]) of the local queries and rank ``source``'s keys."""
+        """(query rows, key rows, bias [1, heads, query rows, key rows]) of local queries and ``source``'s keys."""
         layout = self.ring.layout(self.seq_len)
         query_positions, key_positions = layout.positions(self.ring.rank), layout.positions(source)
         query_segments, key_segments = self._segments(query_positions), self._segments(key_positions)

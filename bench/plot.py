@@ -7,6 +7,7 @@ table.json (pytest-benchmark's) becomes time and memory against sequence length 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def by_length(records: Sequence[Record]) -> Any:
         axes[0, column].set_title(f"{size} rank{'s' if size > 1 else ''}")
         axes[1, column].set_xlabel("tokens")
         for row in axes[:, column]:
-            row.set_xscale("log", base=2)
+            _label_log(row, sorted({record.seq_len for record in records}))
     return _with_legend(figure, axes)
 
 
@@ -70,8 +71,7 @@ def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
         axes[0, column].set_title(f"{length:,} tokens")
         axes[1, column].set_xlabel("ranks")
         for row in axes[:, column]:
-            row.set_xscale("log", base=2)
-            row.set_xticks(sizes, map(str, sizes))
+            _label_log(row, sizes)
     return _with_legend(figure, axes)
 
 
@@ -101,7 +101,7 @@ def _draw_lines(
     x_of: Callable[[Record], int],
     levels_over: Sequence[int] | None = None,
 ) -> None:
-    """Seconds on the first of ``axes`` and MiB on the second. ``levels_over``: draw one rank's as a level over these."""
+    """Seconds on the first of ``axes``, MiB on the second. ``levels_over``: draw one rank's as levels over these."""
     values: tuple[Callable[[Record], float | None], ...] = (
         lambda record: record.total_seconds,
         lambda record: None if record.peak_bytes is None else record.peak_bytes / 2**20,
@@ -118,6 +118,20 @@ def _draw_lines(
             style: dict[str, Any] = {"linestyle": "--"} if alone else {"marker": _MARKERS[at % len(_MARKERS)]}
             if points:
                 where.plot(*zip(*points, strict=True), label=contestant, color=f"C{at}", **style)
+
+
+def _label_log(axes: Any, values: Sequence[int]) -> None:
+    """A logarithmic x axis with these very values on it, and plain numbers on the y axis."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter("{x:,g}" if _decades(axes.get_ylim()) < 1.5 else "")
+    axes.tick_params(axis="y", which="minor", labelsize="small")
+
+
+def _decades(limits: tuple[float, float]) -> float:
+    return math.log10(limits[1] / limits[0])
 
 
 def _with_legend(figure: Any, axes: Any) -> Any:

@@ -101,7 +101,7 @@ def bits_per_second(rate: str) -> float:
 
 @contextlib.contextmanager
 def limited_link(rate: str) -> Iterator[list[str]]:
-    """Two network namespaces that reach each other at 10.231.0.1 and .2, at ``rate`` in each direction, and no one else.
+    """Two network namespaces that reach each other at 10.231.0.1 and .2, at ``rate`` either way, and no one else.
 
     Raises:
         NoNamespacesError: with what is missing, or what the system refused.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
@@ -16,9 +14,14 @@ _CALL_TIMEOUT = 3 * 3600.0  # seconds; a dense method over 65,536 tokens takes m
 
 
 class Worlds:
-    """A world per adapter and ring size, each started at its first use; a context manager that ends them all."""
+    """A world per adapter and ring size, each started at its first use; a context manager that ends them all.
 
-    def __init__(self) -> None:
+    Args:
+        fresh_for_memory: whether memory is measured on ranks that have done nothing else, as it should be.
+    """
+
+    def __init__(self, *, fresh_for_memory: bool = True) -> None:
+        self.fresh_for_memory = fresh_for_memory
         self._worlds: dict[tuple[str, int], World] = {}
 
     def of(self, case: Case) -> World:
@@ -27,12 +30,6 @@ class Worlds:
         if at not in self._worlds:
             self._worlds[at] = World(case.ring_size, call_timeout=_CALL_TIMEOUT)
         return self._worlds[at]
-
-    @contextlib.contextmanager
-    def fresh(self, case: Case) -> Iterator[World]:
-        """Ranks for ``case`` alone: where memory is measured, a heap that another case grew must not count."""
-        with World(case.ring_size, call_timeout=_CALL_TIMEOUT) as world:
-            yield world
 
     def time(self, case: Case, direction: rank.Direction) -> dict[str, Any]:
         """One call: seconds of the slowest rank; by rank, the share of its own time waited, messages and bytes sent."""
@@ -45,9 +42,12 @@ class Worlds:
         }
 
     def peak_memory(self, case: Case) -> dict[str, Any]:
-        """By rank: bytes at the peak of forward and backward, inputs included, and of the hops' buffers (None: unknown)."""
-        with self.fresh(case) as world:
-            ranks = world.run(rank.peak_memory, case)
+        """By rank, bytes at the peak of forward and backward: inputs included; and of the hops' buffers, if known."""
+        if self.fresh_for_memory:  # a heap that another case grew must not count
+            with World(case.ring_size, call_timeout=_CALL_TIMEOUT) as world:
+                ranks = world.run(rank.peak_memory, case)
+        else:
+            ranks = self.of(case).run(rank.peak_memory, case)
         return {f"{name}_bytes": [found[name] for found in ranks] for name in ("peak", "buffers")}
 
     def forget(self) -> None:

@@ -26,8 +26,8 @@ def record_spans(parts: Mapping[str, Callable[[], None]], meet: Callable[[], Non
 
     Returns:
         In order of time, each part as a whole (what = ``"call"``) and the spans in it: ``"tile"``, where something was
-        computed, ``"post"``, where a hop was, and ``"wait"``, where one was waited for. Of a GPU's stream they show when
-        the host asked for it.
+        computed, ``"post"``, where a hop was, and ``"wait"``, where one was waited for. Of a GPU's stream they show
+        when the host asked for it.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         started = time.monotonic()
