@@ -14,6 +14,8 @@ from contestants import unusable
 from pytest_benchmark.fixture import BenchmarkFixture
 from worlds import Worlds
 
+pytest_plugins = ["ring_backends.testing.plugin"]  # its markers
+
 LENGTHS = [2048 << doubling for doubling in range(6)]
 SMOKE_BRANCHES: Branches = ((64, 1), (128, 2), (256, 4))
 

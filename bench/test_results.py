@@ -41,7 +41,7 @@ def test_the_statistics_are_those_of_the_slowest_rank(results: Path) -> None:
         f"{direction}, 256 tokens, fp32, 1 rank" for direction in ("forward", "backward")
     ]
     for benchmark in found:
-        assert benchmark["options"]["timer"] == "clock.slowest_rank"
+        assert benchmark["options"]["timer"] == "slowest_rank"
         assert benchmark["extra_info"]["threads"] == 1
         assert benchmark["extra_info"]["bytes"] == [0]
         assert benchmark["extra_info"]["versions"]["torch"]
@@ -59,10 +59,8 @@ def test_tables_show_every_call(results: Path) -> None:
     assert [line[:3] for line in lines] == [["256", "1", "one device"], ["512", "1", "one device"]]
     first = read_records(results / "table.json")[0]
     assert float(lines[0][3]) == pytest.approx(first.seconds["forward"], rel=0.01)
-    assert (
-        application
-        and typer.testing.CliRunner().invoke(application, [str(results / "table.json"), "--dtype=bf16"]).exit_code == 2
-    )
+    refused = typer.testing.CliRunner().invoke(application, [str(results / "table.json"), "--dtype=bf16"])
+    assert refused.exit_code == 2
 
 
 def test_pictures_of_every_result_file(results: Path) -> None:

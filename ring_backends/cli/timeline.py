@@ -41,7 +41,7 @@ def record_spans(parts: Mapping[str, Callable[[], None]], meet: Callable[[], Non
     (start,) = (event for event in events if event.name == _START)
 
     def seconds(microseconds: float) -> float:
-        return started + (microseconds - start.time_range.start) / 1e6
+        return started + (microseconds - float(start.time_range.start)) / 1e6
 
     found = []
     for part in (event for event in events if event.name.startswith(_PART)):
