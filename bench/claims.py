@@ -9,12 +9,12 @@ import dataclasses
 import json as json_module
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import rank
 import typer
 from case import BARE_KERNELS, ONE_DEVICE, Case
+from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, report
 from setups import ONE_DEVICE_BRANCHES, ring_setups, setup
 from slow_link import hidden_hops_command
@@ -22,11 +22,6 @@ from worlds import Worlds
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
-
-Repeats = Annotated[int, typer.Option(min=1, help="Timed calls of each contestant, after one that warms up.")]
-Shrink = Annotated[int, typer.Option(min=1, help="Divide all lengths by this, for a look in seconds.")]
-Dtype = Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64")]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything there as well.")]
 
 
 @app.command("overhead")
@@ -135,7 +130,7 @@ def memory(worlds: Worlds, ring_sizes: Sequence[int], shrink: int, dtype: str) -
 
 
 @app.command("million")
-def million_command(repeats: Repeats = 2, shrink: Shrink = 1, ring_size: int = 4, json: Json = None) -> None:
+def million_command(repeats: Repeats = 2, shrink: Shrink = 1, ring_size: RingSize = 4, json: Json = None) -> None:
     """1,048,576 tokens in bf16 on four ranks, forward and backward: the cost of a token against 65,536 tokens."""
     options = {"repeats": repeats, "shrink": shrink, "ring_size": ring_size}
     with Worlds() as worlds:
@@ -171,9 +166,9 @@ def million(worlds: Worlds, repeats: int, shrink: int, ring_size: int) -> list[R
 
 @app.command("timeline")
 def timeline_command(
-    json: Annotated[Path, typer.Option(metavar="FILE", help="Where the spans go, for plot.py.")],
+    json: JsonRequired,
     shrink: Shrink = 1,
-    ring_size: int = 2,
+    ring_size: RingSize = 2,
     dtype: Dtype = "fp32",
 ) -> None:
     """When each rank computed, posted hops and waited for them, in one call of dilated and one of plain attention."""

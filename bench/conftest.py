@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import rank
+import torch
 from case import BARE_KERNELS, STANDARD, Branches, Case
 from clock import CLOCK
 from contestants import unusable
@@ -45,6 +46,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.option.device == "cuda" and not torch.cuda.is_available():
+        raise pytest.UsageError("--device=cuda: torch sees no GPU here; use --device=cpu.")
     if config.option.smoke:
         config.option.seq_lens = config.option.seq_lens or [512]
         config.option.ring_sizes = config.option.ring_sizes or [2]
@@ -112,10 +115,10 @@ def measure(
     option = request.config.option
 
     def run(case: Case, direction: rank.Direction) -> None:
-        reason = unusable(case.contestant)
+        case = dataclasses.replace(case, layout=option.layout, device=option.device)
+        reason = unusable(case)
         if reason is not None:
             pytest.skip(reason)
-        case = dataclasses.replace(case, layout=option.layout, device=option.device)
         calls = [worlds.time(case, direction)]  # warms up, and tells how many more are affordable
         rounds = max(1, min(option.rounds, int(option.budget // calls[0]["seconds"])))
 

@@ -47,9 +47,11 @@ class Call:
     computed_bytes: Mapping[str, int] | None = None
 
 
-def unusable(contestant: str) -> str | None:
-    """Why a contestant cannot run here; None where it can."""
-    return available_adapters().get(contestant)
+def unusable(case: Case) -> str | None:
+    """Why a case cannot run here; None where it can."""
+    if case.contestant == DENSE_RING and case.device != "cpu":
+        return "the dense ring calls a kernel of the CPU"
+    return available_adapters().get(case.contestant)
 
 
 def prepare(case: Case, ring: Ring, device: Device) -> Call:

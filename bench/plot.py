@@ -7,13 +7,13 @@ table.json (pytest-benchmark's) becomes time and memory against sequence length 
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from matplotlib.ticker import LogLocator
 from records import ORDER, Record, beside, is_on_one_rank, read_records
 
 from ring_backends.cli.plot import draw_timeline, new_figure
@@ -125,13 +125,9 @@ def _label_log(axes: Any, values: Sequence[int]) -> None:
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("{x:,g}" if _decades(axes.get_ylim()) < 1.5 else "")
-    axes.tick_params(axis="y", which="minor", labelsize="small")
-
-
-def _decades(limits: tuple[float, float]) -> float:
-    return math.log10(limits[1] / limits[0])
+    axes.yaxis.set_minor_formatter("")
 
 
 def _with_legend(figure: Any, axes: Any) -> Any:

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 
 import typer
 from case import SYNCHRONOUS, Case
+from options import Dtype, Json, Repeats, Shrink
 from report import Row, report
 from setups import ring_setups
 
@@ -41,10 +42,10 @@ class NoNamespacesError(RuntimeError):
 
 def hidden_hops_command(
     rates: Annotated[str, typer.Option(help="Of the link, as tc writes them.")] = "1gbit,100mbit",
-    repeats: Annotated[int, typer.Option(min=1, help="Timed calls of each, after one that warms up.")] = 5,
-    shrink: Annotated[int, typer.Option(min=1, help="Divide all lengths by this.")] = 1,
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64")] = "fp32",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write everything there as well.")] = None,
+    repeats: Repeats = 5,
+    shrink: Shrink = 1,
+    dtype: Dtype = "fp32",
+    json: Json = None,
 ) -> None:
     """Two ranks on either side of a slow link: the share of a call that waits for hops, hidden and not."""
     options = {"rates": rates, "repeats": repeats, "shrink": shrink, "dtype": dtype}

@@ -80,6 +80,7 @@ def test_pictures_of_every_result_file(results: Path) -> None:
 
 
 def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
     import plot
 
     with pytest.raises(typer.Exit):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"tile": "tab:blue", "wait": "tab:red", "call": "0.85"}
-_LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the rest: gather, pack, merge"}
+_LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the rest: packing, allocating"}
 _POSTED = "hop posted"
 
 Spans = Sequence[tuple[str, str, float, float]]
@@ -52,7 +52,7 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     axes["time"].bar(names, forward, label="forward")
     axes["time"].bar(names, backward, bottom=forward, label="backward")
     axes["time"].set_ylabel("seconds, slowest rank")
-    axes["time"].legend()
+    axes["time"].legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
     axes["memory"].bar(names, [max(row["peak_memory_bytes"]) / 2**20 for row in rows])
     axes["memory"].set_ylabel("memory beyond the inputs, MiB per rank")
     for name in ("time", "memory"):
@@ -61,7 +61,7 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         for part in parts[0]:
             draw_timeline(axes[part], timed["spans"], part)
             axes[part].set_title(f"{timed['name']}, {part}")
-        axes["backward"].legend(fontsize="small")
+        figure.legend(*axes["backward"].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     figure.savefig(path)
 
 
