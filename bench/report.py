@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import cpuinfo
+from pytest_benchmark.plugin import pytest_benchmark_generate_machine_info
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -21,11 +20,8 @@ Row = dict[str, Any]
 def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path | None) -> None:
     """Print ``rows``, and write them to ``json_file`` if there is one. Values that are lists go to the file alone."""
     if json_file is not None:
-        machine = {
-            "cpu": cpuinfo.get_cpu_info().get("brand_raw"),
-            "kernel": platform.release(),
-            "versions": versions(),
-        }
+        known = pytest_benchmark_generate_machine_info()
+        machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}
         found = {"claim": name, "options": options, "machine": machine, "rows": rows}
         json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
     Console(width=None if Console().is_terminal else 140, highlight=False).print(table(rows))

@@ -16,6 +16,7 @@ import json as json_module
 import os
 import pickle
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -114,6 +115,8 @@ def limited_link(rate: str) -> Iterator[list[str]]:
     if os.geteuid() != 0:
         raise NoNamespacesError("making network namespaces needs root; run it as root, in a container of its own, say.")
     names = [f"ring{os.getpid()}-{end}" for end in range(2)]
+    # Else SIGTERM would end this process without the clean-up below.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("hidden-hops: terminated."))
     try:
         for name in names:
             _run("ip", "netns", "add", name)
@@ -128,6 +131,7 @@ def limited_link(rate: str) -> Iterator[list[str]]:
                  "limit", "4mb")  # fmt: skip
         yield names
     finally:
+        signal.signal(signal.SIGTERM, previous)
         for name in names:  # with a namespace goes its end of the link, and with that the other end
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
 
