@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 import ring_backends
 from ring_backends import available_adapters
-from ring_backends.cli import app, compare, contestant, exact
+from ring_backends.cli import app, compare, contestant, exact, plot
 from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
 from ring_backends.cli.machine import Device
 from ring_backends.cli.report import Failure, RankFailedError
@@ -318,6 +318,7 @@ def rank_result() -> dict[str, Any]:
         "bytes_are_computed": False,
         "largest_error": dict.fromkeys(compare.TENSORS, 1e-6),
         "largest": dict.fromkeys(compare.TENSORS, 2.0),
+        "spans": [("forward", "call", 5.0, 6.0), ("forward", "tile", 5.2, 5.9), ("backward", "call", 7.0, 8.0)],
     }
 
 
@@ -364,6 +365,7 @@ def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
     invoke("--plot", str(tmp_path / "bars.svg"))
     drawn = (tmp_path / "bars.svg").read_text()
     assert drawn.startswith("<?xml")
+    assert "native, backward" in drawn  # matplotlib writes the text it draws as a comment
     refused = invoke("--plot", str(tmp_path / "bars.docx"))
     assert refused.exit_code == 2
     assert "--plot: plot = " in refused.stderr
@@ -371,7 +373,7 @@ def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "find_spec", lambda name: None)
+    monkeypatch.setattr(plot, "find_spec", lambda name: None)
     refused = invoke("--plot", "bars.png")
     assert refused.exit_code == 2
     assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in refused.stderr

@@ -12,8 +12,6 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +20,7 @@ import typer
 from ring_backends.cli.branches import Branches, describe_branches, parse_branches
 from ring_backends.cli.launch import launch, under_launcher
 from ring_backends.cli.options import check_choices, check_files
+from ring_backends.cli.plot import check_plot, draw_comparison
 from ring_backends.cli.report import Failure, RankFailedError, reported_errors
 from ring_backends.cli.train import default_branches
 from ring_backends.pattern import DilatedPattern
@@ -69,7 +68,7 @@ class CompareOptions:
         check_choices(self)
         check_files(json=self.json, plot=self.plot)
         if self.plot is not None:
-            _check_plot(self.plot)
+            check_plot(self.plot)
         if under_launcher():
             raise ValueError(
                 "nproc_per_node: a launcher has set WORLD_SIZE, but every contestant needs processes of its own, which "
@@ -145,7 +144,7 @@ def compare_command(
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Also draw time and memory as bars (needs matplotlib).", rich_help_panel=_FILES
+            metavar="FILE", help="Also draw time, memory and a timeline (needs matplotlib).", rich_help_panel=_FILES
         ),
     ] = None,
 ) -> None:
@@ -174,6 +173,9 @@ def compare_command(
     The all-gather method collects the dilated rows of K and V of the
     branches that cross shards, and nothing else, in one collective, and
     then computes the same tiles as the ring.
+
+    Plot: besides time and memory it shows when each rank of the first
+    adapter computed and when it waited for hops, in one more call.
     """
     given = dict(locals())
     names = [field.name for field in fields(CompareOptions)]
@@ -217,7 +219,7 @@ def _compare(options: CompareOptions) -> None:
         }
         options.json.write_text(json_module.dumps(result, indent=2, default=str) + "\n")
     if options.plot is not None:
-        _draw(options.plot, rows)
+        draw_comparison(options.plot, [row for row in rows if not row["unusable"] and not row["failed"]])
     if failures:
         raise failures[0]
 
@@ -259,6 +261,7 @@ def _summary(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "bytes_are_computed": ranks[0]["bytes_are_computed"],
         "errors": {name: error(name) for name in TENSORS},
         "calls": {name: [rank[name] for rank in ranks] for name in ("forward_seconds", "backward_seconds")},
+        "spans": [rank["spans"] for rank in ranks if rank["spans"]],
     }
 
 
@@ -312,31 +315,3 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
             escape(row["device"] + (", bytes computed" if row["bytes_are_computed"] else "")),
         )
     return table
-
-
-def _check_plot(path: Path) -> None:
-    if find_spec("matplotlib") is None:
-        raise ValueError(
-            f"plot = {str(path)!r}: matplotlib is not installed; pip install 'ring-backends[plot]', or leave it out."
-        )
-    formats = import_module("matplotlib.figure").Figure().canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".").lower() not in formats:
-        raise ValueError(f"plot = {str(path)!r}: end the name in one of {', '.join(f'.{name}' for name in formats)}.")
-
-
-def _draw(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Bars of time, forward and backward on top of each other, and of memory."""
-    measured = [row for row in rows if not row["unusable"] and not row["failed"]]
-    names = [row["name"] for row in measured]
-    figure = import_module("matplotlib.figure").Figure(figsize=(10, 4), layout="constrained")
-    time, memory = figure.subplots(1, 2)
-    forward, backward = ([row[f"{name}_seconds"] for row in measured] for name in ("forward", "backward"))
-    time.bar(names, forward, label="forward")
-    time.bar(names, backward, bottom=forward, label="backward")
-    time.set_ylabel("seconds, slowest rank")
-    time.legend()
-    memory.bar(names, [max(row["peak_memory_bytes"]) / 2**20 for row in measured])
-    memory.set_ylabel("memory beyond the inputs, MiB per rank")
-    for axes in (time, memory):
-        axes.tick_params(axis="x", rotation=30)
-    figure.savefig(path)

@@ -6,7 +6,6 @@ of them, and no rank ever holds the whole: the peak that is measured is that of 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
@@ -23,6 +22,8 @@ from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
 from ring_backends.cli.compare import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
 from ring_backends.cli.exact import exact_attention
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
+from ring_backends.cli.measuring import finish, forget_peak, meet
+from ring_backends.cli.timeline import Span, record_spans
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring import Ring
@@ -80,14 +81,14 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
     _timed(attend, *local_inputs(small, ring, device), small.seq_len, device)
 
     query, key, value, grad_out = inputs = local_inputs(options, ring, device)
-    _meet(device)
-    _forget_peak(device)
+    meet(device)
+    forget_peak(device)
     held = peak_memory_bytes(device)
     ring.traffic.reset()
     out = attend(query, key, value, options.seq_len)
     forward_bytes = ring.traffic.bytes
     results = [out.detach(), *torch.autograd.grad(out, (query, key, value), grad_out)]
-    _meet(device)
+    meet(device)
     peak = peak_memory_bytes(device) - held
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
@@ -97,6 +98,8 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
     del out, results
 
     seconds = [_timed(attend, *inputs, options.seq_len, device) for _ in range(options.repeats)]
+    hops = options.plot is not None and name not in (ALL_GATHER, ONE_RANK)
+    spans = _spans(attend, *inputs, options.seq_len, device) if hops else []
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -108,6 +111,7 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
         "bytes_are_computed": name == ALL_GATHER,
         "largest_error": largest_error,
         "largest": largest,
+        "spans": spans,
     }
 
 
@@ -162,36 +166,33 @@ def _timed(
     attend: Attend, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, seq_len: int, device: Device
 ) -> tuple[float, float]:
     """Seconds of forward and of backward, each begun by all ranks together."""
-    _meet(device)
+    meet(device)
     started = time.perf_counter()
     out = attend(query, key, value, seq_len)
-    _finish(device)
+    finish(device)
     forward = time.perf_counter() - started
-    _meet(device)
+    meet(device)
     started = time.perf_counter()
     torch.autograd.grad(out, (query, key, value), grad_out)
-    _finish(device)
+    finish(device)
     return forward, time.perf_counter() - started
 
 
-def _meet(device: Device) -> None:
-    _finish(device)
-    if dist.is_initialized():
-        dist.barrier()
-        _finish(device)
+def _spans(
+    attend: Attend, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, seq_len: int, device: Device
+) -> list[Span]:
+    """What this rank did when, in one more call."""
+    outs = []
 
+    def forward() -> None:
+        outs.append(attend(query, key, value, seq_len))
+        finish(device)
 
-def _finish(device: Device) -> None:
-    if device.torch.type == "cuda":
-        torch.cuda.synchronize()
+    def backward() -> None:
+        torch.autograd.grad(outs.pop(), (query, key, value), grad_out)
+        finish(device)
 
-
-def _forget_peak(device: Device) -> None:
-    if device.torch.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-        return
-    with contextlib.suppress(OSError):  # elsewhere than on Linux the peak so far is what the increase is counted from
-        Path("/proc/self/clear_refs").write_text("5")
+    return record_spans({"forward": forward, "backward": backward}, lambda: meet(device))
 
 
 def _hold_against_exact(

@@ -1,0 +1,75 @@
+"""A baseline: nothing but the block-attention kernel, on rows that lie ready and contiguous.
+
+One call per branch, over all segments and heads at once, with the row counts that dilation leaves. It gathers nothing,
+merges nothing and writes its results nowhere: what is on top of it is the price of dilation as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from case import Case
+from torch import Tensor
+
+from ring_backends.kernels import KernelInputs, select_kernel
+
+
+@dataclass(frozen=True)
+class BareKernels:
+    """One tile per branch: query, key, value and grad_out, each [segments, heads, rows, head_dim]."""
+
+    tiles: list[tuple[Tensor, Tensor, Tensor, Tensor]]
+    operator: Callable[..., tuple[Tensor, Tensor]]
+    operator_backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+    @classmethod
+    def of(cls, case: Case, dtype: torch.dtype, device: torch.device) -> BareKernels:
+        """The tiles of ``case``, filled with normal numbers.
+
+        Raises:
+            ValueError: a segment length does not divide the sequence, or a rate its segment length, so that tiles of
+                one branch would differ in size.
+        """
+        tiles = []
+        for index, (_, rate) in enumerate(case.branches):
+            length = case.pattern.segment_length(index, case.seq_len)
+            if case.seq_len % length or length % rate:
+                raise ValueError(
+                    f"branches: ({length}, {rate}) cuts {case.seq_len} tokens into unequal tiles; take a segment "
+                    "length that divides the sequence and is a multiple of its rate."
+                )
+            tiles.append(
+                tuple(
+                    torch.randn(case.seq_len // length, heads, length // rate, case.head_dim, device=device).to(dtype)
+                    for heads in (case.num_heads, case.kv_heads, case.kv_heads, case.num_heads)
+                )
+            )
+        return cls(tiles, *_operators(case, dtype, device))
+
+    def forward(self) -> list[tuple[Tensor, Tensor]]:
+        return [self.operator(query, key, value) for query, key, value, _ in self.tiles]
+
+    def backward(self, results: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+        return [
+            self.operator_backward(grad_out, query, key, value, out, lse)
+            for (query, key, value, grad_out), (out, lse) in zip(self.tiles, results, strict=True)
+        ]
+
+
+def _operators(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
+    """ATen's own operator on the CPU; elsewhere the kernel that the project would choose."""
+    scale = case.head_dim**-0.5
+    if device.type == "cpu":
+        aten = torch.ops.aten
+        return (
+            lambda *tile: aten._scaled_dot_product_flash_attention_for_cpu(*tile, 0.0, case.causal, scale=scale),
+            lambda *tile: aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *tile, 0.0, case.causal, scale=scale
+            ),
+        )
+    kernel = select_kernel("auto", KernelInputs(device, dtype, case.head_dim))
+    options: dict[str, Any] = {"is_causal": case.causal, "scale": scale, "key_mask": None}
+    return lambda *tile: kernel.forward(*tile, **options), lambda *tile: kernel.backward(*tile, **options)

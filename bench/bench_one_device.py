@@ -1,0 +1,18 @@
+"""One device, one thread: dilated attention against the bare kernel calls it is made of, and against plain SDPA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from case import ON_ONE_RANK, Branches, Case
+from clock import CLOCK
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+CONTESTANTS = ON_ONE_RANK
+
+
+def bench_one_device(
+    measure: Any, branches: Branches, contestant: str, dtype: str, seq_len: int, direction: Any
+) -> None:
+    measure(Case(contestant, seq_len, branches=branches, dtype=dtype), direction)

@@ -1,0 +1,18 @@
+"""Rings: every adapter that can run here, against a ring that sends everything and the all-gather method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from case import ADAPTERS, ALL_GATHER, DENSE_RING, Branches, Case
+from clock import CLOCK
+
+pytestmark = pytest.mark.benchmark(timer=CLOCK)
+CONTESTANTS = (*ADAPTERS, DENSE_RING, ALL_GATHER)
+
+
+def bench_ring(
+    measure: Any, branches: Branches, contestant: str, ring_size: int, dtype: str, seq_len: int, direction: Any
+) -> None:
+    measure(Case(contestant, seq_len, ring_size, branches, dtype), direction)

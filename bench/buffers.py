@@ -1,0 +1,49 @@
+"""How much memory communication takes: the bytes of all hops' buffers that are alive together, at their most."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ring_backends.packing import PackedRows
+
+
+class BufferWatch:
+    """Attributes: ``most``, the bytes alive together at their most."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def see(self, buffer: Tensor) -> None:
+        storage = buffer.untyped_storage()
+        self._alive = {at: entry for at, entry in self._alive.items() if not entry[0].expired()}
+        self._alive[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._alive.values()))
+
+
+@contextlib.contextmanager
+def watched_buffers(attention: Any) -> Iterator[BufferWatch]:
+    """Watch the calls of ``attention``: every buffer that is made for parcels, and every one that is posted."""
+    watch = BufferWatch()
+    make, post = PackedRows.__init__, attention.ring_pass
+
+    def make_and_see(self: PackedRows, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        watch.see(self.buffer)
+
+    def post_and_see(outgoing: Any, incoming: Any, tag: int) -> Any:
+        for buffer in (*outgoing.values(), *incoming.values()):
+            watch.see(buffer)
+        return post(outgoing, incoming, tag)
+
+    with (
+        mock.patch.object(PackedRows, "__init__", make_and_see),
+        mock.patch.object(attention, "ring_pass", post_and_see),
+    ):
+        yield watch

@@ -1,0 +1,60 @@
+"""What is measured: one attention call of one contestant, as plain values that travel to the ranks and into JSON."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ring_backends.pattern import DilatedPattern
+
+ONE_DEVICE, BARE_KERNELS, SDPA = "one device", "bare kernels", "SDPA"
+DENSE_RING, ALL_GATHER, SYNCHRONOUS = "dense ring", "all-gather", "native, synchronous hops"
+ON_ONE_RANK = (ONE_DEVICE, BARE_KERNELS, SDPA)
+ADAPTERS = ("native", "fsdp", "deepspeed", "fairscale")
+
+Branches = tuple[tuple[int, int], ...]
+"""(segment length, dilation rate) of each."""
+
+STANDARD: Branches = ((2048, 1), (4096, 2), (8192, 4))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: batch 1, causal unless said otherwise.
+
+    The names are those of `compare`'s options, so that its inputs serve here too.
+
+    Attributes:
+        contestant: an adapter's name, or one of the constants of this module.
+        seq_len: tokens of the whole sequence.
+        ring_size: ranks that hold it, each a process with one thread.
+        dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
+        device: ``"cpu"``, or ``"cuda"``, where ranks beyond the number of GPUs share them.
+    """
+
+    contestant: str
+    seq_len: int
+    ring_size: int = 1
+    branches: Branches = STANDARD
+    dtype: str = "fp32"
+    layout: str = "contiguous"
+    causal: bool = True
+    num_heads: int = 8
+    kv_heads: int = 8
+    head_dim: int = 64
+    device: str = "cpu"
+
+    @property
+    def adapter(self) -> str:
+        """Whose ring carries it."""
+        return self.contestant if self.contestant in ADAPTERS else "native"
+
+    @property
+    def pattern(self) -> DilatedPattern:
+        lengths, rates = zip(*self.branches, strict=True)
+        return DilatedPattern(lengths, rates)
+
+    @property
+    def tensor_bytes(self) -> int:
+        """q, k, v, out, their gradients and that of out, over all ranks: inputs and results of forward and backward."""
+        itemsize = {"fp64": 8, "fp32": 4}.get(self.dtype, 2)
+        return 4 * (self.num_heads + self.kv_heads) * self.seq_len * self.head_dim * itemsize

@@ -1,0 +1,200 @@
+"""What the project claims of itself, measured: `python bench/claims.py --help`.
+
+Contestants of one claim take turns within one run, so that a machine that grows slower is so to all of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json as json_module
+import statistics
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import rank
+import typer
+from case import BARE_KERNELS, ONE_DEVICE, Case
+from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
+from report import Row, report
+from setups import ONE_DEVICE_BRANCHES, ring_setups, setup
+from slow_link import hidden_hops_command
+from worlds import Worlds
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+app.command("hidden-hops")(hidden_hops_command)
+
+
+@app.command("overhead")
+def overhead_command(repeats: Repeats = 11, shrink: Shrink = 1, json: Json = None) -> None:
+    """One device, one thread, 32,768 tokens: dilated attention over the bare kernel calls it is made of."""
+    with Worlds() as worlds:
+        report("overhead", {"repeats": repeats, "shrink": shrink}, overhead(worlds, repeats, shrink), json)
+
+
+def overhead(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
+    rows = []
+    for dtype in ("fp32", "bf16"):
+        case = setup(shrink, 32768, ONE_DEVICE_BRANCHES, dtype=dtype)
+        contestants = [dataclasses.replace(case, contestant=name) for name in (ONE_DEVICE, BARE_KERNELS)]
+        directions: tuple[rank.Direction, ...] = ("forward", "backward")
+        for direction in directions:
+            ours, bare = in_turns(worlds, contestants, direction, repeats)
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "direction": direction,
+                    "seconds": statistics.median(ours),
+                    "bare_kernels": statistics.median(bare),
+                    "ratio_of_medians": statistics.median(ours) / statistics.median(bare),
+                    "median_of_ratios": statistics.median(a / b for a, b in zip(ours, bare, strict=True)),
+                    "calls": {"ours": ours, "bare kernels": bare},
+                }
+            )
+        worlds.forget()
+    return rows
+
+
+@app.command("scaling")
+def scaling_command(repeats: Repeats = 5, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
+    """Two ranks of one thread against one rank of one thread: forward and backward together."""
+    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
+    with Worlds() as worlds:
+        report("scaling", options, scaling(worlds, repeats, shrink, dtype), json)
+
+
+def scaling(worlds: Worlds, repeats: int, shrink: int, dtype: str) -> list[Row]:
+    rows = []
+    for name, case in ring_setups(shrink, dtype).items():
+        contestants = [
+            dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
+            dataclasses.replace(case, contestant="native", ring_size=2),
+        ]
+        alone, together = in_turns(worlds, contestants, "both", repeats)
+        rows.append(
+            {
+                "setup": name,
+                "tokens": case.seq_len,
+                "one_rank_seconds": statistics.median(alone),
+                "two_ranks_seconds": statistics.median(together),
+                "speed_up": statistics.median(alone) / statistics.median(together),
+                "median_of_ratios": statistics.median(a / b for a, b in zip(alone, together, strict=True)),
+                "calls": {"one rank": alone, "two ranks": together},
+            }
+        )
+        worlds.forget()
+    return rows
+
+
+@app.command("memory")
+def memory_command(
+    shrink: Shrink = 1,
+    dtype: Dtype = "fp32",
+    ring_sizes: Annotated[str, typer.Option(help="Ranks, as 1,2,4; the first is what the others are held against.")] = (
+        "1,2,4"
+    ),
+    json: Json = None,
+) -> None:
+    """Peak memory per rank of forward and backward, inputs included, and the communication buffers' share.
+
+    Both are set against the tensors of the call (q, k, v, out and their gradients) that lie on a rank.
+    """
+    sizes = [int(size) for size in ring_sizes.split(",")]
+    options = {"shrink": shrink, "dtype": dtype, "ring_sizes": sizes}
+    with Worlds() as worlds:
+        report("memory", options, memory(worlds, sizes, shrink, dtype), json)
+
+
+def memory(worlds: Worlds, ring_sizes: Sequence[int], shrink: int, dtype: str) -> list[Row]:
+    rows: list[Row] = []
+    setups = ring_setups(shrink, dtype)
+    for name in ("dilated, causal, zigzag", "plain, causal, zigzag"):
+        first: int | None = None
+        for ring_size in ring_sizes:
+            case = dataclasses.replace(setups[name], contestant="native", ring_size=ring_size)
+            found = worlds.peak_memory(case)
+            peak, tensors = max(found["peak_bytes"]), case.tensor_bytes / ring_size
+            first = first or peak
+            rows.append(
+                {
+                    "setup": name,
+                    "tokens": case.seq_len,
+                    "ranks": ring_size,
+                    "peak_bytes": peak,
+                    "over_its_tensors": peak / tensors,
+                    f"over_{ring_sizes[0]}_rank": peak / first,
+                    "buffers_share": max(found["buffers_bytes"]) / tensors,
+                    "by_rank": found,
+                }
+            )
+    return rows
+
+
+@app.command("million")
+def million_command(repeats: Repeats = 2, shrink: Shrink = 1, ring_size: RingSize = 4, json: Json = None) -> None:
+    """1,048,576 tokens in bf16 on four ranks, forward and backward: the cost of a token against 65,536 tokens."""
+    options = {"repeats": repeats, "shrink": shrink, "ring_size": ring_size}
+    with Worlds() as worlds:
+        report("million", options, million(worlds, repeats, shrink, ring_size), json)
+
+
+def million(worlds: Worlds, repeats: int, shrink: int, ring_size: int) -> list[Row]:
+    rows: list[Row] = []
+    for seq_len, rate in ((65536, 32), (1048576, 512)):
+        branches = ((2048, 1), (16384, 8), (seq_len, rate))
+        case = setup(shrink, seq_len, branches, dtype="bf16", layout="zigzag", ring_size=ring_size)
+        case = dataclasses.replace(case, contestant="native")
+        calls = [worlds.time(case, "both") for _ in range(1 + repeats)][1:]
+        worlds.forget()
+        memory = worlds.peak_memory(case)
+        seconds = statistics.median(call["seconds"] for call in calls)
+        per_token = seconds / case.seq_len
+        rows.append(
+            {
+                "tokens": case.seq_len,
+                "ranks": ring_size,
+                "seconds": seconds,
+                "microseconds_per_token": per_token * 1e6,
+                "per_token_over_first": per_token / (rows[0]["microseconds_per_token"] / 1e6) if rows else 1.0,
+                "sent_per_rank_bytes": max(calls[0]["bytes"]),
+                "peak_per_rank_bytes": max(memory["peak_bytes"]),
+                "peak_over_its_tensors": max(memory["peak_bytes"]) / (case.tensor_bytes / ring_size),
+                "by_rank": memory | {"calls": calls},
+            }
+        )
+    return rows
+
+
+@app.command("timeline")
+def timeline_command(
+    json: JsonRequired,
+    shrink: Shrink = 1,
+    ring_size: RingSize = 2,
+    dtype: Dtype = "fp32",
+) -> None:
+    """When each rank computed, posted hops and waited for them, in one call of dilated and one of plain attention."""
+    with Worlds() as worlds:
+        found = timelines(worlds, shrink, ring_size, dtype)
+    json.write_text(json_module.dumps(found) + "\n")
+
+
+def timelines(worlds: Worlds, shrink: int, ring_size: int, dtype: str) -> list[dict[str, Any]]:
+    setups = ring_setups(shrink, dtype)
+    found = []
+    for name in ("dilated, causal, zigzag", "plain, causal, zigzag"):
+        case = dataclasses.replace(setups[name], contestant="native", ring_size=ring_size)
+        spans = worlds.of(case).run(rank.spans, case)
+        found.append({"name": name, "case": dataclasses.asdict(case), "ranks": spans})
+        worlds.forget()
+    return found
+
+
+def in_turns(worlds: Worlds, cases: Sequence[Case], direction: rank.Direction, repeats: int) -> list[list[float]]:
+    """Seconds of each case's calls, after one of each that warms up; the cases take turns."""
+    for case in cases:
+        worlds.time(case, direction)
+    rounds = [[worlds.time(case, direction)["seconds"] for case in cases] for _ in range(repeats)]
+    return [list(calls) for calls in zip(*rounds, strict=True)]
+
+
+if __name__ == "__main__":
+    app()

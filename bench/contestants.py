@@ -1,0 +1,115 @@
+"""Who is compared: each contestant's forward and backward over one case, on the rank that asks.
+
+Every one of them but the bare kernels and SDPA computes the same numbers. SDPA is the plain
+``scaled_dot_product_attention`` over the whole sequence: what one pays without dilation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from bare_kernels import BareKernels
+from case import ALL_GATHER, BARE_KERNELS, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
+from dense_ring import dense_ring_attention
+from torch import Tensor
+
+from ring_backends import available_adapters, dilated_attention
+from ring_backends.adapters.native import NativeRingDilatedAttention
+from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
+from ring_backends.cli.contestant import local_inputs
+from ring_backends.cli.machine import Device
+from ring_backends.kernels import resolve_dtype
+from ring_backends.registry import load_adapter
+from ring_backends.ring import Ring, Transfer
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A contestant with its inputs. ``backward`` takes what ``forward`` returned.
+
+    Attributes:
+        attention: the module, of an adapter's ring.
+        computed_bytes: sent by this rank, by direction, where no traffic counts it.
+    """
+
+    ring: Ring
+    forward: Callable[[], Any]
+    backward: Callable[[Any], Any]
+    attention: Any = None
+    computed_bytes: Mapping[str, int] | None = None
+
+
+def unusable(case: Case) -> str | None:
+    """Why a case cannot run here; None where it can."""
+    if case.contestant == DENSE_RING and case.device != "cpu":
+        return "the dense ring calls a kernel of the CPU"
+    return available_adapters().get(case.contestant)
+
+
+def prepare(case: Case, ring: Ring, device: Device) -> Call:
+    """Make this rank's inputs and the contestant that is to run on them."""
+    if case.contestant == BARE_KERNELS:
+        kernels = BareKernels.of(case, resolve_dtype(case.dtype, device.torch), device.torch)
+        return Call(ring, kernels.forward, kernels.backward)
+    query, key, value, grad_out = local_inputs(case, ring, device)
+    attend, attention = _attend(case, ring)
+    computed_bytes = None
+    if case.contestant == ALL_GATHER:
+        walk = AllGatherWalk.of(query, key, case.pattern, ring, is_causal=case.causal, seq_len=case.seq_len)
+        computed_bytes = walk.wire_bytes(key)
+    return Call(
+        ring,
+        lambda: attend(query, key, value),
+        lambda out: torch.autograd.grad(out, (query, key, value), grad_out),
+        attention,
+        computed_bytes,
+    )
+
+
+def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
+    lengths, rates = case.pattern.segment_lengths, case.pattern.dilation_rates
+    sharded: dict[str, Any] = {"is_causal": case.causal, "seq_len": case.seq_len}
+    if case.contestant == ONE_DEVICE:
+        return lambda q, k, v: dilated_attention(q, k, v, lengths, rates, is_causal=case.causal), None
+    if case.contestant == SDPA:
+        return _sdpa(case.causal), None
+    if case.contestant == ALL_GATHER:
+        return lambda q, k, v: all_gather_attention(q, k, v, case.pattern, ring, **sharded), None
+    if case.contestant == DENSE_RING:
+        return lambda q, k, v: dense_ring_attention(q, k, v, case.pattern, ring, **sharded), None
+    if case.contestant == SYNCHRONOUS:
+        attention: Any = SynchronousRingDilatedAttention(lengths, rates, ring=ring)
+    else:
+        attention = load_adapter(case.contestant).RingDilatedAttention(lengths, rates, ring=ring)
+    return lambda q, k, v: attention(q, k, v, **sharded), attention
+
+
+def _sdpa(is_causal: bool) -> Attend:
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = (x.transpose(1, 2) for x in (query, key, value))
+        return F.scaled_dot_product_attention(*heads, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+
+    return attend
+
+
+class SynchronousRingDilatedAttention(NativeRingDilatedAttention):
+    """The native adapter with nothing hidden: a hop is waited for where it is posted."""
+
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        started = time.perf_counter()
+        super().ring_pass(outgoing, incoming, tag).wait(self.ring.timeout)
+        self.ring.traffic.wait_seconds += time.perf_counter() - started
+        return _Over()
+
+
+class _Over(Transfer):
+    def wait(self, timeout: timedelta) -> None:
+        pass

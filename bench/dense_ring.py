@@ -1,0 +1,221 @@
+"""A baseline: ring attention that knows nothing of segments and dilation, and masks what a query may not see.
+
+It is a ring attention as one would write it without this project (arXiv 2310.01889): all rows of K and V travel round
+the ring, dK and dV in fp32 behind them; the next hop is posted before the current chunk is computed; at most two
+received buffers are alive; the fused kernel takes the mask as a bias, block by block, so that no n × n matrix exists,
+and blocks in which nobody sees anything are skipped. A key that m branches show counts m times, which is a bias of
+log m: the results are exact.
+
+Tensors are [batch, seq, heads, head_dim] outside and [batch, heads, seq, head_dim] inside. CPU only.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from ring_backends.pattern import DilatedPattern
+from ring_backends.ring import Ring
+
+BLOCK = 512  # rows; the bias of 8 heads is then 8 MiB
+
+_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+def dense_ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
+) -> Tensor:
+    """Dilated attention over a sequence that lies sharded over ``ring``; arguments as of RingDilatedAttention.
+
+    Returns:
+        out like query, with exact gradients.
+
+    Raises:
+        ValueError: the tensors are not on the CPU, whose kernel this calls.
+    """
+    if query.device.type != "cpu":
+        raise ValueError(f"query is on {query.device}: the dense ring calls a CPU kernel; measure it with device cpu.")
+    mask = _Mask(pattern, ring, query.shape[2], seq_len, is_causal, _sum_dtype(query))
+    out: Tensor = _DenseRing.apply(query, key, value, mask)
+    return out
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """Which key rows of a rank's chunk the local query rows see, block by block."""
+
+    pattern: DilatedPattern
+    ring: Ring
+    num_heads: int
+    seq_len: int
+    is_causal: bool
+    dtype: torch.dtype
+
+    def blocks(self, source: int) -> Iterator[tuple[slice, slice, Tensor]]:
+        """(query rows, key rows, bias [1, heads, query rows, key rows]) of local queries and ``source``'s keys."""
+        layout = self.ring.layout(self.seq_len)
+        query_positions, key_positions = layout.positions(self.ring.rank), layout.positions(source)
+        query_segments, key_segments = self._segments(query_positions), self._segments(key_positions)
+        for q in _slices(len(query_positions)):
+            t = query_positions[q]
+            for k in _slices(len(key_positions)):
+                u = key_positions[k]
+                if self.is_causal and u.min() > t.max():
+                    continue
+                bias = _bias([x[:, q] for x in query_segments], [x[:, k] for x in key_segments], self.dtype)
+                if bias is None:
+                    continue
+                if self.is_causal and u.max() > t.min():
+                    bias.masked_fill_(u > t[:, None], -math.inf)
+                yield q, k, bias.unsqueeze(0)
+
+    def _segments(self, positions: Tensor) -> list[Tensor]:
+        """Per branch, the segment that covers each position for each head, or −1: int32 [heads, positions]."""
+        found = []
+        for index, rate in enumerate(self.pattern.dilation_rates):
+            length = self.pattern.segment_length(index, self.seq_len)
+            segments = torch.full((self.num_heads, len(positions)), -1, dtype=torch.int32)
+            for head in self.pattern.heads(index, self.num_heads):
+                covered = positions % length % rate == self.pattern.head_offset(index, head, self.num_heads)
+                segments[head, covered] = (positions // length)[covered].int()
+            found.append(segments)
+        return found
+
+
+def _bias(query_segments: list[Tensor], key_segments: list[Tensor], dtype: torch.dtype) -> Tensor | None:
+    """log of how many branches show each key to each query: [heads, queries, keys]; None where none shows any.
+
+    As a product of matrices, with a column for every segment of a branch that has both queries and keys: whoever
+    compares segment numbers pair by pair instead waits longer for the mask than for the attention.
+    """
+    query_columns, key_columns = [], []
+    for queries, keys in zip(query_segments, key_segments, strict=True):
+        for segment in set(queries.unique().tolist()) & set(keys.unique().tolist()) - {-1}:
+            query_columns.append(queries == segment)
+            key_columns.append(keys == segment)
+    if not query_columns:
+        return None
+    times_seen = torch.stack(query_columns, -1).to(dtype) @ torch.stack(key_columns, 1).to(dtype)
+    # 0 becomes log 0.5 on its way, since log is slow at 0.
+    return F.threshold_(times_seen.clamp_(min=0.5).log_(), -0.1, -math.inf)
+
+
+def _slices(length: int) -> Iterator[slice]:
+    return (slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK))
+
+
+class _DenseRing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: _Mask) -> Tensor:
+        ring, queries = mask.ring, query.transpose(1, 2)
+        out = torch.zeros(queries.shape, dtype=_sum_dtype(query))
+        lse = torch.full(queries.shape[:3], -math.inf, dtype=out.dtype)
+        for step, chunk in enumerate(_chunks(key, value, mask)):
+            for q, k, bias in mask.blocks((ring.rank - step) % ring.size):
+                _merge(out[:, :, q], lse[:, :, q], *_attend(queries[:, :, q], *chunk[:, :, :, k], bias))
+        result = out.transpose(1, 2).to(query.dtype, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(query, key, value, result, lse)
+        ctx.mask = mask
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        mask, ring = ctx.mask, ctx.mask.ring
+        grad_query = torch.zeros_like(query.transpose(1, 2), dtype=_sum_dtype(query))
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # so that rows which see nothing get exp(-inf) = 0
+        queries, outs, grad_outs = (x.transpose(1, 2) for x in (query, out, grad_out))
+        arriving: _Hop | None = None
+        for step, chunk in enumerate(_chunks(key, value, mask)):
+            sums = torch.zeros_like(chunk, dtype=grad_query.dtype)
+            for q, k, bias in mask.blocks((ring.rank - step) % ring.size):
+                dq, dk, dv = _backward(
+                    grad_outs[:, :, q], queries[:, :, q], *chunk[:, :, :, k], outs[:, :, q], lse[:, :, q],
+                    0.0, False, attn_mask=bias, scale=_scale(query),
+                )  # fmt: skip
+                grad_query[:, :, q] += dq
+                sums[0, :, :, k] += dk
+                sums[1, :, :, k] += dv
+            if arriving is not None:
+                sums += arriving.wait()
+            if ring.size > 1:
+                # Whoever holds this chunk next adds to its sums; after the last step that is the chunk's own rank.
+                arriving = _Hop.post(sums, mask, (ring.rank - step - 1) % ring.size, tag=2 * step + 1)
+        if arriving is not None:
+            sums = arriving.wait()
+        grad_key, grad_value = (x.transpose(1, 2).to(key.dtype) for x in sums)
+        return grad_query.transpose(1, 2).to(query.dtype), grad_key, grad_value, None
+
+
+def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
+    """This rank's K and V, then those of the ranks before it: [2, batch, heads, seq, head_dim]."""
+    ring = mask.ring
+    chunk = torch.stack([key, value]).transpose(2, 3).contiguous()
+    for step in range(ring.size):
+        last = step == ring.size - 1
+        arriving = None if last else _Hop.post(chunk, mask, (ring.rank - step - 1) % ring.size, tag=2 * step)
+        yield chunk
+        if arriving is not None:
+            chunk = arriving.wait()
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """A chunk under way to the next rank, and another from the previous one."""
+
+    works: list[dist.Work]
+    leaving: Tensor
+    incoming: Tensor
+    ring: Ring
+
+    @classmethod
+    def post(cls, chunk: Tensor, mask: _Mask, incoming_from: int, tag: int) -> _Hop:
+        """``incoming_from``: the rank whose rows are to arrive, by way of the previous rank."""
+        ring = mask.ring
+        kind, batch, heads, _, head_dim = chunk.shape
+        incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
+        peers = {dist.isend: (chunk, (ring.rank + 1) % ring.size), dist.irecv: (incoming, (ring.rank - 1) % ring.size)}
+        works = dist.batch_isend_irecv(
+            [dist.P2POp(op, x, group=ring.group, tag=1 + tag, group_peer=peer) for op, (x, peer) in peers.items()]
+        )
+        ring.traffic.messages += 1
+        ring.traffic.bytes += chunk.nbytes
+        return cls(works, chunk, incoming, ring)
+
+    def wait(self) -> Tensor:
+        started = time.perf_counter()
+        for work in self.works:
+            work.wait(self.ring.timeout)
+        self.ring.traffic.wait_seconds += time.perf_counter() - started
+        return self.incoming
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    out, lse = _forward(query, key, value, 0.0, False, attn_mask=bias, scale=_scale(query))
+    blind = (bias.amax(-1) == -math.inf).expand(lse.shape)  # the kernel gives such rows the LSE 0
+    return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
+
+
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Online softmax, in place; −inf with −inf stays −inf."""
+    merged = torch.logaddexp(lse, other_lse)
+    weight, other_weight = ((x - merged).exp().masked_fill(merged == -math.inf, 0.0) for x in (lse, other_lse))
+    out.mul_(weight.unsqueeze(-1)).add_(other_out * other_weight.unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def _scale(query: Tensor) -> float:
+    return float(query.shape[-1] ** -0.5)
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

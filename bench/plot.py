@@ -1,0 +1,145 @@
+"""Pictures of the result files: `python bench/plot.py` draws all of bench/results/ there.
+
+table.json (pytest-benchmark's) becomes time and memory against sequence length and against ring size; timeline.json
+(of `claims.py timeline`) becomes one timeline per call in it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from matplotlib.ticker import LogLocator
+from records import ORDER, Record, beside, is_on_one_rank, read_records
+
+from ring_backends.cli.plot import draw_timeline, new_figure
+
+_RESULTS = Path(__file__).parent / "results"
+_MARKERS = "osD^vXP*"
+
+
+def main(
+    folder: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="Where the result files are.")
+    ] = _RESULTS,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls in table.json.")] = "fp32",
+    suffix: Annotated[str, typer.Option(metavar="svg|png|pdf")] = "svg",
+) -> None:
+    """Draw what is in a folder of result files, beside them."""
+    drawn: list[Path] = []
+    if (table := folder / "table.json").exists():
+        records = [record for record in read_records(table) if record.dtype == dtype]
+        drawn += [
+            _save(by_length(records), folder / f"by-length-{dtype}.{suffix}"),
+            _save(by_ring_size(records), folder / f"by-ring-size-{dtype}.{suffix}"),
+        ]
+    if (timeline := folder / "timeline.json").exists():
+        for number, call in enumerate(json.loads(timeline.read_text())):
+            drawn.append(_save(timeline_figure(call), folder / f"timeline-{number}.{suffix}"))
+    if not drawn:
+        print(f"{folder}: neither table.json nor timeline.json is there; see bench/README.md.", file=sys.stderr)
+        raise typer.Exit(1)
+    print(*drawn, sep="\n")
+
+
+def by_length(records: Sequence[Record]) -> Any:
+    """Time and memory against sequence length: a column per ring size; what needs one rank is dashed in all of them."""
+    sizes = sorted({record.ring_size for record in records})
+    figure, axes = _grid(len(sizes))
+    for column, size in enumerate(sizes):
+        lines = beside(records, lambda record, size=size: record.ring_size == size or is_on_one_rank(record))
+        _draw_lines(axes[:, column], lines, lambda record: record.seq_len)
+        axes[0, column].set_title(f"{size} rank{'s' if size > 1 else ''}")
+        axes[1, column].set_xlabel("tokens")
+        for row in axes[:, column]:
+            _label_log(row, sorted({record.seq_len for record in records}))
+    return _with_legend(figure, axes)
+
+
+def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
+    """Time and memory against ring size: a column for each of the longest sequences; one rank's are dashed levels."""
+    lengths = sorted({record.seq_len for record in records})[-most:]
+    sizes = sorted({record.ring_size for record in records})
+    figure, axes = _grid(len(lengths))
+    for column, length in enumerate(lengths):
+        lines = beside(records, lambda record, length=length: record.seq_len == length)
+        _draw_lines(axes[:, column], lines, lambda record: record.ring_size, levels_over=sizes)
+        axes[0, column].set_title(f"{length:,} tokens")
+        axes[1, column].set_xlabel("ranks")
+        for row in axes[:, column]:
+            _label_log(row, sizes)
+    return _with_legend(figure, axes)
+
+
+def timeline_figure(call: dict[str, Any]) -> Any:
+    """One call of ``claims.py timeline``: forward above backward, a lane per rank."""
+    ranks = call["ranks"]
+    figure = new_figure((10, 2.2 + 0.9 * len(ranks)))
+    for axes, part in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
+        draw_timeline(axes, ranks, part)
+        axes.set_title(part, loc="left")
+    figure.suptitle(f"{call['name']}: {call['case']['seq_len']:,} tokens, {call['case']['dtype']}")
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
+    return figure
+
+
+def _grid(columns: int) -> tuple[Any, Any]:
+    figure = new_figure((2 + 3.2 * columns, 6.4))
+    axes = figure.subplots(2, columns, squeeze=False, sharex="col", sharey="row")
+    axes[0, 0].set_ylabel("seconds, forward + backward")
+    axes[1, 0].set_ylabel("peak per rank, MiB, inputs included")
+    return figure, axes
+
+
+def _draw_lines(
+    axes: Sequence[Any],
+    lines: dict[str, list[Record]],
+    x_of: Callable[[Record], int],
+    levels_over: Sequence[int] | None = None,
+) -> None:
+    """Seconds on the first of ``axes``, MiB on the second. ``levels_over``: draw one rank's as levels over these."""
+    values: tuple[Callable[[Record], float | None], ...] = (
+        lambda record: record.total_seconds,
+        lambda record: None if record.peak_bytes is None else record.peak_bytes / 2**20,
+    )
+    for where, value_of in zip(axes, values, strict=True):
+        where.set_yscale("log")
+        where.grid(True, which="major", alpha=0.3)
+        for contestant, records in lines.items():
+            points = [(x_of(record), value) for record in records if (value := value_of(record)) is not None]
+            alone = is_on_one_rank(records[0])
+            if alone and levels_over and points:
+                points = [(x, points[0][1]) for x in levels_over]
+            at = ORDER.index(contestant) if contestant in ORDER else len(ORDER)
+            style: dict[str, Any] = {"linestyle": "--"} if alone else {"marker": _MARKERS[at % len(_MARKERS)]}
+            if points:
+                where.plot(*zip(*points, strict=True), label=contestant, color=f"C{at}", **style)
+
+
+def _label_log(axes: Any, values: Sequence[int]) -> None:
+    """A logarithmic x axis with these very values on it, and plain numbers on the y axis."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(values, [f"{value:,}" for value in values])
+    axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter("")
+
+
+def _with_legend(figure: Any, axes: Any) -> Any:
+    named = {name: line for row in axes.flat for line, name in zip(*row.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(4, len(named)))
+    return figure
+
+
+def _save(figure: Any, path: Path) -> Path:
+    figure.savefig(path, dpi=150)
+    return path
+
+
+if __name__ == "__main__":
+    typer.run(main)

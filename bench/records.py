@@ -1,0 +1,75 @@
+"""What pytest-benchmark wrote, as one row per call: its forward and its backward beside each other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from case import ALL_GATHER, DENSE_RING, ON_ONE_RANK, ONE_DEVICE, SDPA
+
+# In one order in all tables and pictures.
+ORDER = ("native", "fsdp", "deepspeed", "fairscale", DENSE_RING, ALL_GATHER, ONE_DEVICE, SDPA)
+
+
+@dataclass
+class Record:
+    """One call of one contestant.
+
+    Attributes:
+        seconds: median of the slowest rank's, by direction.
+        bytes: sent by the busiest rank, by direction.
+        wait_share: the largest of the ranks' shares of their time, by direction.
+        peak_bytes: of the rank that needs most, inputs included; None where it was not measured.
+    """
+
+    contestant: str
+    seq_len: int
+    ring_size: int
+    dtype: str
+    peak_bytes: int | None
+    seconds: dict[str, float] = field(default_factory=dict)
+    bytes: dict[str, int] = field(default_factory=dict)
+    wait_share: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def total_seconds(self) -> float | None:
+        return sum(self.seconds.values()) if len(self.seconds) == 2 else None
+
+
+def read_records(path: Path) -> list[Record]:
+    """The calls in a JSON file of pytest-benchmark, by length, ring size and contestant.
+
+    Raises:
+        ValueError: the file holds no benchmarks of this folder.
+    """
+    records: dict[tuple[Any, ...], Record] = {}
+    for benchmark in json.loads(path.read_text()).get("benchmarks", []):
+        found = benchmark["extra_info"]
+        at = tuple(found[name] for name in ("contestant", "seq_len", "ring_size", "dtype"))
+        record = records.setdefault(at, Record(*at, peak_bytes=max(found.get("peak_bytes", [0])) or None))
+        direction = found["direction"]
+        record.seconds[direction] = benchmark["stats"]["median"]
+        record.bytes[direction] = max(found["bytes"])
+        record.wait_share[direction] = max(found["wait_share"])
+    if not records:
+        raise ValueError(f"{path}: no benchmarks in it; write it with pytest bench --benchmark-json={path}.")
+    return sorted(records.values(), key=lambda record: (record.seq_len, record.ring_size, _place(record.contestant)))
+
+
+def beside(records: Iterable[Record], chosen: Callable[[Record], bool]) -> dict[str, list[Record]]:
+    """The chosen records by contestant, in :data:`ORDER`."""
+    lines: dict[str, list[Record]] = {}
+    for record in sorted(filter(chosen, records), key=lambda record: _place(record.contestant)):
+        lines.setdefault(record.contestant, []).append(record)
+    return lines
+
+
+def is_on_one_rank(record: Record) -> bool:
+    return record.contestant in ON_ONE_RANK
+
+
+def _place(contestant: str) -> int:
+    return ORDER.index(contestant) if contestant in ORDER else len(ORDER)

@@ -1,0 +1,50 @@
+"""Rows as a table for a person and as JSON for a program, with the machine that they were measured on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pytest_benchmark.plugin import pytest_benchmark_generate_machine_info
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ring_backends.cli.machine import versions
+
+Row = dict[str, Any]
+
+
+def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path | None) -> None:
+    """Print ``rows``, and write them to ``json_file`` if there is one. Values that are lists go to the file alone."""
+    if json_file is not None:
+        known = pytest_benchmark_generate_machine_info()
+        machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}
+        found = {"claim": name, "options": options, "machine": machine, "rows": rows}
+        json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    Console(width=None if Console().is_terminal else 140, highlight=False).print(table(rows))
+
+
+def table(rows: Sequence[Row], markup: bool = False) -> Table:
+    shown = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
+    drawn = Table(box=box.MARKDOWN if markup else box.SIMPLE, pad_edge=markup)
+    for name in shown:
+        numeric = isinstance(rows[0][name], (int, float))
+        drawn.add_column(name.replace("_", " "), justify="right" if numeric else "left")
+    for row in rows:
+        drawn.add_row(*(_text(name, row[name]) for name in shown))
+    return drawn
+
+
+def _text(name: str, value: Any) -> str:
+    if value is None:
+        return "-"
+    if name.endswith("_bytes"):
+        return f"{value / 2**20:,.1f} MiB"
+    if name.endswith("_share"):
+        return f"{value:.1%}"
+    if isinstance(value, float):
+        return f"{value:.3g}" if value < 0.1 else f"{value:,.3f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)

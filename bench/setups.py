@@ -1,0 +1,38 @@
+"""The calls that the claims are about. `shrink` divides every length, for a look at a claim in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from case import Branches, Case
+
+DILATED: Branches = ((2048, 1), (8192, 4), (65536, 16))
+ONE_DEVICE_BRANCHES: Branches = ((2048, 1), (8192, 4), (32768, 16))
+
+
+def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case:
+    """A case without a contestant, all of whose lengths are divided by ``shrink``.
+
+    Raises:
+        ValueError: a segment would be left without a row for each rate, or is no multiple of ``shrink``.
+    """
+    for length, rate in branches:
+        if length % shrink or length // shrink % rate:
+            raise ValueError(
+                f"shrink = {shrink}: a segment of {length} has to remain a multiple of its dilation rate {rate}; use a "
+                f"divisor of {length // rate}."
+            )
+    branches = tuple((length // shrink, rate) for length, rate in branches)
+    return Case("", seq_len // shrink, branches=branches, **options)
+
+
+def ring_setups(shrink: int, dtype: str) -> dict[str, Case]:
+    """What is divided over ranks: dilated attention at 65,536 tokens, and plain ring attention at 16,384."""
+    dilated = setup(shrink, 65536, DILATED, dtype=dtype)
+    return {
+        "dilated": dataclasses.replace(dilated, causal=False),
+        "dilated, causal, zigzag": dataclasses.replace(dilated, layout="zigzag"),
+        "dilated, causal, contiguous": dilated,
+        "plain, causal, zigzag": setup(shrink, 16384, ((16384, 1),), dtype=dtype, layout="zigzag"),
+    }

@@ -1,0 +1,40 @@
+"""pytest-benchmark's JSON as a table, in Markdown: `python bench/tables.py bench/results/table.json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from records import read_records
+from report import table
+from rich.console import Console
+
+
+def main(
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Written with --benchmark-json.")],
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls to show.")] = "fp32",
+) -> None:
+    """Time, memory and bytes of every call, by length and ring size."""
+    rows: list[dict[str, Any]] = [
+        {
+            "tokens": record.seq_len,
+            "ranks": record.ring_size,
+            "contestant": record.contestant,
+            "forward, s": record.seconds.get("forward"),
+            "backward, s": record.seconds.get("backward"),
+            "peak per rank_bytes": record.peak_bytes,
+            "sent per rank_bytes": sum(record.bytes.values()),
+        }
+        for record in read_records(file)
+        if record.dtype == dtype
+    ]
+    if not rows:
+        print(f"dtype = {dtype!r}: {file} holds no calls in it; name another with --dtype.", file=sys.stderr)
+        raise typer.Exit(2)
+    Console(width=160, highlight=False).print(table(rows, markup=True))
+
+
+if __name__ == "__main__":
+    typer.run(main)

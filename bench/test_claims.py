@@ -1,0 +1,125 @@
+"""Every claim's measurement runs, on lengths at which its numbers mean nothing, and finds what it is meant to find."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from typing import Any
+
+import claims
+import pytest
+import slow_link
+from case import DENSE_RING, Case
+from setups import ring_setups, setup
+from worlds import Worlds
+
+from ring_backends import RingSchedule, SequenceLayout
+
+SHRINK = 128  # no further: a segment of 8192 at rate 4 keeps 16 rows
+
+
+def test_overhead(worlds: Worlds) -> None:
+    rows = claims.overhead(worlds, 2, SHRINK)
+    assert [(row["dtype"], row["direction"]) for row in rows] == [
+        *itertools.product(("fp32", "bf16"), ("forward", "backward"))
+    ]
+    for row in rows:
+        ours, bare = row["calls"].values()
+        assert len(ours) == len(bare) == 2
+        assert row["ratio_of_medians"] == pytest.approx(sum(ours) / sum(bare))
+        assert row["median_of_ratios"] == pytest.approx((ours[0] / bare[0] + ours[1] / bare[1]) / 2)
+
+
+def test_scaling(worlds: Worlds) -> None:
+    rows = claims.scaling(worlds, 1, SHRINK, "fp32")
+    assert [row["tokens"] for row in rows] == [512, 512, 512, 128]
+    for row in rows:
+        (alone,), (together,) = row["calls"].values()
+        assert row["speed_up"] == pytest.approx(alone / together)
+
+
+def test_memory(worlds: Worlds) -> None:
+    rows = claims.memory(worlds, [1, 2], SHRINK, "fp32")
+    for row in rows:
+        assert len(row["by_rank"]["peak_bytes"]) == row["ranks"]
+        assert (row["buffers_share"] > 0) == (row["ranks"] > 1)
+    assert rows[0]["over_1_rank"] == 1
+
+
+def test_peak_memory_is_that_of_the_call_with_its_inputs() -> None:
+    # One rank's two chunks of the ring and the sums of dK and dV are 6 of its 8 tensors; a block's bias is 8 MiB.
+    case = Case(DENSE_RING, 8192, branches=((512, 1),), num_heads=4, kv_heads=4)
+    with Worlds() as worlds:
+        (peak,) = worlds.peak_memory(case)["peak_bytes"]
+    assert case.tensor_bytes == 8 * 8192 * 4 * 64 * 4
+    assert case.tensor_bytes < peak < 3 * case.tensor_bytes
+
+
+def test_million(worlds: Worlds) -> None:
+    shrink = 512
+    rows = claims.million(worlds, 1, shrink, 2)
+    assert [row["tokens"] for row in rows] == [128, 2048]
+    for row, rate in zip(rows, (32, 512), strict=True):
+        seq_len = row["tokens"] * shrink
+        case = setup(shrink, seq_len, ((2048, 1), (16384, 8), (seq_len, rate)))
+        schedule = RingSchedule(case.pattern, SequenceLayout(case.seq_len, 2, "zigzag"), 8, 8, True)
+        sizes = {"batch": 1, "head_dim": 64, "itemsize": 2}
+        stated = [sum(schedule.wire_bytes(r, **sizes, backward=b) for b in (False, True)) for r in range(2)]
+        assert row["sent_per_rank_bytes"] == max(stated)
+    assert rows[1]["per_token_over_first"] == pytest.approx(
+        rows[1]["microseconds_per_token"] / rows[0]["microseconds_per_token"]
+    )
+
+
+def test_timelines_have_the_clocks_of_all_ranks_in_common(worlds: Worlds) -> None:
+    for call in claims.timelines(worlds, SHRINK, 2, "fp32"):
+        for part in ("forward", "backward"):
+            whole = [next(span for span in spans if span[:2] == (part, "call")) for spans in call["ranks"]]
+            for spans, (_, _, start, end) in zip(call["ranks"], whole, strict=True):
+                inside = [span for span in spans if span[0] == part and span[1] != "call"]
+                assert {"tile", "post"} <= {what for _, what, _, _ in inside}
+                assert all(start <= begin <= finish <= end for _, _, begin, finish in inside)
+            # They begin together, and none can end before the other has begun.
+            assert max(start for _, _, start, _ in whole) < min(end for _, _, _, end in whole)
+
+
+def test_hops_over_a_slow_link_and_nothing_is_left_behind() -> None:
+    try:
+        rows = slow_link.hidden_hops("20mbit", 1, SHRINK, "fp32", timeout=120)
+    except slow_link.NoNamespacesError as error:
+        pytest.skip(str(error))
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, timeout=30).stdout
+    assert f"ring{os.getpid()}-" not in left
+    assert [row["hops"] for row in rows] == ["hidden", "synchronous"] * 3
+    for row in rows:
+        assert 0 <= row["waited_share"] < 1
+    # 0.6 MiB a rank take 0.26 s on this link, and its tiles a few milliseconds: hidden or not, the call waits.
+    plain = rows[-2:]
+    for row in plain:
+        assert row["waited_share"] > 0.3
+        assert row["wire_share"] == pytest.approx(row["sent_per_rank_bytes"] * 8 / 20e6 / row["seconds"])
+
+
+def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(slow_link.shutil, "which", lambda name: f"/sbin/{name}")
+    monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
+    with pytest.raises(slow_link.typer.Exit) as left:
+        slow_link.hidden_hops_command("20mbit", 1, SHRINK, "fp32", None)
+    assert left.value.exit_code == 1
+    assert "needs root" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rate", ["fast", "10", "1.5mbit"])
+def test_a_rate_that_is_none_is_refused(rate: str) -> None:
+    with pytest.raises(ValueError, match=f"rate = '{rate}': write a whole number"):
+        slow_link.bits_per_second(rate)
+
+
+def test_shrinking_too_far_is_refused() -> None:
+    def shrunk(shrink: int) -> Any:
+        return ring_setups(shrink, "fp32")
+
+    assert shrunk(2048)["dilated"].branches == ((1, 1), (4, 4), (32, 16))
+    with pytest.raises(ValueError, match="shrink = 4096: a segment of 2048"):
+        shrunk(4096)

@@ -1,0 +1,106 @@
+"""Every contestant computes what it claims to: values and gradients against the dense fp64 reference."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import rank
+import torch
+from bare_kernels import BareKernels
+from case import ALL_GATHER, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
+from contestants import unusable
+from torch import Tensor
+from worlds import Worlds
+
+from ring_backends.reference import reference_attention
+
+# Shards of more than one of the dense ring's blocks, and nothing that divides anything.
+UNEVEN = Case(
+    "", 1101, branches=((100, 1), (701, 2), (1101, 5)), dtype="fp64", num_heads=4, kv_heads=2, head_dim=8
+)  # fmt: skip
+NAMES = ("out", "dq", "dk", "dv")
+
+
+_known: dict[Case, list[Tensor]] = {}
+
+
+def by_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
+    """out, dq, dk and dv; known already where only the contestant differs, since all get the same inputs."""
+    at = dataclasses.replace(case, contestant="", ring_size=1, layout="contiguous")
+    if at not in _known:
+        _known[at] = _by_reference(inputs, case)
+    return _known[at]
+
+
+def _by_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
+    *leaves, grad_out = inputs
+    leaves = [x.double().requires_grad_() for x in leaves]
+    lengths, rates = zip(*case.branches, strict=True)
+    out, _ = reference_attention(*leaves, lengths, rates, is_causal=case.causal)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())]
+
+
+def check(worlds: Worlds, case: Case, tolerance: float) -> None:
+    query, key, value, grad_out, *found = worlds.of(case).run(rank.results, case)[0]
+    wanted = by_reference([query, key, value, grad_out], case)
+    for name, ours, reference in zip(NAMES, found, wanted, strict=True):
+        error = (ours.double() - reference).abs().max() / reference.abs().max()
+        assert error < tolerance, f"{name} of {case}"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("ring_size", "layout"), [(2, "contiguous"), (2, "zigzag")])
+@pytest.mark.parametrize("contestant", [DENSE_RING, ALL_GATHER, SYNCHRONOUS, "native"])
+def test_rings_are_exact(worlds: Worlds, contestant: str, ring_size: int, layout: str, causal: bool) -> None:
+    case = dataclasses.replace(UNEVEN, contestant=contestant, ring_size=ring_size, layout=layout, causal=causal)
+    check(worlds, case, 1e-12)
+
+
+@pytest.mark.parametrize("adapter", ["fsdp", "deepspeed", "fairscale"])
+def test_other_adapters_are_exact(worlds: Worlds, adapter: str) -> None:
+    case = dataclasses.replace(UNEVEN, contestant=adapter, ring_size=2)
+    if reason := unusable(case):
+        pytest.skip(reason)
+    check(worlds, case, 1e-12)
+
+
+def test_the_dense_ring_sums_in_fp32(worlds: Worlds) -> None:
+    check(worlds, dataclasses.replace(UNEVEN, contestant=DENSE_RING, ring_size=2, dtype="bf16"), 2**-6)
+
+
+@pytest.mark.parametrize("contestant", [ONE_DEVICE, SDPA, DENSE_RING, ALL_GATHER])
+@pytest.mark.parametrize("causal", [True, False])
+def test_all_are_exact_on_one_rank(worlds: Worlds, contestant: str, causal: bool) -> None:
+    case = dataclasses.replace(UNEVEN, contestant=contestant, causal=causal)
+    if contestant == SDPA:  # which knows of no branches
+        case = dataclasses.replace(case, branches=((case.seq_len, 1),))
+    check(worlds, case, 1e-12)
+
+
+def test_a_dense_ring_sends_everything_and_counts_it(worlds: Worlds) -> None:
+    case = Case(DENSE_RING, 512, 2, ((64, 1),), dtype="bf16", num_heads=2, kv_heads=2, head_dim=8)
+    rows = 2 * 256 * 2 * 8  # of K and of V
+    assert worlds.time(case, "forward")["bytes"] == [rows * 2, rows * 2]
+    # K and V once more; dK and dV in fp32, on to the next rank and home
+    assert worlds.time(case, "backward")["bytes"] == [rows * 2 + 2 * rows * 4] * 2
+
+
+def test_bare_kernels_compute_as_many_pairs_as_the_branches_have() -> None:
+    case = Case("bare kernels", 512, branches=((128, 1), (256, 4), (1024, 16)))
+    bare = BareKernels.of(case, torch.float32, torch.device("cpu"))
+    shapes = [tuple(query.shape) for query, *_ in bare.tiles]
+    assert shapes == [(4, 8, 128, 64), (2, 8, 64, 64), (1, 8, 32, 64)]
+    for (query, key, value, grad_out), (out, lse), grads in zip(
+        bare.tiles, bare.forward(), bare.backward(bare.forward()), strict=True
+    ):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+        wanted = torch.nn.functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(grads, torch.autograd.grad(wanted, leaves, grad_out))
+        assert lse.shape == query.shape[:3]
+
+
+def test_tiles_of_unequal_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"branches: \(100, 1\) cuts 512 tokens into unequal tiles"):
+        BareKernels.of(Case("bare kernels", 512, branches=((100, 1),)), torch.float32, torch.device("cpu"))

@@ -1,0 +1,87 @@
+"""What pytest-benchmark writes becomes tables and pictures: from a real run of one small case."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import claims
+import pytest
+import tables
+import typer.testing
+from records import read_records
+from worlds import Worlds
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory, worlds: Worlds) -> Path:
+    """A folder with a small table.json and timeline.json."""
+    folder = tmp_path_factory.mktemp("results")
+    options = ["--smoke", "--seq-lens=256,512", "--contestants=one device", f"--benchmark-json={folder / 'table.json'}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", str(HERE / "bench_one_device.py"), *options, "--rounds=2", "--no-memory"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "timeline.json").write_text(json.dumps(claims.timelines(worlds, 256, 2, "fp32")))
+    return folder
+
+
+def test_the_statistics_are_those_of_the_slowest_rank(results: Path) -> None:
+    found: list[dict[str, Any]] = json.loads((results / "table.json").read_text())["benchmarks"]
+    assert [benchmark["group"] for benchmark in found][:2] == [
+        f"{direction}, 256 tokens, fp32, 1 rank" for direction in ("forward", "backward")
+    ]
+    for benchmark in found:
+        assert benchmark["options"]["timer"] == "slowest_rank"
+        assert benchmark["extra_info"]["threads"] == 1
+        assert benchmark["extra_info"]["bytes"] == [0]
+        assert benchmark["extra_info"]["versions"]["torch"]
+        assert 0 < benchmark["stats"]["min"] <= benchmark["stats"]["median"]
+
+
+def test_tables_show_every_call(results: Path) -> None:
+    application = typer.Typer()
+    application.command()(tables.main)
+    shown = typer.testing.CliRunner().invoke(application, [str(results / "table.json")])
+    assert shown.exit_code == 0, shown.output
+    lines = [
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in shown.output.splitlines() if "one dev" in line
+    ]
+    assert [line[:3] for line in lines] == [["256", "1", "one device"], ["512", "1", "one device"]]
+    first = read_records(results / "table.json")[0]
+    assert float(lines[0][3]) == pytest.approx(first.seconds["forward"], rel=0.01)
+    refused = typer.testing.CliRunner().invoke(application, [str(results / "table.json"), "--dtype=bf16"])
+    assert refused.exit_code == 2
+
+
+def test_pictures_of_every_result_file(results: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    application = typer.Typer()
+    application.command()(plot.main)
+    shown = typer.testing.CliRunner().invoke(application, [str(results)])
+    assert shown.exit_code == 0, shown.output
+    drawn = {path.name: path.read_text() for path in results.glob("*.svg")}
+    assert set(drawn) == {"by-length-fp32.svg", "by-ring-size-fp32.svg", "timeline-0.svg", "timeline-1.svg"}
+    for text in ("one device", "seconds, forward + backward"):
+        assert f"<!-- {text} -->" in drawn["by-length-fp32.svg"]
+    for text in ("rank 1", "computing a tile", "hop posted"):
+        assert f"<!-- {text} -->" in drawn["timeline-1.svg"]
+
+
+def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    import plot
+
+    with pytest.raises(typer.Exit):
+        plot.main(tmp_path, "fp32", "svg")

@@ -1,0 +1,65 @@
+"""Ranks to measure on: processes with one thread each, started once and used for many cases."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import rank
+from case import Case
+
+from ring_backends.testing.world import World
+
+_CALL_TIMEOUT = 3 * 3600.0  # seconds; a dense method over 65,536 tokens takes minutes
+
+
+class Worlds:
+    """A world per adapter and ring size, each started at its first use; a context manager that ends them all.
+
+    Args:
+        fresh_for_memory: whether memory is measured on ranks that have done nothing else, as it should be.
+    """
+
+    def __init__(self, *, fresh_for_memory: bool = True) -> None:
+        self.fresh_for_memory = fresh_for_memory
+        self._worlds: dict[tuple[str, int], World] = {}
+
+    def of(self, case: Case) -> World:
+        """The ranks for ``case``, used before and after by others."""
+        at = case.adapter, case.ring_size
+        if at not in self._worlds:
+            self._worlds[at] = World(case.ring_size, call_timeout=_CALL_TIMEOUT)
+        return self._worlds[at]
+
+    def time(self, case: Case, direction: rank.Direction) -> dict[str, Any]:
+        """One call: seconds of the slowest rank; by rank, the share of its own time waited, messages and bytes sent."""
+        ranks = self.of(case).run(rank.timed, case, direction)
+        return {
+            "seconds": max(found["seconds"] for found in ranks),
+            "wait_share": [found["wait_seconds"] / found["seconds"] for found in ranks],
+            "messages": [found["messages"] for found in ranks],
+            "bytes": [found["bytes"] for found in ranks],
+        }
+
+    def peak_memory(self, case: Case) -> dict[str, Any]:
+        """By rank, bytes at the peak of forward and backward: inputs included; and of the hops' buffers, if known."""
+        if self.fresh_for_memory:  # a heap that another case grew must not count
+            with World(case.ring_size, call_timeout=_CALL_TIMEOUT) as world:
+                ranks = world.run(rank.peak_memory, case)
+        else:
+            ranks = self.of(case).run(rank.peak_memory, case)
+        return {f"{name}_bytes": [found[name] for found in ranks] for name in ("peak", "buffers")}
+
+    def forget(self) -> None:
+        """Let the ranks free what they keep of the last cases."""
+        for world in self._worlds.values():
+            world.run(rank.forget)
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for world in self._worlds.values():
+            world.close()
