@@ -1,4 +1,4 @@
-"""What a ring costs: memory, bytes, FLOPs and seconds of one call of attention on every rank, before any of them exists.
+"""What a ring costs: memory, bytes, FLOPs and seconds of one call of attention, rank by rank, before any rank exists.
 
 All of it follows from a :class:`~ring_backends.schedule.RingSchedule` by arithmetic on arrays with one entry per rank,
 with no process group. Memory, bytes and FLOPs are counted; seconds are estimated from the few constants of
@@ -292,10 +292,10 @@ def _sum_by_rank(rank: Tensor, values: Tensor, ring_size: int) -> Tensor:
 def _tiles_of_pieces(segment_start: Tensor, *, is_causal: bool) -> Tensor:
     """Against how many pieces of its segment each piece's queries are computed; pieces are in order of position."""
     _, segment, count = segment_start.unique_consecutive(return_inverse=True, return_counts=True)
-    if not is_causal:
-        return count[segment]
-    first = count.cumsum(0) - count
-    return torch.arange(len(segment_start), device="cpu") - first[segment] + 1
+    first: Tensor = count.cumsum(0) - count
+    number: Tensor = torch.arange(len(segment_start), device="cpu") - first[segment]
+    pieces: Tensor = number + 1 if is_causal else count[segment]
+    return pieces
 
 
 @dataclass(frozen=True)

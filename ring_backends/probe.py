@@ -1,4 +1,4 @@
-"""Measure, on this machine and now, the constants that the cost model needs (:class:`~ring_backends.hardware.Hardware`).
+"""Measure, here and now, the constants of the cost model (:class:`~ring_backends.hardware.Hardware`).
 
 All ranks measure together: tiles are timed while every rank computes, and hops while every rank sends to the next one
 and receives from the one before, as in a ring. So ranks that share cores or a link find what each of them really gets.
@@ -107,9 +107,9 @@ class RankProbe:
         shape = (TILE_ROWS // rows, self._num_heads, rows, self.head_dim)
         query, key, value, grad_out = (self._randn(*shape) for _ in range(4))
         if not backward:
-            return partial(kernel.forward, query, key, value, **options)  # type: ignore[arg-type]
-        out, lse = kernel.forward(query, key, value, **options)  # type: ignore[arg-type]
-        return partial(kernel.backward, grad_out, query, key, value, out, lse, **options)  # type: ignore[arg-type]
+            return partial(kernel.forward, query, key, value, **options)
+        out, lse = kernel.forward(query, key, value, **options)
+        return partial(kernel.backward, grad_out, query, key, value, out, lse, **options)
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -223,7 +223,7 @@ class RankProbe:
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:
-    """The constants of a ring whose ranks have these: each that of the rank with the worst, since a call waits for it."""
+    """The constants of a ring whose ranks have these: the worst of each, since a call waits for the slowest rank."""
 
     def least(name: str) -> float | None:
         values = [getattr(hardware, name) for hardware in found]

@@ -44,31 +44,39 @@ class Place:
         if not torch.cuda.is_available():
             return cls(host)
         index = torch.cuda.current_device()
-        return cls(host, _gpu_name(index), _linked_gpus(index))
+        links = _linked_by_nvml(_gpu_name(index))
+        return cls(host, _gpu_name(index), _readable_gpus(index) if links is None else links)
 
 
 def _gpu_name(index: int) -> str:
     return f"GPU-{torch.cuda.get_device_properties(index).uuid}"
 
 
-def _linked_gpus(index: int) -> tuple[str, ...]:
-    """By NVML, which sees all GPUs of the host, where its Python package is installed; else by what torch sees."""
+def _readable_gpus(index: int) -> tuple[str, ...]:
+    """Of the GPUs that torch sees, those that one can read directly, be it by NVLink or by PCIe."""
+    others = [other for other in range(torch.cuda.device_count()) if other != index]
+    return tuple(_gpu_name(other) for other in others if torch.cuda.can_device_access_peer(index, other))
+
+
+def _linked_by_nvml(name: str) -> tuple[str, ...] | None:
+    """The GPUs with an NVLink to this one, of all on the host; None where NVML or its Python package is missing."""
     try:
         import pynvml
     except ImportError:
-        others = [other for other in range(torch.cuda.device_count()) if other != index]
-        return tuple(_gpu_name(other) for other in others if torch.cuda.can_device_access_peer(index, other))
-    pynvml.nvmlInit()
+        return None
     try:
-        here = pynvml.nvmlDeviceGetHandleByUUID(_gpu_name(index))
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(other) for other in range(pynvml.nvmlDeviceGetCount())]
-        names = {_text(pynvml.nvmlDeviceGetUUID(handle)): handle for handle in handles}
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        handles = {}
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            handles[_text(pynvml.nvmlDeviceGetUUID(handle))] = handle
+        nvlink, works = pynvml.NVML_P2P_CAPS_INDEX_NVLINK, pynvml.NVML_P2P_STATUS_OK
+        here = handles.pop(name)
         return tuple(
-            name
-            for name, handle in names.items()
-            if name != _gpu_name(index)
-            and pynvml.nvmlDeviceGetP2PStatus(here, handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            == pynvml.NVML_P2P_STATUS_OK
+            other for other, handle in handles.items() if pynvml.nvmlDeviceGetP2PStatus(here, handle, nvlink) == works
         )
     finally:
         pynvml.nvmlShutdown()

@@ -33,8 +33,8 @@ def measure(command: str, num_ranks: int, dtype: str, device: str, head_dim: int
     """
     if under_launcher():
         raise ValueError(
-            f"nproc_per_node: a launcher has set WORLD_SIZE, but {command} starts the ranks that it measures on itself; "
-            "run it without torchrun."
+            f"nproc_per_node: a launcher has set WORLD_SIZE, but {command} starts the ranks that it measures on "
+            "itself; run it without torchrun."
         )
     # What `launch` would give to a single rank, and what to each of these.
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))

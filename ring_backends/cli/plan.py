@@ -67,7 +67,8 @@ class PlanOptions:
                 raise ValueError(f"{name} = {value}: must be above 0; give a positive number.")
         if self.probe is not None and not self.probe.is_file():
             raise ValueError(
-                f"probe = {str(self.probe)!r}: there is no such file; `ring-backends info --probe --json FILE` writes it."
+                f"probe = {str(self.probe)!r}: there is no such file; `ring-backends info --probe --json FILE` writes "
+                "one."
             )
         if self.probe is not None and self.nproc_per_node is not None:
             raise ValueError("nproc_per_node: nothing is measured with --probe; leave one of them out.")

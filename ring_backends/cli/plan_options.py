@@ -44,7 +44,7 @@ def parse_hosts(hosts: str | None, ranks_per_host: int | None, ring_size: int) -
     names = tuple(name for name in re.split(r"[,\s]+", hosts.strip()) if name)
     if not names or len(names) % ring_size:
         raise ValueError(
-            f"hosts = {hosts!r}: names the hosts of {len(names)} ranks; name one per rank, of one ring of {ring_size} or "
-            "of several."
+            f"hosts = {hosts!r}: names the hosts of {len(names)} ranks; name one per rank, of one ring of {ring_size} "
+            "or of several."
         )
     return names

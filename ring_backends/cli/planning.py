@@ -182,14 +182,17 @@ class Plan:
 
     def sentence(self) -> str:
         """Whether the ring pays, and the smallest rings that fit, for a person to read."""
-        times = [format_seconds(sum(self.seconds[name].values())) for name in ("ring", "alone")]
+        here, alone = (format_seconds(sum(self.seconds[name].values())) for name in ("ring", "alone"))
         ring = f"At {self.options.seq_len:,} tokens a ring of {self.options.ring_size:,}"
         if self.options.ring_size == 1:
-            said = f"{ring} is one device, which takes {times[1]} for forward and backward"
+            said = f"{ring} is one device, which takes {alone} for forward and backward"
         elif self.speedup > 1:
-            said = f"{ring} pays: {times[0]} for forward and backward, {self.speedup:.2f} times as fast as one device's {times[1]}"
+            said = f"{ring} pays: {here} for forward and backward, {self.speedup:.2f} times as fast as one device"
         else:
-            said = f"{ring} does not pay: {times[0]} for forward and backward, {1 / self.speedup:.2f} times one device's {times[1]}"
+            said = (
+                f"{ring} does not pay: {here} for forward and backward, {1 / self.speedup:.2f} times that of one device"
+            )
+        said += "" if self.options.ring_size == 1 else f" ({alone})"
         if self.smallest is None or self.memory_bytes is None:
             return f"{said}."
         memory, found = decimal(self.memory_bytes), self.smallest
