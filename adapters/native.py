@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_backends.arrange import AutoOptions, RingSize, arrange
+from ring_backends.arrange import AutoOptions, RingSize
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import join_ring
 from ring_backends.ring import Ring, Transfer
 from ring_backends.topology import RingOrder
 from ring_backends.training import ReplicatedTraining, TrainingState
@@ -56,11 +56,7 @@ def initialize(
         ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
         RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, auto)
-    world_size = start_world(timeout)
-    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
-    ranks = ring_ranks(size, group, world_size, order)
-    return connect(ranks, layout, timeout, adapter="native", order=order if group is None else None)
+    return join_ring("native", ring_size, layout, group, timeout, ring_order, auto)
 
 
 class NativeRingDilatedAttention(_RingDilatedAttention):

@@ -20,9 +20,10 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.agreement import Agreement
-from ring_backends.arrange import check_arrangement, refuse_arrangement
+from ring_backends.arrange import RingSize, arrange, check_arrangement, refuse_arrangement
 from ring_backends.layout import LayoutKind, SequenceLayout
 from ring_backends.ring import Ring
+from ring_backends.topology import RingOrder
 
 START_TIMEOUT = timedelta(seconds=300)
 """Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
@@ -123,6 +124,28 @@ def ring_ranks(
             "size."
         )
     return ranks
+
+
+def join_ring(
+    adapter: str,
+    ring_size: RingSize,
+    layout: LayoutKind,
+    group: DeviceMesh | dist.ProcessGroup | None,
+    timeout: timedelta,
+    ring_order: RingOrder,
+    auto: Mapping[str, Any],
+) -> Ring:
+    """``initialize`` of an adapter, by that name, whose rings want no more than torch.distributed.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+    """
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
+    world_size = start_world(timeout)
+    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    ranks = ring_ranks(size, group, world_size, order)
+    return connect(ranks, layout, timeout, adapter, order=order if group is None else None)
 
 
 def connect(

@@ -25,6 +25,7 @@ from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.training import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.world import World
 from ring_backends.topology import HOST_VARIABLE
 
@@ -119,6 +120,12 @@ class ArrangementTests(AdapterSuite):
         answers = check_exact(world, self.adapter, rings, layout, cases)
         for ring_answers in answers[0]:
             assert sum(answer.forward_bytes for answer in ring_answers) > 0
+
+    @requires("training", "rings by topology")
+    def test_training_in_the_order_of_hosts(self, world: World) -> None:
+        recipe = Recipe(dtype=torch.float32)
+        by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, dict(self.framework_options))
+        check_ranks(by_rank, train_alone(TWO_BY_HOSTS, "zigzag", recipe), 1e-6)
 
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(("ranks", "order"), [(2, "rank"), (4, "rank"), (4, "topology")])
