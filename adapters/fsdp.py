@@ -85,7 +85,7 @@ def initialize(
     ranks = ring_ranks(size, group, world_size, order)
     if group is None and world_size > 1:
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-        rings = torch.tensor(order).view(-1, len(ranks))
+        rings = torch.tensor(order, device="cpu").view(-1, len(ranks))
         mesh = DeviceMesh(device_type, rings, mesh_dim_names=("data", "ring"))
         ranks = tuple(mesh["ring"].mesh.tolist())
     return connect(ranks, layout, timeout, adapter="fsdp", order=order if group is None else None)

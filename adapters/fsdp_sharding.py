@@ -84,11 +84,11 @@ def by_fully_shard(
 
 def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
     """All ranks in one axis, or replicas × shards, where the ranks of a ring hold one replica."""
-    ranks = torch.arange(dist.get_world_size())
+    ranks = torch.arange(dist.get_world_size(), device="cpu")
     if strategy == "fsdp2":
         return DeviceMesh(device_type, ranks, mesh_dim_names=("data_and_ring",))
     if ring.order:
-        ranks = torch.tensor(ring.order)
+        ranks = torch.tensor(ring.order, device="cpu")
     # Sorted, since a mesh's process groups are: a rank's place among the shards has to be its place in their group.
     replicas = ranks.view(ring.data_size, ring.size).sort().values
     return DeviceMesh(device_type, replicas, mesh_dim_names=("replicas", "shards"))

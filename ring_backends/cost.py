@@ -239,7 +239,7 @@ class RingCost:
         total = torch.zeros(self.ring_size, dtype=torch.float64, device="cpu")
         for branch in self.schedule.branches:
             full, tail = self._segments_within(branch)
-            segment_rows = num_covered(torch.tensor([branch.segment_length]), branch.offsets, branch.rate)
+            segment_rows = num_covered(torch.tensor([branch.segment_length], device="cpu"), branch.offsets, branch.rate)
             tail_rows = num_covered(tail.unsqueeze(1), branch.offsets, branch.rate)
             own = full.unsqueeze(1) * pairs(segment_rows) + pairs(tail_rows)
             total += _sum_by_rank(self.schedule.layout.chunk_ranks(), (own * branch.heads_at).sum(1), self.ring_size)
@@ -259,7 +259,7 @@ class RingCost:
     def _whole_rows(self, branch: BranchSchedule) -> Tensor:
         """One head's rows in segments that lie whole on a rank, at each offset: int64 [ring size, offsets]."""
         full, tail = self._segments_within(branch)
-        segment_rows = num_covered(torch.tensor([branch.segment_length]), branch.offsets, branch.rate)
+        segment_rows = num_covered(torch.tensor([branch.segment_length], device="cpu"), branch.offsets, branch.rate)
         rows = full.unsqueeze(1) * segment_rows + num_covered(tail.unsqueeze(1), branch.offsets, branch.rate)
         return _sum_by_rank(self.schedule.layout.chunk_ranks(), rows, self.ring_size)
 

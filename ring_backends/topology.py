@@ -135,7 +135,7 @@ class Links:
     def _of(cls, schedule: RingSchedule, *, grads: bool) -> Links:
         """Hops to the next rank add up in two arrays of all neighbours; those around a sub-ring are listed."""
         size = schedule.layout.ring_size
-        changes = {1: torch.zeros(size + 1, dtype=torch.int64), -1: torch.zeros(size + 1, dtype=torch.int64)}
+        changes = {direction: torch.zeros(size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
         listed: list[tuple[Tensor, Tensor, Tensor]] = []
         for branch in schedule.branches:
             for direction, change in changes.items():
@@ -143,8 +143,8 @@ class Links:
                 rows = (branch.num_rows * branch.streams_at)[chosen]
                 reach = branch.reach[chosen]
                 source, lo, hi = (
-                    ranks[chosen].unsqueeze(1).expand_as(reach)
-                    for ranks in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi)
+                    column[chosen].unsqueeze(1).expand_as(reach)
+                    for column in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi)
                 )
                 ring = hi - lo + 1
                 first = lo + (source - lo + direction * int(grads)).remainder(ring)
@@ -163,10 +163,8 @@ class Links:
                 if grads:
                     last = lo + (source - lo + direction * reach).remainder(ring)
                     listed.append((last, source, rows * (reach > 0)))
-        neighbours = [
-            (torch.arange(size), torch.arange(size) + direction, change.cumsum(0)[:-1])
-            for direction, change in changes.items()
-        ]
+        ranks = torch.arange(size, device="cpu")
+        neighbours = [(ranks, ranks + direction, change.cumsum(0)[:-1]) for direction, change in changes.items()]
         columns = [torch.cat([part.flatten() for part in column]) for column in zip(*neighbours, *listed, strict=True)]
         used = columns[2] > 0
         return cls(*(column[used] for column in columns))
@@ -185,7 +183,7 @@ def bytes_between_hosts(
     Args:
         hosts: the host of each ring rank, as any number.
     """
-    numbers = torch.tensor(hosts, dtype=torch.int64)
+    numbers = torch.tensor(hosts, dtype=torch.int64, device="cpu")
     keys = Links.of_keys(schedule).rows_between(numbers)
     grads = Links.of_grads(schedule).rows_between(numbers)
     return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))

@@ -15,7 +15,7 @@ from ring_backends.cli.launch import launch, under_launcher
 from ring_backends.hardware import Hardware
 
 HEAD_DIM = 64
-SECONDS = 0.5
+SECONDS = 0.3
 LATENCY_BYTES = 64 * 2**10
 """Of the hop that ``info`` shows beside those of the model."""
 
