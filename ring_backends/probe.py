@@ -6,15 +6,17 @@ and receives from the one before, as in a ring. So ranks that share cores or a l
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -60,8 +62,9 @@ class RankProbe:
             alone_threads: how many threads a rank would have that is alone on this machine, for ``speed_alone``. None:
                 every rank has a device of its own.
         """
-        forward, backward, row_keys = self.tile_rate(is_causal=False)
-        causal_forward, causal_backward, causal_row_keys = self.tile_rate(is_causal=True)
+        seconds = self._rounds()
+        forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
+        causal_forward, causal_backward, causal_row_keys = self._tile_rate(seconds, is_causal=True)
         hop = self.hop_seconds(BANDWIDTH_BYTES, 7)
         return Hardware(
             latency_seconds=self.hop_seconds(LATENCY_BYTES, 41),
@@ -72,7 +75,7 @@ class RankProbe:
             causal_backward_flops_per_second=causal_backward,
             row_keys=row_keys,
             causal_row_keys=causal_row_keys,
-            copy_bytes_per_second=self.copy_bytes_per_second(),
+            copy_bytes_per_second=self._copied_bytes() / seconds["copies"],
             overlap=self.overlap(hop),
             speed_alone=1.0 if alone_threads is None else self.speed_alone(alone_threads),
         )
@@ -81,24 +84,33 @@ class RankProbe:
     def _num_heads(self) -> int:
         return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
 
-    def tile_rate(self, *, is_causal: bool) -> tuple[float, float, float]:
-        """FLOP/s forward and backward of the kernel that ``"auto"`` chooses, and the keys that each row costs besides.
+    def _rounds(self) -> dict[object, float]:
+        """The seconds of a tile of each kind, by (rows, backward, is_causal), and of ``"copies"``.
 
-        From tiles of ``TILE_ROWS`` and of an eighth as many rows, equally many rows in all.
+        All take turns, so that what else the machine is doing hits them alike, whose differences count.
         """
-        keys = [rows / 2 if is_causal else rows for rows in (TILE_ROWS, TILE_ROWS // 8)]
-        long, short = (
-            [self._tile_seconds(rows, backward=backward, is_causal=is_causal) for backward in (False, True)]
+        calls: dict[object, Callable[[], object]] = {
+            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for backward in (False, True)
+            for is_causal in (False, True)
+        }
+        return self._seconds_of({**calls, "copies": self._copies()})
+
+    def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
+        """FLOP/s forward and backward, and the keys that each row costs besides: long and short tiles of as many rows.
+
+        Both take (keys seen by a row + row_keys) × rows × the time of a pair.
+        """
+        (long_keys, long), (short_keys, short) = (
+            ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
             for rows in (TILE_ROWS, TILE_ROWS // 8)
         )
-        per_key = (sum(long) - sum(short)) / (keys[0] - keys[1])
-        row_keys = max(0.0, sum(long) / per_key - keys[0]) if per_key > 0 else 0.0
-        pairs = (keys[0] + row_keys) * TILE_ROWS * self._num_heads * self.head_dim
+        per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
+        # Where short tiles are no dearer by the pair, or the clock too coarse to tell, a row costs nothing besides.
+        row_keys = max(0.0, sum(long) / per_key - long_keys) if per_key > 0 else 0.0
+        pairs = (long_keys + row_keys) * TILE_ROWS * self._num_heads * self.head_dim
         return 4 * pairs / long[0], 10 * pairs / long[1], row_keys
-
-    def _tile_seconds(self, rows: int, *, backward: bool, is_causal: bool) -> float:
-        self._meet()
-        return self._seconds_per_call(self._tile(rows, backward=backward, is_causal=is_causal))
 
     def _tile(self, rows: int, *, backward: bool, is_causal: bool) -> Callable[[], object]:
         """A kernel call of ``TILE_ROWS`` query rows per head in all, in segments of ``rows``."""
@@ -114,8 +126,8 @@ class RankProbe:
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
-    def copy_bytes_per_second(self) -> float:
-        """Read and written while dilated rows are gathered, and a tile's rows merged into an output."""
+    def _copies(self) -> Callable[[], None]:
+        """Gathers dilated rows, and merges as many into an output, as often as ``_copied_bytes`` says."""
         heads, rows = self._num_heads * _DILATION_RATE, TILE_ROWS
         tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
         tile = self._randn(1, heads, rows, self.head_dim)
@@ -129,9 +141,12 @@ class RankProbe:
             gather(tensor, lattice)
             scatter_merge(out, lse, lattice, tile_out, tile_lse)
 
-        moved = tile.numel() * (2 * self.dtype.itemsize + 3 * statistics_of.itemsize)
-        self._meet()
-        return moved / self._seconds_per_call(gather_and_merge)
+        return gather_and_merge
+
+    def _copied_bytes(self) -> int:
+        """A row gathered is read and written; one merged is read, with the output's, and that is written."""
+        numbers = self._num_heads * _DILATION_RATE * TILE_ROWS * self.head_dim
+        return numbers * (2 * self.dtype.itemsize + 3 * statistics_dtype(self.dtype).itemsize)
 
     def hop_seconds(self, size: int, repeats: int) -> float:
         """The median time of a hop of ``size`` bytes from every rank to the next one."""
@@ -140,8 +155,7 @@ class RankProbe:
     def overlap(self, hop: float) -> float:
         """Which share of a hop a tile hides that takes about as long: of ``BANDWIDTH_BYTES``, ``hop`` seconds alone."""
         tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
-        self._meet()
-        one = self._seconds_per_call(tile)
+        one = self._seconds_of({"tile": tile})["tile"]
         (calls,) = self._first_ones(max(1, round(hop / one)))
         compute = calls * one
         together = statistics.median(
@@ -157,12 +171,13 @@ class RankProbe:
 
     def speed_alone(self, threads: int) -> float:
         """How many times as fast the first rank computes while all the others wait for it, with ``threads`` threads."""
-        shared = alone = self._tile_seconds(TILE_ROWS, backward=False, is_causal=False)
+        tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
+        shared = alone = self._seconds_of({"tile": tile})["tile"]
         self._meet()
         if dist.get_rank() == self.order[0]:
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
-            alone = self._seconds_per_call(self._tile(TILE_ROWS, backward=False, is_causal=False))
+            alone = self._seconds_per_call({"tile": tile})["tile"]
             torch.set_num_threads(before)
         self._meet()
         return shared / alone
@@ -204,45 +219,53 @@ class RankProbe:
         self._finish()
         return time.perf_counter() - started
 
-    def _seconds_per_call(self, call: Callable[[], object]) -> float:
-        """The median over ``self.seconds``, or three calls if these take longer, after one that warms up.
+    def _seconds_of(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
+        """As below, begun by all ranks together."""
+        self._meet()
+        return self._seconds_per_call(calls)
+
+    def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
+        """Of each, the median over ``self.seconds`` times their number, or three rounds if these take longer.
 
         On cores that ranks share a call takes many of the scheduler's slices, and so the time that it really gets.
         """
-        call()
+        for call in calls.values():
+            call()
         self._finish()
         at_once = _CALLS_AT_ONCE.get(self.device.type, 1)
-        seconds: list[float] = []
-        while len(seconds) < 3 or sum(seconds) < self.seconds:
-            started = time.perf_counter()
-            for _ in range(at_once):
-                call()
-            self._finish()
-            seconds.append((time.perf_counter() - started) / at_once)
-        return statistics.median(seconds)
+        seconds: dict[object, list[float]] = {name: [] for name in calls}
+        started, rounds = time.perf_counter(), 0
+        while rounds < 3 or time.perf_counter() - started < self.seconds * len(calls):
+            for name, call in calls.items():
+                begun = time.perf_counter()
+                for _ in range(at_once):
+                    call()
+                self._finish()
+                seconds[name].append((time.perf_counter() - begun) / at_once)
+            rounds += 1
+        return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:
-    """The constants of a ring whose ranks have these: the worst of each, since a call waits for the slowest rank."""
+    """The constants of a ring whose ranks have these: the slowest rank's tiles, and the worst of the hops.
 
-    def least(name: str) -> float | None:
+    What tiles take comes from one rank, that of the slowest tiles, since rates and ``row_keys`` belong together.
+    """
+
+    def tiles(hardware: Hardware) -> float:
+        kinds = [hardware.tile_rate(backward=b, causal=c) for b in (False, True) for c in (False, True)]
+        return sum((TILE_ROWS / 2 + row_keys) / flops_per_second for flops_per_second, row_keys in kinds)
+
+    def least(name: str) -> Any:
         values = [getattr(hardware, name) for hardware in found]
         return None if None in values else min(values)
 
-    most = ("latency_seconds", "row_keys", "causal_row_keys", "speed_alone")
-    names = [
-        "bytes_per_second",
-        "forward_flops_per_second",
-        "backward_flops_per_second",
-        "causal_forward_flops_per_second",
-        "causal_backward_flops_per_second",
-        "copy_bytes_per_second",
-        "overlap",
-        "memory_bytes",
-    ]
-    return Hardware(
-        **{name: max(getattr(hardware, name) for hardware in found) for name in most},
-        **{name: least(name) for name in names},  # type: ignore[arg-type]
+    at_least = ("bytes_per_second", "copy_bytes_per_second", "overlap", "memory_bytes")
+    return dataclasses.replace(
+        max(found, key=tiles),
+        latency_seconds=max(hardware.latency_seconds for hardware in found),
+        speed_alone=max(hardware.speed_alone for hardware in found),
+        **{name: least(name) for name in at_least},
     )
 
 
