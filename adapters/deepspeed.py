@@ -10,18 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_backends.arrange import AutoOptions, RingSize, arrange, refuse_arrangement
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring, Transfer
+from ring_backends.topology import RingOrder
 from ring_backends.training import TrainingState
 from ring_backends.transfer import transfer_of_works
 
@@ -41,42 +43,61 @@ except ImportError as error:
         "pip install 'ring-backends[deepspeed]'."
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["DeepSpeedRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
 def initialize(
-    ring_size: int | None = None,
+    ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
     timeout: timedelta = timedelta(seconds=300),
     *,
     mpu: Any = None,
     ulysses_size: int = 1,
+    ring_order: RingOrder = "rank",
+    **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring; every one of its ranks makes this call. Starts ``deepspeed.comm`` unless it runs already.
 
     Args:
-        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world.
+        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world;
+            ``"auto"`` chooses.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
         timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
+            attention will be called with is for ``ring_size="auto"``. Neither with ``group`` or ``mpu``; no ``"auto"``
+            with ``ulysses_size``.
         mpu: instead of ``group``, an object whose ``get_sequence_parallel_group()`` gives the ring's ranks, such as
             ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` once initialised; or that group itself.
         ulysses_size: how many neighbours of the ring trade heads for rows (see ``deepspeed_ulysses``); it divides the
             ring. ``ring_size`` stays the number of ranks that a sequence lies over.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
     """
-    check_options(ring_size, layout, timeout)
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
     check_ulysses_size(ulysses_size)
+    if mpu is not None:
+        refuse_arrangement("mpu is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
+    if ulysses_size > 1:
+        refuse_arrangement(
+            f"ulysses_size = {ulysses_size} trades heads, which the estimate does not know of", ring_size, "rank"
+        )
     world_size = start_world(timeout)
     if dist.is_initialized():
         start_deepspeed()
-    ranks = ring_ranks(ring_size, _ring_group(group, mpu), world_size)
+    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    group = _ring_group(group, mpu)
+    ranks = ring_ranks(size, group, world_size, order)
+    rings = order if group is None else None
     if ulysses_size == 1:
-        return connect(ranks, layout, timeout, adapter="deepspeed")
-    return connect_ulysses(ranks, layout, timeout, ulysses_size)
+        return connect(ranks, layout, timeout, adapter="deepspeed", order=rings)
+    return connect_ulysses(ranks, layout, timeout, ulysses_size, order=rings)
 
 
 def _ring_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> DeviceMesh | dist.ProcessGroup | None:

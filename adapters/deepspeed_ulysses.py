@@ -64,8 +64,17 @@ def check_ulysses_size(ulysses_size: object) -> None:
         raise ValueError(f"ulysses_size = {ulysses_size}: must be at least 1; 1 trades no heads.")
 
 
-def connect_ulysses(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta, ulysses_size: int) -> UlyssesRing:
+def connect_ulysses(
+    ranks: Sequence[int],
+    layout: LayoutKind,
+    timeout: timedelta,
+    ulysses_size: int,
+    order: Sequence[int] | None = None,
+) -> UlyssesRing:
     """Join the ring of these global ranks, each ``ulysses_size`` neighbours of which trade heads.
+
+    Args:
+        order: as of ``connect``.
 
     Raises:
         ValueError: ``ulysses_size`` does not divide the ring.
@@ -75,7 +84,7 @@ def connect_ulysses(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta
             f"ulysses_size = {ulysses_size}: must divide the {len(ranks)} ranks of the ring, which are cut into groups "
             "of that size; choose a divisor."
         )
-    ring = connect(ranks, layout, timeout, adapter="deepspeed")
+    ring = connect(ranks, layout, timeout, adapter="deepspeed", order=order)
     first = ring.rank - ring.rank % ulysses_size
     neighbours = connect(ranks[first : first + ulysses_size], layout, timeout, adapter="deepspeed")
     hop_ring = connect(ranks[neighbours.rank :: ulysses_size], layout, timeout, adapter="deepspeed")

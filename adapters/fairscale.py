@@ -9,18 +9,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ring_backends.arrange import AutoOptions, RingSize, arrange, refuse_arrangement
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world, start_world_of_one
 from ring_backends.ring import Ring, Transfer
+from ring_backends.topology import RingOrder
 from ring_backends.training import MakeOptimizer, TrainingState
 from ring_backends.transfer import transfer_of_works
 
@@ -40,31 +42,42 @@ except ImportError as error:
         "pip install 'ring-backends[fairscale]'."
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["FairScaleRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
 def initialize(
-    ring_size: int | None = None,
+    ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
     timeout: timedelta = timedelta(seconds=300),
+    *,
+    ring_order: RingOrder = "rank",
+    **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring; every one of its ranks makes this call.
 
     Args:
         ring_size: ranks per ring. Where ``fairscale.nn.model_parallel`` is initialised its context-parallel group, if
             that has several ranks, or else its pipeline-parallel group is the ring, and this may be left out.
-            Otherwise the world is cut into rings of neighbouring ranks; None means the whole world.
+            Otherwise the world is cut into rings of neighbouring ranks; None means the whole world, ``"auto"`` chooses.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
         timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
+            attention will be called with is for ``ring_size="auto"``. Neither with ``group``,
+            nor where ``fairscale.nn.model_parallel`` is initialised.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
     """
-    check_options(ring_size, layout, timeout)
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
     world_size = start_world(timeout)
     if group is None and model_parallel.model_parallel_is_initialized():
+        refuse_arrangement("fairscale.nn.model_parallel has chosen and ordered the ring's ranks", ring_size, ring_order)
         group = _model_parallel_ring()
         if ring_size not in (None, group.size()):
             raise ValueError(
@@ -72,7 +85,9 @@ def initialize(
                 "ranks, its context- or pipeline-parallel group; leave ring_size out, initialise it with this length, "
                 "or pass a group of your own."
             )
-    return connect(ring_ranks(ring_size, group, world_size), layout, timeout, adapter="fairscale")
+    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    ranks = ring_ranks(size, group, world_size, order)
+    return connect(ranks, layout, timeout, adapter="fairscale", order=order if group is None else None)
 
 
 def _model_parallel_ring() -> dist.ProcessGroup:

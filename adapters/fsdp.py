@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ring_backends.adapters.fsdp_sharding import (
@@ -33,10 +33,12 @@ from ring_backends.adapters.fsdp_sharding import (
 )
 from ring_backends.adapters.fsdp_training import FSDP1Training, FSDP2Training, ShardedTraining
 from ring_backends.adapters.native import NativeRingDilatedAttention
+from ring_backends.arrange import AutoOptions, RingSize, arrange
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring
+from ring_backends.topology import RingOrder
 from ring_backends.training import TrainingState, check_mixed_precision
 
 try:
@@ -47,36 +49,46 @@ except ImportError as error:
         "install it with pip install 'ring-backends[fsdp]'."
     ) from error
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 __all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
 def initialize(
-    ring_size: int | None = None,
+    ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
     timeout: timedelta = timedelta(seconds=300),
+    *,
+    ring_order: RingOrder = "rank",
+    **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring; every one of its ranks makes this call, and without ``group`` every rank of the world.
 
     Args:
         ring_size: ranks per ring; the ring is the axis "ring" of a data × ring DeviceMesh over the world, whose rings
-            are neighbouring ranks. None means the whole world.
+            are neighbouring ranks. None means the whole world; ``"auto"`` chooses.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
         timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
+            attention will be called with is for ``ring_size="auto"``. Neither with ``group``.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
     """
-    check_options(ring_size, layout, timeout)
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
     world_size = start_world(timeout)
-    ranks = ring_ranks(ring_size, group, world_size)
+    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    ranks = ring_ranks(size, group, world_size, order)
     if group is None and world_size > 1:
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
-        shape = (world_size // len(ranks), len(ranks))
-        mesh = init_device_mesh(device_type, shape, mesh_dim_names=("data", "ring"))
-        ranks = ring_ranks(None, mesh["ring"], world_size)
-    return connect(ranks, layout, timeout, adapter="fsdp")
+        rings = torch.tensor(order, device="cpu").view(-1, len(ranks))
+        mesh = DeviceMesh(device_type, rings, mesh_dim_names=("data", "ring"))
+        ranks = tuple(mesh["ring"].mesh.tolist())
+    return connect(ranks, layout, timeout, adapter="fsdp", order=order if group is None else None)
 
 
 class FSDPRingDilatedAttention(NativeRingDilatedAttention):

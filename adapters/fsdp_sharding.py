@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     FSDPModule,
     FullyShardedDataParallel,
@@ -56,9 +56,7 @@ def by_fully_shard(
     world_size = dist.get_world_size()
     mesh = options.get("mesh")
     if mesh is None:
-        shape = (world_size,) if strategy == "fsdp2" else (ring.data_size, ring.size)
-        names = ("data_and_ring",) if strategy == "fsdp2" else ("replicas", "shards")
-        mesh = init_device_mesh(device_of(model).type, shape, mesh_dim_names=names)
+        mesh = _mesh(device_of(model).type, ring, strategy)
     if mesh.size() != world_size:
         raise ValueError(
             f"mesh = {mesh}: has {mesh.size()} of the {world_size} ranks of data × ring. Gradients would be reduced "
@@ -82,6 +80,18 @@ def by_fully_shard(
         return module
 
     return Sharding(shard, [probe])
+
+
+def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
+    """All ranks in one axis, or replicas × shards, where the ranks of a ring hold one replica."""
+    ranks = torch.arange(dist.get_world_size(), device="cpu")
+    if strategy == "fsdp2":
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("data_and_ring",))
+    if ring.order:
+        ranks = torch.tensor(ring.order, device="cpu")
+    # Sorted, since a mesh's process groups are: a rank's place among the shards has to be its place in their group.
+    replicas = ranks.view(ring.data_size, ring.size).sort().values
+    return DeviceMesh(device_type, replicas, mesh_dim_names=("replicas", "shards"))
 
 
 def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Sharding:

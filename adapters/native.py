@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,35 +12,51 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from ring_backends.arrange import AutoOptions, RingSize
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import join_ring
 from ring_backends.ring import Ring, Transfer
+from ring_backends.topology import RingOrder
 from ring_backends.training import ReplicatedTraining, TrainingState
 from ring_backends.transfer import transfer_of_works
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
 def initialize(
-    ring_size: int | None = None,
+    ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
     timeout: timedelta = timedelta(seconds=300),
+    *,
+    ring_order: RingOrder = "rank",
+    **auto: Unpack[AutoOptions],
 ) -> Ring:
     """Join a ring; every one of its ranks makes this call.
 
     Args:
         ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world.
+            ``"auto"`` chooses among the sizes that divide the world: the smallest ring of several ranks that fits into
+            their memory and is faster than one device, or where none is, the smallest that fits.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
         timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        ring_order: ``"rank"``: rings are cut from the ranks in the order of their numbers. ``"topology"``: ordered so
+            that neighbours are on one host (by name, or what RING_BACKENDS_HOST in a rank's environment says instead)
+            and there linked by NVLink. Not with ``group``.
+        auto: for ``ring_size="auto"``, what the attention will be called with (:class:`~ring_backends.AutoOptions`):
+            seq_len, segment_lengths, dilation_rates, num_heads, head_dim, and more. All ranks of the world measure
+            tiles and hops for a second or two, and rank 0 decides.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
     """
-    check_options(ring_size, layout, timeout)
-    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout, adapter="native")
+    return join_ring("native", ring_size, layout, group, timeout, ring_order, auto)
 
 
 class NativeRingDilatedAttention(_RingDilatedAttention):

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ring_backends.arrange import AutoOptions
     from ring_backends.attention import RingDilatedAttention, dilated_attention
     from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
     from ring_backends.layout import SequenceLayout
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AdapterUnavailableError",
+    "AutoOptions",
     "DilatedPattern",
     "Ring",
     "RingDilatedAttention",
@@ -36,6 +38,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AdapterUnavailableError": "errors",
+    "AutoOptions": "arrange",
     "DilatedPattern": "pattern",
     "Ring": "ring",
     "RingDilatedAttention": "attention",

@@ -128,6 +128,11 @@ def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int, *, backward: bo
     return blocks, -(-cuts // blocks)
 
 
+def num_cuts(schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
+    """How many blocks of heads a plan has, one after the other, and into how many shares it cuts every hop."""
+    return _cuts(schedule, batch * head_dim * itemsize, itemsize, backward=backward)
+
+
 class _BlockBuilder:
     """Builds the steps of one block of heads on one rank."""
 

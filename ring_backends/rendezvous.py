@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +20,10 @@ from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.agreement import Agreement
+from ring_backends.arrange import RingSize, arrange, check_arrangement, refuse_arrangement
 from ring_backends.layout import LayoutKind, SequenceLayout
 from ring_backends.ring import Ring
+from ring_backends.topology import RingOrder
 
 START_TIMEOUT = timedelta(seconds=300)
 """Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
@@ -28,15 +31,29 @@ START_TIMEOUT = timedelta(seconds=300)
 _rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
 
 
-def check_options(ring_size: object, layout: object, timeout: object) -> None:
-    """Refuse what no ring can be made of, before any communication."""
-    if ring_size is not None:
+def check_options(
+    ring_size: object,
+    layout: Any,
+    timeout: object,
+    group: object = None,
+    ring_order: object = "rank",
+    auto: Mapping[str, Any] | None = None,
+) -> None:
+    """Refuse what no ring can be made of, before any communication.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, or two contradict each other.
+    """
+    if ring_size not in (None, "auto"):
         SequenceLayout(1, ring_size)  # type: ignore[arg-type]
-    SequenceLayout(1, 1, layout)  # type: ignore[arg-type]
+    SequenceLayout(1, 1, layout)
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout = {timeout!r}: expected a datetime.timedelta, such as timedelta(seconds=300).")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout = {timeout}: must be positive; a hop takes time.")
+    check_arrangement(ring_size, layout, ring_order, auto or {})
+    if group is not None:
+        refuse_arrangement("group is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
 
 
 def start_world(timeout: timedelta) -> int:
@@ -67,8 +84,16 @@ def start_world_of_one() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | None, world_size: int) -> tuple[int, ...]:
+def ring_ranks(
+    ring_size: int | None,
+    group: DeviceMesh | dist.ProcessGroup | None,
+    world_size: int,
+    order: Sequence[int] | None = None,
+) -> tuple[int, ...]:
     """The global ranks of this rank's ring, in ring order.
+
+    Args:
+        order: the ranks of the world in the order in which they are cut into rings; None means that of their numbers.
 
     Raises:
         ValueError: the ring does not divide the world, or ``ring_size`` and ``group`` disagree.
@@ -81,8 +106,9 @@ def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | No
                 "size; "
                 "start a multiple of it, or use another ring size."
             )
-        first = dist.get_rank() // size * size if world_size > 1 else 0
-        return tuple(range(first, first + size))
+        order = range(world_size) if order is None else order
+        first = order.index(dist.get_rank()) // size * size if world_size > 1 else 0
+        return tuple(order[first : first + size])
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
@@ -100,19 +126,55 @@ def ring_ranks(ring_size: int | None, group: DeviceMesh | dist.ProcessGroup | No
     return ranks
 
 
-def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta, adapter: str = "native") -> Ring:
+def join_ring(
+    adapter: str,
+    ring_size: RingSize,
+    layout: LayoutKind,
+    group: DeviceMesh | dist.ProcessGroup | None,
+    timeout: timedelta,
+    ring_order: RingOrder,
+    auto: Mapping[str, Any],
+) -> Ring:
+    """``initialize`` of an adapter, by that name, whose rings want no more than torch.distributed.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+    """
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
+    world_size = start_world(timeout)
+    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
+    ranks = ring_ranks(size, group, world_size, order)
+    return connect(ranks, layout, timeout, adapter, order=order if group is None else None)
+
+
+def connect(
+    ranks: Sequence[int],
+    layout: LayoutKind,
+    timeout: timedelta,
+    adapter: str = "native",
+    order: Sequence[int] | None = None,
+) -> Ring:
     """Join the ring of these global ranks, of which this process is one; a ring of one connects to nothing.
 
-    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0. ``adapter`` is
-    the name of the adapter that asks.
+    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0.
+
+    Args:
+        ranks: in ring order, which is that of the ring's process group too.
+        adapter: the name of the adapter that asks.
+        order: the ranks of all rings, ring after ring, where the whole world was cut into rings; None otherwise.
     """
     ranks = tuple(ranks)
     data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
+    if order is not None:
+        data_size, data_rank = len(order) // len(ranks), order.index(ranks[0]) // len(ranks)
+    order = tuple(order or ())
     if len(ranks) == 1:
         return Ring(
             data_size=data_size,
             data_rank=data_rank,
             ranks=ranks,
+            order=order,
             layout_kind=layout,
             timeout=timeout,
             adapter=adapter,
@@ -132,6 +194,7 @@ def connect(ranks: Sequence[int], layout: LayoutKind, timeout: timedelta, adapte
         data_size=data_size,
         data_rank=data_rank,
         ranks=ranks,
+        order=order,
         layout_kind=layout,
         group=group,
         agreement=Agreement(store, rank, size, timeout, partial(_abort, group)),
@@ -152,7 +215,10 @@ def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: 
     store.wait(keys, timeout)
     for _ in range(num_groups, max(int(store.get(key)) for key in keys)):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description)
+    # In ring order: sorted, as by default, a rank's place in the group would not be its place in the ring.
+    group = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description, sort_ranks=False
+    )
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -58,7 +58,8 @@ class Ring:
     Attributes:
         size, rank: ring size, and this rank's place in the ring.
         data_size, data_rank: how many rings there are beside each other, and which of them this one is.
-        ranks: the global rank of every ring rank.
+        ranks: the global rank of every ring rank. The ring's process group has them in the same order.
+        order: the global ranks of all rings, ring after ring; empty where nobody knows, as of a group's ring.
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
         group: the ring's own process group; None in a ring of one, which sends nothing.
         agreement: checks that the ranks call alike; None in a ring of one.
@@ -72,6 +73,7 @@ class Ring:
     data_size: int = 1
     data_rank: int = 0
     ranks: tuple[int, ...] = (0,)
+    order: tuple[int, ...] = ()
     layout_kind: LayoutKind = "contiguous"
     group: dist.ProcessGroup | None = None
     agreement: Agreement | None = None

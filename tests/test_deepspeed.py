@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, rows_of_ranks
+from ring_backends.testing.rings import BY_HOSTS, FOUR, TWO, RingSpec, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.traffic import planned_hops
@@ -45,6 +46,7 @@ from ring_backends.testing.training import (
     train_in_bf16,
 )
 from ring_backends.testing.world import World
+from ring_backends.topology import HOST_VARIABLE
 
 ADAPTER = "ring_backends.adapters.deepspeed"
 _FP32 = "DeepSpeed reduces gradients and keeps optimizer states in fp32"
@@ -389,6 +391,10 @@ def divisor_with_mpu(options: dict[str, Any]) -> float:
     return divisor
 
 
+NEEDS: Any = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
+"""What ``ring_size="auto"`` wants to know."""
+
+
 def bad_groups() -> list[Ended]:
     from ring_backends.adapters import deepspeed as backend
 
@@ -397,6 +403,8 @@ def bad_groups() -> list[Ended]:
         ending(lambda: backend.initialize(mpu=mpu, group=dist.group.WORLD)),
         ending(lambda: backend.initialize(mpu="Megatron")),
         ending(lambda: backend.initialize(4, mpu=mpu)),
+        ending(lambda: backend.initialize(mpu=mpu, ring_order="topology")),
+        ending(lambda: backend.initialize("auto", mpu=mpu, **NEEDS)),
     ]
 
 
@@ -427,7 +435,7 @@ class TestMpu:
         mpu_world.run(forget_groups)
 
     def test_what_names_no_ring_is_refused(self, mpu_world: World) -> None:
-        for two, unknown, size in mpu_world.run(bad_groups):
+        for two, unknown, size, *arranged in mpu_world.run(bad_groups):
             assert two.is_a(ValueError), two
             assert "group" in two.message
             assert "mpu" in two.message
@@ -435,6 +443,9 @@ class TestMpu:
             assert "mpu = 'Megatron'" in unknown.message
             assert size.is_a(ValueError), size
             assert "ring_size = 4" in size.message
+            for ended, told in zip(arranged, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
+                assert ended.is_a(ValueError), ended
+                assert ended.message.startswith(f"{told}: mpu is given"), ended
 
 
 class Burglar:
@@ -551,6 +562,23 @@ def attend_with_trades(ring_size: int, ulysses_size: int, layout: LayoutKind, ca
     return Results(out.detach(), lse, *grads)
 
 
+@cache
+def ulysses_ring_by_hosts() -> Any:
+    from ring_backends.adapters import deepspeed as backend
+
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: BY_HOSTS.hosts[dist.get_rank()]}):
+        return backend.initialize(timeout=timedelta(seconds=60), ulysses_size=2, ring_order="topology")
+
+
+def attend_with_trades_by_hosts(layout: LayoutKind, case: AttentionCase) -> tuple[int, tuple[int, ...], Results]:
+    """Ring rank, ranks of the hop ring, results."""
+    ring = ulysses_ring_by_hosts().with_layout(layout)
+    call = local_call(ADAPTER, ring, case)
+    out, lse = call(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return ring.rank, ring.hop_ring.ranks, Results(out.detach(), lse, *grads)
+
+
 def sizes_with_trades(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
     ring = ulysses_ring(ring_size, ulysses_size)
     ring.traffic.reset()
@@ -637,6 +665,7 @@ def bad_trades() -> list[Ended]:
         ending(lambda: backend.initialize(ulysses_size=0)),
         ending(lambda: backend.initialize(ulysses_size=3)),
         ending(lambda: backend.initialize(ulysses_size=2.0)),
+        ending(lambda: backend.initialize("auto", ulysses_size=2, **NEEDS)),
         ending(lambda: attend(num_heads=3, num_kv_heads=3)),
         ending(lambda: attend(num_heads=4, num_kv_heads=1)),
         ending(lambda: attend(seq_len=46)),
@@ -712,6 +741,15 @@ class TestUlysses:
             got = whole(by_rank[first : first + ring_size], case.seq_len, layout)
             check_results(got, expected(case), tolerance, case)
 
+    @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+    def test_neighbours_by_hosts_trade(self, world: World, layout: LayoutKind) -> None:
+        case = replace(WITH_TRADES, is_causal=True, masked="random")
+        by_rank = world.run(attend_with_trades_by_hosts, layout, case)
+        hop_rings = [(0, 1), (3, 2), (0, 1), (3, 2)]
+        found = [by_rank[rank] for rank in BY_HOSTS.rings[0]]
+        assert [answer[:2] for answer in found] == [(rank, hop_rings[rank]) for rank in range(4)]
+        check_results(whole([answer[2] for answer in found], case.seq_len, layout), expected(case), 1e-10, case)
+
     @TRADES
     def test_sizes_positions_and_hops(self, world: World, ring_size: int, ulysses_size: int) -> None:
         """Ring size, data size, shards and positions are those without trades; hops are fewer."""
@@ -731,6 +769,7 @@ class TestUlysses:
             (ValueError, "ulysses_size = 0"),
             (ValueError, "ulysses_size = 3"),
             (TypeError, "ulysses_size = 2.0"),
+            (ValueError, "ring_size = 'auto': ulysses_size = 2"),
             (ValueError, "query has 3 heads with ulysses_size = 2"),
             (ValueError, "key has 1 heads with ulysses_size = 2"),
             (ValueError, "seq_len = 46 with ulysses_size = 2"),

@@ -149,6 +149,15 @@ def wrong_size_for_fairscale() -> Ended:
         return ending(lambda: backend(ADAPTER).initialize(4))
 
 
+def other_order_than_fairscales() -> list[Ended]:
+    needs = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
+    with model_parallel(1, pipeline_length=2):
+        return [
+            ending(lambda: backend(ADAPTER).initialize(ring_order="topology")),
+            ending(lambda: backend(ADAPTER).initialize("auto", **needs)),
+        ]
+
+
 def train_on_a_pipeline_group(options: Mapping[str, Any]) -> tuple[float, float]:
     with model_parallel(1, pipeline_length=2):
         ring_here.cache_clear()
@@ -369,6 +378,12 @@ class TestFairScale(AdapterTests):
             assert ended.is_a(ValueError), ended
             assert "ring_size = 4" in ended.message
             assert "2 ranks" in ended.message
+
+    def test_an_order_that_is_not_fairscales_is_refused(self, world: World) -> None:
+        for endings in world.run(other_order_than_fairscales):
+            for ended, told in zip(endings, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
+                assert ended.is_a(ValueError), ended
+                assert ended.message.startswith(f"{told}: fairscale.nn.model_parallel"), ended
 
     def test_training_on_a_pipeline_group(self, world: World) -> None:
         for reduced, divisor in world.run(train_on_a_pipeline_group, {}):

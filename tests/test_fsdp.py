@@ -37,7 +37,7 @@ from ring_backends.testing import training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.models import Block, OneParameter, make_model
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training import (
@@ -99,7 +99,7 @@ def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
-@pytest.mark.parametrize("rings", [FOUR, TWO], ids=["1x4", "2x2"])
+@pytest.mark.parametrize("rings", [FOUR, TWO, TWO_BY_HOSTS], ids=["1x4", "2x2", "2x2-by-hosts"])
 def test_gradients_are_those_of_the_whole_batch(world: World, rings: RingSpec, strategy: str) -> None:
     """A few of the cases of the classes above."""
     recipe = Recipe(dtype=torch.float32)
@@ -126,6 +126,20 @@ def placements(strategy: str) -> set[str]:
 )
 def test_parameters_are_sharded_over_data_and_ring(world: World, strategy: str, placement: str) -> None:
     assert world.run(placements, strategy) == [{placement}] * 4
+
+
+def mesh_by_hosts() -> list[list[int]]:
+    """The ranks of the replicas that HSDP makes of rings by hosts."""
+    recipe = Recipe(dtype=torch.float32)
+    trainer = Trainer(ADAPTER, TWO_BY_HOSTS, "contiguous", recipe, {"strategy": "hsdp"})
+    parameter = next(trainer.state.model.parameters())
+    assert isinstance(parameter, DTensor)
+    ranks: list[list[int]] = parameter.device_mesh.mesh.tolist()
+    return ranks
+
+
+def test_replicas_are_the_rings_that_hosts_make(world: World) -> None:
+    assert world.run(mesh_by_hosts) == [[[0, 2], [1, 3]]] * 4
 
 
 def sharded_parts(strategy: str, blocks: str | None) -> list[str]:

@@ -14,6 +14,7 @@ from ring_backends import __version__
 from ring_backends.cli.branches import BranchesCommand
 from ring_backends.cli.compare import compare_command
 from ring_backends.cli.info import info_command
+from ring_backends.cli.plan import plan_command
 from ring_backends.cli.report import TRACEBACK_VARIABLE
 from ring_backends.cli.train import train_command
 
@@ -31,6 +32,7 @@ app = typer.Typer(
 )
 app.command("train", cls=BranchesCommand)(train_command)
 app.command("compare", cls=BranchesCommand)(compare_command)
+app.command("plan", cls=BranchesCommand)(plan_command)
 app.command("info")(info_command)
 
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ring_backends.cli.launch import launch
+from ring_backends.cli import constants
+from ring_backends.cli.options import check_choice
 from ring_backends.cli.report import reported_errors
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-LATENCY_BYTES = 64 * 2**10
-BANDWIDTH_BYTES = 16 * 2**20
+_BANDWIDTH = "16 MiB both ways"
 
 # What auto_dtype decides, and why; the compute capabilities are NVIDIA's.
 DTYPE_ADVICE = (
@@ -33,17 +33,31 @@ HOPS = (
 
 def info_command(
     probe: Annotated[
-        bool, typer.Option("--probe", help="Also measure latency and bandwidth between two local ranks.")
+        bool,
+        typer.Option(
+            "--probe",
+            help="Also measure, on local ranks that all work at once: latency and bandwidth of hops, FLOP/s of tiles. "
+            "With --json it writes what `ring-backends plan --probe` reads.",
+        ),
     ] = False,
+    nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2,
+    dtype: Annotated[
+        str, typer.Option(metavar="auto|fp32|bf16|fp16|fp64", help="To measure in; auto: what suits the device.")
+    ] = "auto",
+    device: Annotated[
+        str, typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank where there are enough, else the CPU.")
+    ] = "auto",
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write everything to this file.")] = None,
 ) -> None:
     """Show versions, devices, adapters, kernels, dtype advice and how a hop travels here."""
-    with reported_errors("info", ("json",)):
+    with reported_errors("info", ("json", "nproc_per_node", "dtype", "device")):
+        check_choice("dtype", dtype)
+        check_choice("device", device)
         if json is not None and not json.absolute().parent.is_dir():
             raise ValueError(f"json = {str(json)!r}: {json.absolute().parent} is no directory; make it first.")
         found = collect()
         if probe:
-            found["probe"] = launch(measure_hops, (), 2)[0]
+            found["probe"] = constants.measure("info", nproc_per_node, dtype, device)
         _show(found)
         if json is not None:
             json.write_text(json_module.dumps(found, indent=2) + "\n")
@@ -78,51 +92,6 @@ def collect() -> dict[str, Any]:
         "dtype_advice": [dict(zip(("device", "dtype", "why"), row, strict=True)) for row in DTYPE_ADVICE],
         "hops": dict(HOPS),
     }
-
-
-def measure_hops() -> dict[str, Any]:
-    """Run on each of two ranks: exchange messages both ways at once, as a ring pass does.
-
-    Returns:
-        ``latency_seconds`` of 64 KiB and ``bytes_per_second`` per direction at 16 MiB, medians of exchanges.
-    """
-    import statistics
-    import time
-    from datetime import timedelta
-
-    import torch
-    import torch.distributed as dist
-
-    from ring_backends.cli.machine import Device
-
-    device = Device.of_this_rank("auto")
-    transport = "nccl" if device.torch.type == "cuda" else "gloo"
-    dist.init_process_group(transport, timeout=timedelta(seconds=300))
-    peer = 1 - dist.get_rank()
-
-    def exchange(size: int, repeats: int) -> float:
-        outgoing = torch.zeros(size, dtype=torch.uint8, device=device.torch)
-        incoming = torch.empty_like(outgoing)
-        seconds = []
-        for _ in range(repeats):
-            dist.barrier()
-            started = time.perf_counter()
-            operations = [dist.P2POp(dist.isend, outgoing, peer), dist.P2POp(dist.irecv, incoming, peer)]
-            for work in dist.batch_isend_irecv(operations):
-                work.wait()
-            if device.torch.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - started)
-        return statistics.median(seconds[1:])
-
-    found = {
-        "transport": transport,
-        "device": device.name,
-        "latency_seconds": exchange(LATENCY_BYTES, 21),
-        "bytes_per_second": BANDWIDTH_BYTES / exchange(BANDWIDTH_BYTES, 11),
-    }
-    dist.destroy_process_group()
-    return found
 
 
 def _show(found: dict[str, Any]) -> None:
@@ -165,16 +134,17 @@ def _show(found: dict[str, Any]) -> None:
     console.print(_table("How a hop travels", ("transport", "path"), found["hops"].items()))
     if "probe" in found:
         probe = found["probe"]
-        rows = [
-            (f"{LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
-            (
-                f"{BANDWIDTH_BYTES >> 20} MiB both ways",
-                f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction",
-            ),
+        hops = [
+            (f"{constants.LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+            (_BANDWIDTH, f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
         ]
-        console.print(
-            _table(f"Two local ranks, {probe['transport']}, {probe['device']}", ("message", "measured"), rows)
+        ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
+        where = f"{ranks}, {probe['transport']}, {probe['device']}"
+        console.print(_table(where, ("message", "measured"), hops))
+        title = (
+            f"What plan reckons with: all at once, {probe['dtype']}, head dim {probe['head_dim']}, {probe['kernel']}"
         )
+        console.print(_table(title, ("constant", "measured"), constants.rows(probe)))
 
 
 def _usable(reason: str | None) -> str:

@@ -18,9 +18,18 @@ def check_choices(options: Any) -> None:
     Raises:
         ValueError: naming the option.
     """
-    for name, allowed in _CHOICES.items():
-        if getattr(options, name) not in allowed:
-            raise ValueError(f"{name} = {getattr(options, name)!r}: unknown; choose one of {', '.join(allowed)}.")
+    for name in _CHOICES:
+        check_choice(name, getattr(options, name))
+
+
+def check_choice(name: str, value: str) -> None:
+    """The same for one of them.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if value not in _CHOICES[name]:
+        raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(_CHOICES[name])}.")
 
 
 def check_files(**paths: Path | None) -> None:

@@ -23,6 +23,8 @@ CAPABILITIES: Mapping[str, str] = {
     "several rings per world": "initialize(ring_size=...) cuts the world into rings beside each other",
     "rings over chosen ranks": "initialize(group=...) takes a process group of some ranks, rank 0 not needed",
     "device mesh axis": "initialize(group=...) takes one axis of a DeviceMesh",
+    "rings by topology": "initialize(ring_order='topology') makes neighbours of ranks on one host",
+    "automatic ring size": "initialize(ring_size='auto') chooses a ring by what it is told of the attention",
     "training": "parallelize() runs on this machine's processors",
     "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",

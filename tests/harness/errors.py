@@ -174,6 +174,14 @@ def _mesh(_: Any) -> Any:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
 
 
+_AUTO = {
+    "ring_size": "auto",
+    "seq_len": 16,
+    "segment_lengths": [16],
+    "dilation_rates": [1],
+    "num_heads": 4,
+    "head_dim": 8,
+}
 BAD_RINGS = {
     "ring_size that does not divide the world": Bad(ValueError, ("ring_size = 3", "4"), {"ring_size": 3}),
     "ring_size above the world": Bad(ValueError, ("ring_size = 8", "4"), {"ring_size": 8}),
@@ -184,13 +192,27 @@ BAD_RINGS = {
     "timeout 0": Bad(ValueError, ("timeout = 0:00:00",), {"timeout": timedelta(0)}),
     "group a list": Bad(TypeError, ("group = [0, 1]",), {"group": [0, 1]}),
     "group of two axes": Bad(ValueError, ("group", "'data', 'ring'"), {"group": _mesh}),
+    "ring_size auto of nothing": Bad(ValueError, ("ring_size = 'auto'", "seq_len", "head_dim"), {"ring_size": "auto"}),
+    "ring_size auto of half": Bad(
+        ValueError, ("ring_size = 'auto'", "num_heads and head_dim"), {**_AUTO, "num_heads": ..., "head_dim": ...}
+    ),
+    "ring_size auto of a bad pattern": Bad(ValueError, ("dilation_rates[0] = 0",), {**_AUTO, "dilation_rates": [0]}),
+    "ring_size auto of no head_dim": Bad(ValueError, ("head_dim = 0",), {**_AUTO, "head_dim": 0}),
+    "ring_size auto without memory": Bad(ValueError, ("memory_bytes = 0",), {**_AUTO, "memory_bytes": 0}),
+    "ring_size auto and group": Bad(ValueError, ("ring_size = 'auto'", "group"), {**_AUTO, "group": _whole_world}),
+    "seq_len without auto": Bad(ValueError, ("seq_len = 16", "ring_size = 2"), {**_AUTO, "ring_size": 2}),
+    "ring_order": Bad(ValueError, ("ring_order = 'name'", "'topology'"), {"ring_order": "name"}),
+    "ring_order and group": Bad(
+        ValueError, ("ring_order = 'topology'", "group"), {"ring_order": "topology", "group": _whole_world}
+    ),
+    "an unknown argument": Bad(TypeError, ("num_head = 8",), {**_AUTO, "num_head": 8}),
     "ring_size and group": Bad(ValueError, ("ring_size = 2", "4"), {"ring_size": 2, "group": _whole_world}),
 }
 
 
 def make_bad_ring(adapter: str, name: str) -> Ended:
     options = BAD_RINGS[name].options
-    made = {option: value(None) if callable(value) else value for option, value in options.items()}
+    made = {option: value(None) if callable(value) else value for option, value in options.items() if value is not ...}
     return ending(lambda: backend(adapter).initialize(**made))
 
 

@@ -6,11 +6,13 @@ package under test.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ring_backends.layout import LayoutKind
 from ring_backends.ring import Ring
+from ring_backends.topology import HOST_VARIABLE
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,15 @@ class RingSpec:
 
     Attributes:
         rings: the global ranks of each ring, in ring order. A rank that is in none looks on.
-        how: what ``initialize`` is given: a ring size, a process group, or an axis of a 2 × 2 DeviceMesh.
+        how: what ``initialize`` is given: a ring size, a process group, an axis of a 2 × 2 DeviceMesh, or a ring size
+            on ranks that pretend to be on several hosts, to be ordered by them.
+        hosts: the host of each global rank, for the last of these.
     """
 
     name: str
     rings: tuple[tuple[int, ...], ...]
-    how: Literal["size", "group", "mesh axis"]
+    how: Literal["size", "group", "mesh axis", "hosts"]
+    hosts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -49,6 +55,8 @@ class RingSpec:
             return "rings over chosen ranks"
         if self.how == "mesh axis":
             return "device mesh axis"
+        if self.how == "hosts":
+            return "rings by topology"
         return "several rings per world" if len(self.rings) > 1 else None
 
     def place(self, global_rank: int) -> tuple[int, int] | None:
@@ -66,12 +74,15 @@ FOUR = RingSpec("4", ((0, 1, 2, 3),), "size")
 TWO_APART = RingSpec("2-on-1,3", ((1, 3),), "group")
 MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
 MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
+BY_HOSTS = RingSpec("4-by-hosts", ((0, 3, 1, 2),), "hosts", ("a", "b", "c", "a"))
+TWO_BY_HOSTS = RingSpec("2-by-hosts", ((0, 2), (1, 3)), "hosts", ("b", "a", "b", "a"))
+"""Neither ring is that of the ranks' numbers, and in the first no neighbour's place is its rank."""
 
 ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
 """In a world of two ranks, as the next one is."""
 TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
 
-ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS)
+ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS)
 SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
@@ -106,6 +117,10 @@ def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: Layou
     group: Any = None
     if rings.how == "size":
         ring: Ring = initialize(rings.size, layout, timeout=timeout)
+        return ring
+    if rings.how == "hosts":
+        with mock.patch.dict(os.environ, {HOST_VARIABLE: rings.hosts[dist.get_rank()]}):
+            ring = initialize(rings.size, layout, timeout=timeout, ring_order="topology")
         return ring
     if rings.how == "mesh axis":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))

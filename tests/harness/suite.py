@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from ring_backends.testing.arrangement import ArrangementTests
 from ring_backends.testing.command import CommandTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
@@ -23,6 +24,7 @@ class AdapterTests(
     TrainingTests,
     ErrorTests,
     TrafficTests,
+    ArrangementTests,
     LayoutTests,
     ContiguityTests,
     GradientTests,

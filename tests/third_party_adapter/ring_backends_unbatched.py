@@ -12,21 +12,25 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ring_backends
+from ring_backends.arrange import RingSize
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import join_ring
 from ring_backends.ring import Ring, Transfer
+from ring_backends.topology import RingOrder
 from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
 from ring_backends.transfer import WorkTransfer
 
 
 def initialize(
-    ring_size: int | None = None,
+    ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: Any = None,
     timeout: timedelta = timedelta(seconds=300),
+    *,
+    ring_order: RingOrder = "rank",
+    **auto: Any,
 ) -> Ring:
-    check_options(ring_size, layout, timeout)
-    return connect(ring_ranks(ring_size, group, start_world(timeout)), layout, timeout, adapter="unbatched")
+    return join_ring("unbatched", ring_size, layout, group, timeout, ring_order, auto)
 
 
 class UnbatchedRingDilatedAttention(ring_backends.RingDilatedAttention):

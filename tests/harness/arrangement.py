@@ -1,0 +1,167 @@
+"""How rings are arranged: by the hosts that ranks are on, and of the size that the attention's needs ask for.
+
+The rule of this file: a ring that was arranged somehow is then used, since its size and order are right only if
+attention, shard and unshard on it are.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends import arrange, probe
+from ring_backends.errors import RingMismatchError
+from ring_backends.layout import LayoutKind
+from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_here
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.training import Recipe, check_ranks, train, train_alone
+from ring_backends.testing.world import World
+from ring_backends.topology import HOST_VARIABLE
+
+_CASE = AttentionCase(
+    seq_len=401,
+    segment_lengths=(16, 401),
+    dilation_rates=(1, 8),
+    num_heads=4,
+    num_kv_heads=2,
+    is_causal=True,
+    dtype=torch.float64,
+)
+_ROW = 4 * (4 + 2) * _CASE.head_dim * 8
+"""Bytes of one position in query, key, value, out and their gradients, in fp64."""
+
+_HOSTS = ("a", "b", "c", "a")
+
+
+def _initialize(adapter: str, **options: Any) -> Any:
+    """With tiles so short that measuring takes a moment; what is measured is as true as on other small tiles."""
+    with mock.patch.object(probe, "TILE_ROWS", 256), mock.patch.object(arrange, "PROBE_SECONDS", 0.001):
+        return backend(adapter).initialize(timeout=timedelta(seconds=60), **options)
+
+
+def _needs(case: AttentionCase) -> dict[str, Any]:
+    return {
+        "seq_len": case.seq_len,
+        "segment_lengths": case.segment_lengths,
+        "dilation_rates": case.dilation_rates,
+        "num_heads": case.num_heads,
+        "num_kv_heads": case.num_kv_heads,
+        "head_dim": case.head_dim,
+        "dtype": case.dtype,
+        "is_causal": case.is_causal,
+    }
+
+
+def attend_on_what_fits(
+    adapter: str, case: AttentionCase, memory_bytes: int | None, order: str
+) -> tuple[int, tuple[int, ...], Results]:
+    """Choose a ring, and attend on it: its size, its ranks, and this rank's results."""
+    with mock.patch.dict(os.environ, {HOST_VARIABLE: _HOSTS[dist.get_rank()]}):
+        options = {"ring_size": "auto", "ring_order": order, "memory_bytes": memory_bytes}
+        ring = _initialize(adapter, **options, **_needs(case))
+    call = local_call(adapter, ring, case)
+    out, lse = call(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return ring.size, ring.ranks, Results(out.detach(), lse, *grads)
+
+
+def choose(adapter: str, **options: Any) -> tuple[int, int, int]:
+    """What ``ring_size="auto"`` comes to."""
+    ring = _initialize(adapter, ring_size="auto", **options)
+    return ring.size, ring.data_size, ring.rank
+
+
+def ask_for_different_things(adapter: str) -> list[Ended]:
+    """How it ends where one rank asks for a different ring than the others, in two ways."""
+    odd = dist.get_rank() == 2
+    needs = _needs(replace(_CASE, seq_len=60) if odd else _CASE)
+    return [
+        ending(partial(_initialize, adapter, ring_size="auto", **needs)),
+        ending(partial(_initialize, adapter, layout="zigzag" if odd else "contiguous", ring_order="topology")),
+    ]
+
+
+def ask_for_the_impossible(adapter: str) -> Ended:
+    return ending(partial(_initialize, adapter, ring_size="auto", memory_bytes=1000, **_needs(_CASE)))
+
+
+def places(adapter: str, rings: RingSpec) -> tuple[tuple[int, ...], int, int, int]:
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    return ring.ranks, ring.rank, ring.data_size, ring.data_rank
+
+
+class ArrangementTests(AdapterSuite):
+    @requires("rings by topology")
+    @pytest.mark.parametrize("rings", [BY_HOSTS, TWO_BY_HOSTS], ids=str)
+    def test_ranks_of_a_host_are_neighbours(self, world: World, rings: RingSpec) -> None:
+        for rank, (ranks, ring_rank, data_size, data_rank) in enumerate(world.run(places, self.adapter, rings)):
+            place = rings.place(rank)
+            assert place is not None
+            assert (ranks, data_size) == (rings.rings[place[0]], len(rings.rings))
+            assert (data_rank, ring_rank) == place
+
+    @requires("rings by topology")
+    @pytest.mark.parametrize("rings", [BY_HOSTS, TWO_BY_HOSTS], ids=str)
+    @every_layout
+    def test_attention_in_the_order_of_hosts(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
+        cases = [_CASE, replace(_CASE, is_causal=False, masked="random", batch=2), replace(_CASE, seq_len=3)]
+        answers = check_exact(world, self.adapter, rings, layout, cases)
+        for ring_answers in answers[0]:
+            assert sum(answer.forward_bytes for answer in ring_answers) > 0
+
+    @requires("training", "rings by topology")
+    def test_training_in_the_order_of_hosts(self, world: World) -> None:
+        recipe = Recipe(dtype=torch.float32)
+        by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, dict(self.framework_options))
+        check_ranks(by_rank, train_alone(TWO_BY_HOSTS, "zigzag", recipe), 1e-6)
+
+    @requires("automatic ring size", "rings by topology")
+    @pytest.mark.parametrize(("ranks", "order"), [(2, "rank"), (4, "rank"), (4, "topology")])
+    def test_the_smallest_ring_that_fits(self, world: World, ranks: int, order: str) -> None:
+        """What the tensors of half as many ranks take, and half of that again, which is too little for their tiles."""
+        memory_bytes = 3 * _ROW * _CASE.seq_len // ranks
+        found = world.run(attend_on_what_fits, self.adapter, _CASE, memory_bytes, order)
+        cut = {"rank": (0, 1, 2, 3), "topology": (0, 3, 1, 2)}[order]
+        for first in range(0, 4, ranks):
+            members = cut[first : first + ranks]
+            assert [found[rank][:2] for rank in members] == [(ranks, members)] * ranks
+            got = whole([found[rank][2] for rank in members], _CASE.seq_len, "contiguous")
+            check_results(got, expected(_CASE), 1e-10)
+
+    @requires("automatic ring size", "several rings per world")
+    def test_a_ring_that_does_not_pay_is_not_taken(self, world: World) -> None:
+        short = replace(_CASE, seq_len=8)
+        assert world.run(choose, self.adapter, **_needs(short)) == [(1, 4, 0)] * 4
+
+    @requires("automatic ring size", "several rings per world")
+    def test_a_ring_that_pays_is_taken(self, world: World) -> None:
+        long = replace(_CASE, seq_len=2**20, segment_lengths=(2**20,), dilation_rates=(1,), is_causal=False)
+        found = world.run(choose, self.adapter, **_needs(long), memory_bytes=10**12)
+        assert found == [(2, 2, 0), (2, 2, 1), (2, 2, 0), (2, 2, 1)]
+
+    @requires("automatic ring size")
+    def test_ranks_that_ask_for_different_rings_are_told(self, world: World) -> None:
+        for in_size, in_layout in world.run(ask_for_different_things, self.adapter):
+            assert in_size.is_a(RingMismatchError), in_size
+            assert "seq_len (rank 0: 401, rank 1: 401, rank 2: 60, rank 3: 401)" in in_size.message
+            assert in_layout.is_a(RingMismatchError), in_layout
+            assert "rank 2: zigzag" in in_layout.message
+
+    @requires("automatic ring size")
+    def test_no_ring_fits(self, world: World) -> None:
+        for ended in world.run(ask_for_the_impossible, self.adapter):
+            assert ended.is_a(ValueError), ended
+            assert "1,000" in ended.message
+            assert "memory_bytes" in ended.message
