@@ -56,7 +56,11 @@ def overhead(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
 
 @app.command("scaling")
 def scaling_command(repeats: Repeats = 5, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
-    """Two ranks of one thread against one rank of one thread: forward and backward together."""
+    """Two ranks of one thread against one rank of one thread: forward and backward together.
+
+    What the machine could give at most stands beside it: how much faster two processes that know nothing of each other
+    get the bare kernel calls done than one.
+    """
     options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
     with Worlds() as worlds:
         report("scaling", options, scaling(worlds, repeats, shrink, dtype), json)
@@ -68,8 +72,10 @@ def scaling(worlds: Worlds, repeats: int, shrink: int, dtype: str) -> list[Row]:
         contestants = [
             dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
             dataclasses.replace(case, contestant="native", ring_size=2),
+            dataclasses.replace(case, contestant=BARE_KERNELS, layout="contiguous"),
+            dataclasses.replace(case, contestant=BARE_KERNELS, layout="contiguous", ring_size=2),  # all of it on each
         ]
-        alone, together = in_turns(worlds, contestants, "both", repeats)
+        alone, together, kernels_alone, kernels_twice = in_turns(worlds, contestants, "both", repeats)
         rows.append(
             {
                 "setup": name,
@@ -78,7 +84,13 @@ def scaling(worlds: Worlds, repeats: int, shrink: int, dtype: str) -> list[Row]:
                 "two_ranks_seconds": statistics.median(together),
                 "speed_up": statistics.median(alone) / statistics.median(together),
                 "median_of_ratios": statistics.median(a / b for a, b in zip(alone, together, strict=True)),
-                "calls": {"one rank": alone, "two ranks": together},
+                "bare_kernels_speed_up": 2 * statistics.median(kernels_alone) / statistics.median(kernels_twice),
+                "calls": {
+                    "one rank": alone,
+                    "two ranks": together,
+                    "bare kernels": kernels_alone,
+                    "bare kernels by each of two": kernels_twice,
+                },
             }
         )
         worlds.forget()

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from ring_backends.cli import constants
 from ring_backends.cli.plan import PlanOptions
-from ring_backends.cli.plan_plot import draw
+from ring_backends.cli.plot import draw_ring_sizes
 from ring_backends.cost import RingChoice, RingCost, Workload
 from ring_backends.hardware import Hardware
 from ring_backends.kernels import resolve_dtype
@@ -48,7 +48,7 @@ def plan(options: PlanOptions) -> None:
         options.json.write_text(json_module.dumps(made.as_json(), indent=2, default=str) + "\n")
     if options.plot is not None:
         title = f"{options.seq_len:,} tokens, {options.heads} heads of {options.head_dim}, {made.dtype}"
-        draw(options.plot, title, made.over_ring_sizes, made.memory_bytes)
+        draw_ring_sizes(options.plot, title, made.over_ring_sizes, made.memory_bytes)
 
 
 @dataclass(frozen=True, eq=False)

@@ -65,6 +65,34 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
     figure.savefig(path)
 
 
+def draw_ring_sizes(path: Path, title: str, sizes: Sequence[dict[str, Any]], memory_bytes: int | None) -> None:
+    """Time and memory per rank of `plan` over ring sizes, both axes logarithmic.
+
+    Args:
+        sizes: per ring size ``ring_size``, ``seconds`` with ``forward`` and ``backward``, ``memory_bytes``.
+        memory_bytes: what a rank has, for a line.
+    """
+    figure = new_figure((10, 4))
+    figure.suptitle(title)
+    time, memory = figure.subplots(1, 2)
+    ring_sizes = [size["ring_size"] for size in sizes]
+    for direction in ("forward", "backward"):
+        time.plot(ring_sizes, [size["seconds"][direction] for size in sizes], marker="o", label=direction)
+    time.set_ylabel("seconds, slowest rank (estimated)")
+    time.legend()
+    memory.plot(ring_sizes, [size["memory_bytes"] / 2**30 for size in sizes], marker="o", label="needed")
+    if memory_bytes is not None:
+        memory.axhline(memory_bytes / 2**30, linestyle="--", color="tab:red", label="there is")
+    memory.set_ylabel("memory, GiB per rank")
+    memory.legend()
+    for axes in (time, memory):
+        axes.set_xlabel("ranks of the ring")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    figure.savefig(path)
+
+
 def draw_timeline(axes: Any, ranks: Sequence[Spans], part: str) -> None:
     """One lane per rank: when it computed, when it posted a hop and when it waited for one.
 
