@@ -71,7 +71,8 @@ def peak_memory(case: Case) -> dict[str, int | None]:
     GPU that of the allocated memory. ``buffers`` are those of the hops alive together, for adapters' rings.
     """
     device = _device(case)
-    warm = _prepare(dataclasses.replace(case, seq_len=_WARM_UP_TOKENS * case.ring_size, branches=((64, 1),)))
+    tokens = _WARM_UP_TOKENS * case.ring_size  # in one segment, so that connections are opened too
+    warm = _prepare(dataclasses.replace(case, seq_len=tokens, branches=((tokens, 1),)))
     warm.backward(warm.forward())
     del warm
     _give_back()

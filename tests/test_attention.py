@@ -178,7 +178,7 @@ def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
         assert ring.traffic.bytes == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     attention_cases(dtypes=[torch.float64], max_n=60),
     st.sampled_from([1, 2, 3, 4]),
@@ -192,7 +192,7 @@ def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
     check_exact(actual, reference_results(case))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     st.sampled_from([1, 2, 3, 4]),

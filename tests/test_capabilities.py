@@ -49,6 +49,6 @@ def test_tests_are_skipped_with_the_reason(tmp_path):
     )
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-q", "."]
     told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    assert "5 passed, 3 skipped" in told, told
+    assert "6 passed, 3 skipped" in told, told
     assert "without save and load: it forgets" in told
     assert "without device mesh axis: it has no mesh" in told
