@@ -35,8 +35,9 @@ def test_scaling(worlds: Worlds) -> None:
     rows = claims.scaling(worlds, 1, SHRINK, "fp32")
     assert [row["tokens"] for row in rows] == [512, 512, 512, 128]
     for row in rows:
-        (alone,), (together,) = row["calls"].values()
+        (alone,), (together,), (kernels,), (kernels_twice,) = row["calls"].values()
         assert row["speed_up"] == pytest.approx(alone / together)
+        assert row["bare_kernels_speed_up"] == pytest.approx(2 * kernels / kernels_twice)
 
 
 def test_memory(worlds: Worlds) -> None:
