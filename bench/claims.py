@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import json as json_module
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import rank
@@ -16,7 +16,7 @@ import typer
 from case import BARE_KERNELS, ONE_DEVICE, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, report
-from setups import ONE_DEVICE_BRANCHES, ring_setups, setup
+from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, ring_setups, setup, shortened
 from slow_link import hidden_hops_command
 from worlds import Worlds
 
@@ -55,27 +55,38 @@ def overhead(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
 
 
 @app.command("scaling")
-def scaling_command(repeats: Repeats = 5, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
-    """Two ranks of one thread against one rank of one thread: forward and backward together.
+def scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
+    """Two ranks of one thread against one rank of one thread: forward and backward together, 65,536 tokens.
 
     What the machine could give at most stands beside it: how much faster two processes that know nothing of each other
-    get the bare kernel calls done than one.
+    get the bare kernel calls done than one, at a quarter of the length.
     """
     options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
+    setups = {name: case for name, case in ring_setups(shrink, dtype).items() if name != PLAIN}
     with Worlds() as worlds:
-        report("scaling", options, scaling(worlds, repeats, shrink, dtype), json)
+        report("scaling", options, scaling(worlds, repeats, setups), json)
 
 
-def scaling(worlds: Worlds, repeats: int, shrink: int, dtype: str) -> list[Row]:
+@app.command("plain-scaling")
+def plain_scaling_command(repeats: Repeats = 3, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
+    """The same for plain ring attention of 65,536 tokens, which takes minutes per call."""
+    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
+    setups = {PLAIN: ring_setups(shrink, dtype)[PLAIN]}
+    with Worlds() as worlds:
+        report("plain scaling", options, scaling(worlds, repeats, setups), json)
+
+
+def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Row]:
     rows = []
-    for name, case in ring_setups(shrink, dtype).items():
+    for name, case in setups.items():
+        kernels = dataclasses.replace(shortened(case, 4), contestant=BARE_KERNELS, layout="contiguous")
         contestants = [
             dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
             dataclasses.replace(case, contestant="native", ring_size=2),
-            dataclasses.replace(case, contestant=BARE_KERNELS, layout="contiguous"),
-            dataclasses.replace(case, contestant=BARE_KERNELS, layout="contiguous", ring_size=2),  # all of it on each
+            kernels,
+            dataclasses.replace(kernels, ring_size=2),  # all of it on each
         ]
-        alone, together, kernels_alone, kernels_twice = in_turns(worlds, contestants, "both", repeats)
+        alone, together, kernels_alone, kernels_twice = in_turns(worlds, contestants, "both", repeats, shorter=8)
         rows.append(
             {
                 "setup": name,
@@ -119,12 +130,11 @@ def memory_command(
 
 def memory(worlds: Worlds, ring_sizes: Sequence[int], shrink: int, dtype: str) -> list[Row]:
     rows: list[Row] = []
-    dilated = ring_setups(shrink, dtype)["dilated, causal, zigzag"]
-    plain = dataclasses.replace(dilated, branches=((dilated.seq_len, 1),))
-    for name, attention in (("dilated, causal, zigzag", dilated), ("plain, causal, zigzag", plain)):
+    setups = ring_setups(shrink, dtype)
+    for name in (DILATED_RING, PLAIN):
         first: int | None = None
         for ring_size in ring_sizes:
-            case = dataclasses.replace(attention, contestant="native", ring_size=ring_size)
+            case = dataclasses.replace(setups[name], contestant="native", ring_size=ring_size)
             found = worlds.peak_memory(case)
             peak, tensors = max(found["peak_bytes"]), case.tensor_bytes / ring_size
             first = first or peak
@@ -194,7 +204,7 @@ def timeline_command(
 def timelines(worlds: Worlds, shrink: int, ring_size: int, dtype: str) -> list[dict[str, Any]]:
     setups = ring_setups(shrink, dtype)
     found = []
-    for name in ("dilated, causal, zigzag", "plain, causal, zigzag"):
+    for name in (DILATED_RING, PLAIN):
         case = dataclasses.replace(setups[name], contestant="native", ring_size=ring_size)
         spans = worlds.of(case).run(rank.spans, case)
         found.append({"name": name, "case": dataclasses.asdict(case), "ranks": spans})
@@ -202,10 +212,12 @@ def timelines(worlds: Worlds, shrink: int, ring_size: int, dtype: str) -> list[d
     return found
 
 
-def in_turns(worlds: Worlds, cases: Sequence[Case], direction: rank.Direction, repeats: int) -> list[list[float]]:
-    """Seconds of each case's calls, after one of each that warms up; the cases take turns."""
+def in_turns(
+    worlds: Worlds, cases: Sequence[Case], direction: rank.Direction, repeats: int, *, shorter: int = 1
+) -> list[list[float]]:
+    """Seconds of each case's calls, which take turns, after one of each that warms up, ``shorter`` times as short."""
     for case in cases:
-        worlds.time(case, direction)
+        worlds.time(shortened(case, shorter), direction)
     rounds = [[worlds.time(case, direction)["seconds"] for case in cases] for _ in range(repeats)]
     return [list(calls) for calls in zip(*rounds, strict=True)]
 

@@ -40,7 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--layout", choices=["contiguous", "zigzag"], default="contiguous")
     group.addoption("--device", choices=["cpu", "cuda"], default="cpu")
     group.addoption("--rounds", type=int, default=7, help="timed calls of a case, after one that warms up")
-    group.addoption("--budget", type=float, default=60.0, help="seconds of a case after which no further call begins")
+    group.addoption(
+        "--budget",
+        type=float,
+        default=60.0,
+        help="seconds that a case may take; a call that takes longer is the only one, and not warmed up",
+    )
     group.addoption("--no-memory", action="store_true", help="spare the fresh ranks that memory is measured on")
     group.addoption("--smoke", action="store_true", help="everything at tiny sizes, in seconds; times mean nothing")
 
@@ -119,17 +124,19 @@ def measure(
         reason = unusable(case)
         if reason is not None:
             pytest.skip(reason)
-        calls = [worlds.time(case, direction)]  # warms up, and tells how many more are affordable
-        rounds = max(1, min(option.rounds, int(option.budget // calls[0]["seconds"])))
+        first = worlds.time(case, direction)  # warms up, and tells how many more are affordable
+        rounds = min(option.rounds, int(option.budget // first["seconds"]))
+        calls = [] if rounds else [first]
 
         def one_call() -> None:
-            calls.append(worlds.time(case, direction))
+            if rounds:
+                calls.append(worlds.time(case, direction))
             CLOCK.advance(calls[-1]["seconds"])
 
         benchmark.group = f"{direction}, {case.seq_len:,} tokens, {case.dtype}, {_ranks(case.ring_size)}"
-        benchmark.pedantic(one_call, rounds=rounds)
+        benchmark.pedantic(one_call, rounds=max(1, rounds))
         benchmark.extra_info.update(
-            {"direction": direction, **dataclasses.asdict(case), **_of_one_call(calls[1:]), **memory(case)},
+            {"direction": direction, **dataclasses.asdict(case), **_of_one_call(calls), **memory(case)},
             **worlds.of(case).run(rank.environment, case)[0],
         )
 

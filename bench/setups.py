@@ -8,6 +8,7 @@ from typing import Any
 from case import Branches, Case
 
 DILATED: Branches = ((2048, 1), (8192, 4), (65536, 16))
+DILATED_RING, PLAIN = "dilated, causal, zigzag", "plain, causal, zigzag"
 ONE_DEVICE_BRANCHES: Branches = ((2048, 1), (8192, 4), (32768, 16))
 
 
@@ -27,12 +28,18 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
     return Case("", seq_len // shrink, branches=branches, **options)
 
 
-def ring_setups(shrink: int, dtype: str) -> dict[str, Case]:
-    """What is divided over ranks: dilated attention at 65,536 tokens, and plain ring attention at 16,384."""
+def shortened(case: Case, by: int) -> Case:
+    """The same with all lengths divided by ``by``, as nearly as whole numbers allow."""
+    branches = tuple((max(1, length // by), rate) for length, rate in case.branches)
+    return dataclasses.replace(case, seq_len=max(1, case.seq_len // by), branches=branches)
+
+
+def ring_setups(shrink: int, dtype: str, plain_tokens: int = 65536) -> dict[str, Case]:
+    """What is divided over ranks: dilated attention at 65,536 tokens, and plain ring attention."""
     dilated = setup(shrink, 65536, DILATED, dtype=dtype)
     return {
         "dilated": dataclasses.replace(dilated, causal=False),
-        "dilated, causal, zigzag": dataclasses.replace(dilated, layout="zigzag"),
+        DILATED_RING: dataclasses.replace(dilated, layout="zigzag"),
         "dilated, causal, contiguous": dilated,
-        "plain, causal, zigzag": setup(shrink, 16384, ((16384, 1),), dtype=dtype, layout="zigzag"),
+        PLAIN: setup(shrink, plain_tokens, ((plain_tokens, 1),), dtype=dtype, layout="zigzag"),
     }

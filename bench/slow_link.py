@@ -62,7 +62,7 @@ def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float
     """Rows per setup and contestant, at one rate of the link. ``wire_share``: bytes sent / rate, over the call."""
     setups = {
         name: dataclasses.replace(case, ring_size=2)
-        for name, case in ring_setups(shrink, dtype).items()
+        for name, case in ring_setups(shrink, dtype, plain_tokens=16384).items()
         if not name.endswith("contiguous")  # whose ranks wait for each other, however fast the hops
     }
     cases = [dataclasses.replace(case, contestant=name) for case in setups.values() for name in CONTESTANTS]

@@ -15,6 +15,7 @@ from rich.console import Console
 def main(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Written with --benchmark-json.")],
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls to show.")] = "fp32",
+    seq_len: Annotated[int | None, typer.Option(help="Tokens of the calls to show; all lengths if not given.")] = None,
 ) -> None:
     """Time, memory and bytes of every call, by length and ring size."""
     rows: list[dict[str, Any]] = [
@@ -28,10 +29,10 @@ def main(
             "sent per rank_bytes": sum(record.bytes.values()),
         }
         for record in read_records(file)
-        if record.dtype == dtype
+        if record.dtype == dtype and seq_len in (None, record.seq_len)
     ]
     if not rows:
-        print(f"dtype = {dtype!r}: {file} holds no calls in it; name another with --dtype.", file=sys.stderr)
+        print(f"{file} holds no calls of dtype = {dtype!r}, seq_len = {seq_len}; name others.", file=sys.stderr)
         raise typer.Exit(2)
     Console(width=160, highlight=False).print(table(rows, markup=True))
 
