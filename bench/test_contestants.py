@@ -10,6 +10,7 @@ import torch
 from bare_kernels import BareKernels
 from case import ALL_GATHER, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
 from contestants import unusable
+from setups import ring_setups
 from torch import Tensor
 from worlds import Worlds
 
@@ -84,6 +85,20 @@ def test_a_dense_ring_sends_everything_and_counts_it(worlds: Worlds) -> None:
     assert worlds.time(case, "forward")["bytes"] == [rows * 2, rows * 2]
     # K and V once more; dK and dV in fp32, on to the next rank and home
     assert worlds.time(case, "backward")["bytes"] == [rows * 2 + 2 * rows * 4] * 2
+
+
+@pytest.mark.parametrize("ring_size", [2, 4])
+def test_dilated_hops_carry_a_sixteenth(worlds: Worlds, ring_size: int) -> None:
+    """Of the branches (2048, 1), (8192, 4), (65536, 16), shortened, only the last one crosses shards.
+
+    In backward dK and dV pass p − 1 hops, and one more in the dense ring, where they come home with the others.
+    """
+    case = dataclasses.replace(ring_setups(128, "fp32")["dilated"], ring_size=ring_size)
+    native, dense = (dataclasses.replace(case, contestant=name) for name in ("native", DENSE_RING))
+    sent = sum(worlds.time(native, "forward")["bytes"])
+    assert sum(worlds.time(dense, "forward")["bytes"]) == 16 * sent > 0
+    assert sum(worlds.time(native, "backward")["bytes"]) == 2 * sent
+    assert sum(worlds.time(dense, "backward")["bytes"]) == 16 * sent + 16 * sent * ring_size // (ring_size - 1)
 
 
 def test_bare_kernels_compute_as_many_pairs_as_the_branches_have() -> None:
