@@ -23,7 +23,16 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.rings import FOUR, SIZES, TWO, RingSpec, every_layout, every_ring, every_size, ring_here
+from ring_backends.testing.rings import (
+    FOUR,
+    SIZES,
+    TWO,
+    RingSpec,
+    every_layout,
+    every_ring_and_layout,
+    every_size_and_layout,
+    ring_here,
+)
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -111,9 +120,21 @@ def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: Attenti
     return attention(query, key, value, is_causal=case.is_causal, return_lse=True)
 
 
+def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[str]:
+    """Results of this rank in which a call made twice differs, be it in one bit."""
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    found = []
+    for _ in range(2):
+        call = local_call(adapter, ring.with_layout(layout), case)
+        out, lse = call(return_lse=True)
+        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+        found.append(Results(out, lse, *grads))
+    return [name for name in Results._fields if not torch.equal(getattr(found[0], name), getattr(found[1], name))]
+
+
 class CorrectnessTests(AdapterSuite):
-    @every_ring
-    @every_layout
+    @every_ring_and_layout
     @given(case=attention_cases(max_n=70, dtypes=[torch.float64]))
     @examples(6)
     def test_random_calls_match_the_definition(
@@ -121,8 +142,7 @@ class CorrectnessTests(AdapterSuite):
     ) -> None:
         check_exact(world, self.adapter, rings, layout, [case], gradients=False)
 
-    @every_size
-    @every_layout
+    @every_size_and_layout
     def test_edge_cases_match_the_definition(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()), gradients=False)
 
@@ -155,6 +175,11 @@ class CorrectnessTests(AdapterSuite):
             if alone is None:
                 alone = got
             check_results(got, alone, 1e-12, rings)
+
+    @every_layout
+    @pytest.mark.parametrize("case", ROUNDED_CASES[1:4], ids=["full", "dilated", "grouped"])
+    def test_a_call_made_twice_gives_the_same_bits(self, world: World, layout: LayoutKind, case: AttentionCase) -> None:
+        assert world.run(bits_differ, self.adapter, layout, case) == [[]] * 4
 
     def test_seq_len_defaults_to_equal_shards(self, world: World) -> None:
         case = replace(_CASE, seq_len=24, is_causal=True)

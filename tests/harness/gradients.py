@@ -28,7 +28,7 @@ from ring_backends.testing.calls import (
 )
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.correctness import EDGE_CASES, examples
-from ring_backends.testing.rings import FOUR, RingSpec, every_layout, every_ring, every_size, ring_here
+from ring_backends.testing.rings import FOUR, RingSpec, every_ring_and_layout, every_size_and_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -155,8 +155,7 @@ def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
 
 
 class GradientTests(AdapterSuite):
-    @every_ring
-    @every_layout
+    @every_ring_and_layout
     @given(case=attention_cases(max_n=60, dtypes=[torch.float64]))
     @examples(6)
     def test_random_gradients_match_the_definition(
@@ -164,8 +163,7 @@ class GradientTests(AdapterSuite):
     ) -> None:
         check_exact(world, self.adapter, rings, layout, [case])
 
-    @every_size
-    @every_layout
+    @every_size_and_layout
     def test_gradients_of_edge_cases_match_the_definition(
         self, world: World, rings: RingSpec, layout: LayoutKind
     ) -> None:
@@ -205,8 +203,7 @@ class GradientTests(AdapterSuite):
             assert "derivative" in outcome.message, outcome
 
     @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-    @every_size
-    @every_layout
+    @every_size_and_layout
     def test_activation_checkpointing(self, world: World, rings: RingSpec, layout: LayoutKind, how: str) -> None:
         plain = world.run(checkpointed, self.adapter, rings, layout, "plain")
         again = world.run(checkpointed, self.adapter, rings, layout, how)

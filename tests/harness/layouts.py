@@ -21,8 +21,8 @@ from ring_backends.testing.rings import (
     FOUR,
     ONE,
     RingSpec,
-    every_layout,
     every_ring,
+    every_ring_and_layout,
     new_ring,
     ring_here,
     rows_of_ranks,
@@ -207,8 +207,7 @@ class LayoutTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("dim", "dtype"), [(0, torch.float64), (1, torch.bfloat16), (2, torch.int64), (-2, torch.float32)]
     )
-    @every_ring
-    @every_layout
+    @every_ring_and_layout
     def test_shards_are_pieces_of_tensor_split(
         self, world: World, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype
     ) -> None:
@@ -225,8 +224,7 @@ class LayoutTests(AdapterSuite):
                     assert cut.part_bytes == cut.part.nbytes, "a shard keeps the whole tensor alive"
 
     @pytest.mark.parametrize("dim", [1, -1])
-    @every_ring
-    @every_layout
+    @every_ring_and_layout
     def test_shard_and_unshard_backward(self, world: World, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
         by_rank = world.run(adjoints, self.adapter, rings, layout, dim)
         for ranks in rings.rings:
@@ -240,8 +238,7 @@ class LayoutTests(AdapterSuite):
                     factors = sum(10.0**rank for rank in range(rings.size))
                     assert difference(grad_local, numbers.index_select(dim, rows) * factors) <= 1e-9
 
-    @every_ring
-    @every_layout
+    @every_ring_and_layout
     def test_parameters_before_and_after_the_shards(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         by_rank = world.run(gradients_of_sandwich, self.adapter, rings, layout)
         x, weights = _sandwich_input()

@@ -7,6 +7,7 @@ package under test.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -86,9 +87,21 @@ ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS
 SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
+
+def _in_every_layout(rings: Sequence[RingSpec]) -> pytest.MarkDecorator:
+    """Each ring in each layout; always in one of them, of which neighbours in the list have different ones."""
+    pairs = [
+        pytest.param(spec, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{spec}")
+        for index, spec in enumerate(rings)
+        for second, layout in enumerate(LAYOUTS)
+    ]
+    return pytest.mark.parametrize(("rings", "layout"), pairs)
+
+
 every_ring = pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
-every_size = pytest.mark.parametrize("rings", SIZES, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+every_ring_and_layout = _in_every_layout(ALL_RINGS)
+every_size_and_layout = _in_every_layout(SIZES)
 
 
 def rows_of_ranks(seq_len: int, ring_size: int, layout: LayoutKind) -> list[Tensor]:

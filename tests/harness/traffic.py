@@ -20,7 +20,7 @@ from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.recording import Event, no_collectives, recorded
-from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, every_layout, every_size, ring_here
+from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, every_layout, every_size_and_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -125,8 +125,7 @@ def a_collective_where_none_is_allowed(adapter: str) -> None:
 
 
 class TrafficTests(AdapterSuite):
-    @every_size
-    @every_layout
+    @every_size_and_layout
     @given(case=attention_cases(max_n=50, dtypes=[torch.float64, torch.bfloat16]))
     @examples(6)
     def test_ranks_send_what_the_schedule_says(
