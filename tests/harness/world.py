@@ -1,4 +1,4 @@
-"""A world of long-lived ranks for tests: spawned once, joined by gloo once, then called many times.
+"""A world of long-lived ranks for tests: started once, joined by gloo once, then called many times.
 
 The rule of this file: nothing that a rank does may hang, kill or silence the session. An error shows what
 *every* rank was doing, since the rank that raises is seldom the one that is wrong; a rank that hangs is asked
@@ -13,6 +13,7 @@ import os
 import pickle
 import re
 import signal
+import sys
 import tempfile
 import time
 import warnings
@@ -22,11 +23,14 @@ from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ring_backends.testing.rank import LEAVE, STACK_SIGNAL, Outcome, rank_main, reference_to
+
+if TYPE_CHECKING:
+    from multiprocessing.context import ForkServerContext, SpawnContext
 
 __all__ = ["Outcome", "RanksFailedError", "World"]
 
@@ -154,7 +158,7 @@ class World:
             raise
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         # Hosted here, so that no rank's end takes the store from the others.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stack_folder = tempfile.TemporaryDirectory(prefix="world-")
@@ -247,6 +251,15 @@ class World:
         if self._stack_folder is not None:
             self._stack_folder.cleanup()
             self._stack_folder = None
+
+
+def _context() -> SpawnContext | ForkServerContext:
+    """Where ranks come from: on Linux a server that has imported torch, so that a new world is there in a second."""
+    if sys.platform != "linux":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([rank_main.__module__])
+    return context
 
 
 def _without_harness(stacks: str) -> str:
