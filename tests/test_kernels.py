@@ -328,15 +328,18 @@ def test_a_row_without_lse_gives_and_gets_no_gradient(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("block", [4, 256])
-def test_math_keeps_nan_and_inf_from_those_who_do_not_see_them(block: int, poison: float) -> None:
-    kernel = MathKernel(block=block)
+@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
+def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Kernel, poison: float) -> None:
     options: dict[str, Any] = {"is_causal": True, "scale": 0.4}
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=13, seq_k=13, seq_older=0), torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
     key_mask[:, :, 2] = True
     out, lse = kernel.forward(query, key, value, key_mask=key_mask, **options)
     grads = kernel.backward(grad_out, query, key, value, out, lse, key_mask=key_mask, **options)
+
+    def same(actual: Tensor, expected: Tensor) -> bool:
+        """To the last bit, but that a NaN makes another kernel take over."""
+        return torch.equal(actual, expected) if isinstance(kernel, MathKernel) else error(actual, expected) < 1e-5
 
     def spoiled(x: Tensor, *at: int) -> Tensor:
         x = x.clone()
@@ -346,34 +349,34 @@ def test_math_keeps_nan_and_inf_from_those_who_do_not_see_them(block: int, poiso
 
     # A masked key: nothing changes anywhere.
     out2, lse2 = kernel.forward(query, spoiled(key, 2), spoiled(value, 2), key_mask=key_mask, **options)
-    assert torch.equal(out2, out)
-    assert torch.equal(lse2, lse)
+    assert same(out2, out)
+    assert same(lse2, lse)
     grads2 = kernel.backward(
         grad_out, query, spoiled(key, 2), spoiled(value, 2), out, lse, key_mask=key_mask, **options
     )
-    assert all(torch.equal(a, b) for a, b in zip(grads, grads2, strict=True))
+    assert all(same(a, b) for a, b in zip(grads, grads2, strict=True))
 
     # A value in the future of rows 0 to 6: they do not change, the others do show it.
     out2, lse2 = kernel.forward(query, key, spoiled(value, 7), key_mask=key_mask, **options)
-    assert torch.equal(out2[:, :, :7], out[:, :, :7])
-    assert torch.equal(lse2, lse)
+    assert same(out2[:, :, :7], out[:, :, :7])
+    assert same(lse2, lse)
     assert not out2[:, :, 7:].isfinite().any()
 
     # A key in their future: neither out, LSE nor query gradient of theirs changes.
     out2, lse2 = kernel.forward(query, spoiled(key, 7), value, key_mask=key_mask, **options)
-    assert torch.equal(out2[:, :, :7], out[:, :, :7])
-    assert torch.equal(lse2[:, :, :7], lse[:, :, :7])
+    assert same(out2[:, :, :7], out[:, :, :7])
+    assert same(lse2[:, :, :7], lse[:, :, :7])
     dq, _, _ = kernel.backward(
         grad_out, query, spoiled(key, 7), spoiled(value, 7), out, lse, key_mask=key_mask, **options
     )
-    assert torch.equal(dq[:, :, :7], grads[0][:, :, :7])
+    assert same(dq[:, :, :7], grads[0][:, :, :7])
 
     # A row: later keys, which it does not see, get the gradients they had from the other rows.
     _, dk, dv = kernel.backward(
         spoiled(grad_out, 3), spoiled(query, 3), key, value, out, lse, key_mask=key_mask, **options
     )
-    assert torch.equal(dk[:, :, 4:], grads[1][:, :, 4:])
-    assert torch.equal(dv[:, :, 4:], grads[2][:, :, 4:])
+    assert same(dk[:, :, 4:], grads[1][:, :, 4:])
+    assert same(dv[:, :, 4:], grads[2][:, :, 4:])
     assert not dv[:, :, [0, 1, 3]].isfinite().any()
 
     # A row that sees everything but the masked key.

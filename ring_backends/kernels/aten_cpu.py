@@ -2,16 +2,23 @@
 
 Measured on torch 2.13: inputs whose last dim is not contiguous are read wrongly, out of bounds and without an
 error, hence `unit_stride`. A row whose keys are all masked comes back with LSE 0, hence `blank_rows`. A NaN
-or inf in a key or value reaches rows that do not see it (masked keys, later keys of the same block): only the
-math kernel keeps those apart.
+or inf reaches rows and keys that have no part in it (masked keys, later keys of the same block), as 0 * NaN; and a row
+that is NaN itself comes back as 0 where it meets few keys. The math kernel, which keeps all that apart, takes over
+wherever there is one.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, KernelInputs, blank_rows, check_tile, lse_for_backward
+from ring_backends.kernels.math import MathKernel
+from ring_backends.softmax import statistics_dtype
+
+_KEEPS_APART = MathKernel()
 
 
 class AtenCpuFlashKernel(Kernel):
@@ -39,6 +46,9 @@ class AtenCpuFlashKernel(Kernel):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
+        if not all_finite(query, key, value):
+            return _KEEPS_APART.forward(query, key, value, **options)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             unit_stride(query),
             unit_stride(key),
@@ -48,7 +58,10 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(key_mask, query),
             scale=scale,
         )
-        return (out, lse) if key_mask is None else blank_rows(out, lse, key_mask, is_causal)
+        if key_mask is not None:
+            out, lse = blank_rows(out, lse, key_mask, is_causal)
+        # A score may overflow where no input does.
+        return (out, lse) if all_finite(out) else _KEEPS_APART.forward(query, key, value, **options)
 
     def backward(
         self,
@@ -64,7 +77,10 @@ class AtenCpuFlashKernel(Kernel):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
-        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
+        if not all_finite(grad_out, query, key, value, out):
+            return _KEEPS_APART.backward(grad_out, query, key, value, out, lse, **options)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             unit_stride(grad_out.to(query.dtype)),
             unit_stride(query),
             unit_stride(key),
@@ -76,7 +92,9 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(key_mask, query),
             scale=scale,
         )
-        return grad_query, grad_key, grad_value
+        if not all_finite(*grads):
+            return _KEEPS_APART.backward(grad_out, query, key, value, out, lse, **options)
+        return grads
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -91,3 +109,8 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
         return None
     mask = key_mask.repeat_interleave(query.shape[1] // key_mask.shape[1], dim=1).unsqueeze(2)
     return query.new_zeros(mask.shape).masked_fill_(mask, -torch.inf)
+
+
+def all_finite(*tensors: Tensor) -> bool:
+    """Whether no number is NaN or infinite: one pass over each tensor, and no memory. A sum that overflows says no."""
+    return all(bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite()) for x in tensors)

@@ -28,7 +28,8 @@ class AttentionCase:
 
     ``masked`` says which keys are ignored: None, no mask at all; ``"random"``, each with probability a third;
     ``"rows"``, all keys of every other batch entry (the first among them), and a tail of the others;
-    ``"all"``, every key.
+    ``"all"``, every key. ``spoiled`` are (tensor, position, number): all heads and components of that row of
+    ``"query"``, ``"key"``, ``"value"`` or ``"grad_out"`` are this number instead.
     """
 
     seq_len: int
@@ -46,6 +47,7 @@ class AttentionCase:
     masked: str | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    spoiled: tuple[tuple[str, int, float], ...] = ()
 
     def __repr__(self) -> str:
         """The call that makes this case, without what has its default value."""
@@ -78,7 +80,11 @@ class AttentionCase:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
         query, key, value = normal(self.num_heads), normal(self.num_kv_heads), normal(self.num_kv_heads)
-        return query, key, value, normal(self.num_heads), self._key_padding_mask(generator)
+        grad_out = normal(self.num_heads)
+        named = {"query": query, "key": key, "value": value, "grad_out": grad_out}
+        for name, position, number in self.spoiled:
+            named[name][:, position] = number
+        return query, key, value, grad_out, self._key_padding_mask(generator)
 
     def _key_padding_mask(self, generator: torch.Generator) -> Tensor | None:
         shape = (self.batch, self.seq_len)

@@ -1,0 +1,122 @@
+"""Hostile numbers: a NaN or an infinity reaches those who have a part in it, and nobody else; large scores are exact.
+
+Who has a part in what follows from the definition: from which keys every query sees.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_backends.layout import LayoutKind
+from ring_backends.reference import reference_counts
+from ring_backends.testing.calls import (
+    FP64_TOLERANCE,
+    Results,
+    ask,
+    check_results,
+    difference,
+    expected,
+    whole,
+)
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.rings import FOUR, every_layout
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
+
+_CASE = AttentionCase(
+    seq_len=45,
+    segment_lengths=(9, 45),
+    dilation_rates=(1, 2),
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=torch.float64,
+)
+_POSITION = 20  # neither end of a segment or a shard, and in a causal call seen by some and not by others
+
+LARGE = {
+    "scores of 1e4": replace(_CASE, scale=1e3),
+    "scores of 1e4, causal": replace(_CASE, scale=1e3, is_causal=True),
+    "one key above all": replace(_CASE, spoiled=(("key", _POSITION, 100.0), ("query", 31, 1.0))),
+    "one key below all": replace(_CASE, spoiled=(("key", _POSITION, -100.0), ("query", 31, 1.0))),
+}
+
+
+def sees(case: AttentionCase) -> Tensor:
+    """bool [heads, n, n]: whether query t sees key u."""
+    options = case.options()
+    del options["scale"], options["padding"]
+    return reference_counts(case.seq_len, case.num_heads, **options) > 0
+
+
+def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
+    """Which rows of which results a number in one row enters: bool [n, heads], as attention and its derivative say.
+
+    out, LSE and dq of a query hang on what the query sees; dk and dv of a key on everything that its queries do.
+    """
+    seen = sees(case)
+    position_alone = torch.zeros(case.seq_len, dtype=torch.bool)
+    position_alone[position] = True
+    queries = seen[:, :, position] if name in ("key", "value") else seen.any(2) & position_alone  # [heads, n]
+    keys = (queries.unsqueeze(2) & seen).any(1).unflatten(0, (case.num_kv_heads, -1)).any(1)  # [key/value heads, n]
+    nothing = torch.zeros_like(queries)
+    return Results(
+        out=nothing if name == "grad_out" else queries,
+        lse=nothing if name in ("grad_out", "value") else queries,
+        grad_query=queries,
+        grad_key=keys,
+        grad_value=torch.zeros_like(keys) if name == "value" else keys,
+    )
+
+
+class NumberTests(AdapterSuite):
+    def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
+        answers = ask(world, self.adapter, FOUR, layout, [case])[0][0]
+        return whole([answer.results for answer in answers], case.seq_len, layout)
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")], ids=str)
+    @pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+    @every_layout
+    def test_who_has_no_part_in_a_number_does_not_feel_it(
+        self, world: World, layout: LayoutKind, is_causal: bool, name: str, number: float
+    ) -> None:
+        case = replace(_CASE, is_causal=is_causal)
+        spoiled = replace(case, spoiled=((name, _POSITION, number),))
+        got = self.whole_of(world, layout, spoiled)
+        wanted, part = expected(case), has_part_in(name, _POSITION, case)
+        assert not all(rows is not None and rows.all() for rows in part)
+        for field in Results._fields:
+            # [batch, heads, n, …], as LSE is.
+            numbers, right = (
+                x if field == "lse" else x.transpose(1, 2) for x in (getattr(got, field), getattr(wanted, field))
+            )
+            rows = getattr(part, field)
+            assert difference(numbers[:, ~rows], right[:, ~rows]) <= FP64_TOLERANCE, field
+            if math.isnan(number):
+                assert numbers[:, rows].isnan().all(), field
+
+    @pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+    @every_layout
+    def test_what_an_ignored_key_holds_does_not_matter(self, world: World, layout: LayoutKind, number: float) -> None:
+        case = replace(_CASE, masked="random")
+        mask = case.tensors()[-1]
+        assert mask is not None
+        both = int(mask.all(0).nonzero()[0])  # ignored in both sequences of the batch
+        spoiled = replace(case, spoiled=(("key", both, number), ("value", both, number)))
+        got = self.whole_of(world, layout, spoiled)
+        check_results(got, expected(case), FP64_TOLERANCE)
+
+    @pytest.mark.parametrize("name", LARGE)
+    @every_layout
+    def test_large_scores(self, world: World, layout: LayoutKind, name: str) -> None:
+        got, wanted = self.whole_of(world, layout, LARGE[name]), expected(LARGE[name])
+        for field, right in wanted._asdict().items():
+            finite = right.masked_fill(right.isinf(), 0.0).abs().max()
+            assert difference(getattr(got, field), right) <= FP64_TOLERANCE * max(1.0, float(finite)), field
