@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader, load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ring_backends.adapters.fsdp_reading import CheckpointPlanner, CheckpointReader
 from ring_backends.adapters.fsdp_sharding import Sharding
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
@@ -123,7 +124,8 @@ class ShardedTraining(TrainingState):
             raise FileNotFoundError(
                 f"path = {str(path)!r}: no directory of torch.distributed.checkpoint; save() writes one."
             )
-        saved = set(FileSystemReader(path).read_metadata().state_dict_metadata)
+        reader = CheckpointReader(path)
+        saved = set(reader.read_metadata().state_dict_metadata)
         with_optimizer = any(name.startswith("optimizer.") for name in saved)
         self.optimizer.zero_grad(set_to_none=True)
         state = self._checkpoint(with_optimizer)
@@ -138,7 +140,7 @@ class ShardedTraining(TrainingState):
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
                     del states[name]
-        load(state, checkpoint_id=path)
+        load(state, storage_reader=reader, planner=CheckpointPlanner())
         set_model_state_dict(self.model, state["model"])
         self.optimizer.state.clear()
         if with_optimizer:

@@ -130,6 +130,9 @@ class TrainingState(ABC):
         """Read what :meth:`save` wrote, all ranks together.
 
         Raises:
+            ValueError: this is not a whole checkpoint of such a model by this adapter. The parameters may be of either
+                then.
+            OSError: it cannot be read.
             RuntimeError: gradients of a step that is not finished would be added to those of the next one.
         """
         if self._backward_calls:
@@ -137,7 +140,15 @@ class TrainingState(ABC):
                 f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
                 "next one; call step() first, since load() undoes it."
             )
-        self._load(path)
+        try:
+            self._load(path)
+        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
+            raise
+        except Exception as error:  # there are many, by framework and by what is wrong
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that its "
+                f"save() wrote. {type(error).__name__}: {error}"
+            ) from error
 
     @abstractmethod
     def _load(self, path: str | os.PathLike[str]) -> None:

@@ -196,9 +196,17 @@ class Trainer:
     def _save(self) -> None:
         path = self.options.save
         assert path is not None
+        # A first checkpoint is never without its options, wherever the run is killed.
+        if self.is_first and not path.exists():
+            self._write_options(path)
         self.state.save(path)
         if self.is_first:
-            _options_path(path).write_text(json.dumps(self._plain_options(), indent=2) + "\n")
+            self._write_options(path)
+
+    def _write_options(self, checkpoint: Path) -> None:
+        unfinished = checkpoint.with_name(checkpoint.name + ".options.unfinished")
+        unfinished.write_text(json.dumps(self._plain_options(), indent=2) + "\n")
+        os.replace(unfinished, _options_path(checkpoint))
 
     def _resume(self) -> None:
         path = self.options.save

@@ -5,8 +5,12 @@ Gradients are read off steps of plain SGD, so that nothing is asked of a framewo
 
 from __future__ import annotations
 
+import os
+import pickle
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -353,6 +357,53 @@ def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, A
     return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
 
 
+class _Intruder:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.directory,)
+
+
+SPOILED = ("cut off", "text", "a pickle that acts", "a torch file that acts")
+
+
+def spoil(path: Path, how: str, made: str) -> None:
+    """Spoil all files of a checkpoint but those by which it is found."""
+    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
+        if file.name == "latest":
+            continue
+        if how == "cut off":
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        elif how == "text":
+            file.write_text("This is no checkpoint.")
+        elif how == "a pickle that acts":
+            file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
+        else:
+            torch.save({"model": _Intruder(made)}, file)
+
+
+def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
+    """Loading spoiled checkpoints, and a whole one after them: whether its parameters came back."""
+    trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
+    trainer.step(0)
+    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
+    trainer.state.save(whole)
+    endings = []
+    for how in SPOILED:
+        path = Path(folder, how)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
+            spoil(path, how, str(Path(folder, f"made by {how}")))
+        dist.barrier()
+        endings.append(ending(partial(trainer.state.load, path)))
+    trainer.state.load(whole)
+    return endings, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+
+
 def reduced_and_promised(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
     """What the framework makes of gradients 1, 2, 3 and 4, one per rank, and the factor that ``loss`` applies."""
     ring = ring_here(adapter, rings)
@@ -531,6 +582,15 @@ class TrainingTests(AdapterSuite):
             assert refused.is_a(RuntimeError), refused
             assert "load() after 1 backward calls" in refused.message
             assert restored
+
+    @requires("training", "save and load")
+    def test_what_is_no_whole_checkpoint_is_refused_and_runs_nothing(self, world: World, tmp_path: Path) -> None:
+        for endings, restored in world.run(load_spoiled, self.adapter, str(tmp_path), dict(self.framework_options)):
+            for how, ended in zip(SPOILED, endings, strict=True):
+                assert ended.is_a(ValueError), (how, ended)
+                assert f"path = '{tmp_path / how}'" in ended.message, ended
+            assert restored
+        assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
 
     @requires("training", "save and load", "another ring size")
     def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:

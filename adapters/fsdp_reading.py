@@ -1,0 +1,63 @@
+"""Read a directory of torch.distributed.checkpoint without running what somebody may have put there.
+
+By itself torch unpickles the directory's metadata and all values that are not tensors, whatever they are.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+
+_PLAIN = {
+    "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata"),
+    ),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _PLAIN.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+
+
+class CheckpointReader(FileSystemReader):
+    """Reads metadata that hold descriptions of tensors, and nothing else.
+
+    Raises:
+        ValueError: they hold something else, or are not whole.
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        try:
+            with Path(self.path, ".metadata").open("rb") as file:
+                _MetadataUnpickler(file).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"path = {str(self.path)!r}: .metadata is not that of a checkpoint, or was cut off: {error}."
+            ) from error
+        return super().read_metadata(*args, **kwargs)
+
+
+class CheckpointPlanner(DefaultLoadPlanner):
+    """Reads values that are not tensors only where ``torch.load(weights_only=True)`` does."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        torch.load(io.BytesIO(value.getvalue()), weights_only=True)
+        super().load_bytes(read_item, value)
