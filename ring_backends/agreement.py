@@ -9,15 +9,17 @@ latest calls, which tells ranks that went different ways from ranks that are gon
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
+import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -27,8 +29,13 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 REFUSED = "refused"
 """The field under which a rank publishes, instead of a configuration, why it does not make the call."""
 
-GRACE = timedelta(seconds=5)
+GRACE = timedelta(seconds=3)
 """How long a rank whose wait failed listens for where the others are."""
+
+_PATIENCE = 0.5
+"""Seconds for one question to the store of a ring that has failed."""
+
+Answer = TypeVar("Answer")
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +47,11 @@ class Configuration:
     @cached_property
     def text(self) -> str:
         return json.dumps(self.fields)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Stands for the text where many are remembered."""
+        return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
 
 
 @dataclass(frozen=True)
@@ -84,7 +96,7 @@ class Agreement:
     size: int
     timeout: timedelta
     abort: Callable[[], None]
-    _agreed: set[str] = field(default_factory=set)
+    _agreed: set[bytes] = field(default_factory=set)
     _num_checks: int = 0
     _num_calls: int = 0
     _num_modules: int = 0
@@ -103,9 +115,9 @@ class Agreement:
         call = Call(self._num_calls, configuration, direction, time.monotonic() + self.timeout.total_seconds())
         self._num_calls += 1
         self._latest.append(call)
-        if configuration.text not in self._agreed:
+        if configuration.digest not in self._agreed:
             self._check(call)
-            self._agreed.add(configuration.text)
+            self._agreed.add(configuration.digest)
         return call
 
     def number_module(self) -> int:
@@ -129,20 +141,19 @@ class Agreement:
         try:
             self.store.wait(keys, call.time_left())
         except dist.DistError as error:
-            absent = [rank for rank, key in enumerate(keys) if not self._is_published(key)]
+            everybody = [*range(self.size)]
+            absent = _within(
+                _PATIENCE, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
+            )
             self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", error)
         published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+        # All ranks are here, so none still reads the check before; a run of many lengths would fill the store.
+        self.store.delete_key(f"check/{self._num_checks - 1}/{self.rank}")
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
         if any(fields != published[0] for fields in published.values()):
             raise RingMismatchError(_describe(published))
-
-    def _is_published(self, key: str) -> bool:
-        try:
-            return bool(self.store.check([key]))
-        except dist.DistError:
-            return False  # the store went with the process that hosted it
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
         """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
@@ -151,27 +162,67 @@ class Agreement:
             RingMismatchError: another rank made a different call under the same number.
             RingPeerError: otherwise; ``what`` names what was waited for.
         """
-        self._failure = what
-        own = json.dumps({latest.number: latest.position for latest in self._latest})
-        calls = {self.rank: json.loads(own)}
-        with contextlib.suppress(dist.DistError):  # without a store, what is known here has to do
-            self.store.set(f"failed/{self.rank}", own)
-        self.abort()
-        end = time.monotonic() + GRACE.total_seconds()
-        while len(calls) < self.size and time.monotonic() < end:
-            for rank in set(range(self.size)) - set(calls):
-                if self._is_published(f"failed/{rank}"):
-                    calls[rank] = json.loads(self.store.get(f"failed/{rank}"))
-            time.sleep(0.02)
-        for number in calls[self.rank]:
-            positions = {rank: latest[number] for rank, latest in sorted(calls.items()) if number in latest}
+        heard = {self.rank: self._close(what)}
+        seconds = GRACE.total_seconds()
+        _within(seconds, lambda: self._hear(heard, time.monotonic() + seconds), otherwise=None)
+        ends = dict(heard)  # which a store that does not answer any more may still be adding to
+        for number in ends[self.rank]["calls"]:
+            positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
             if any(position != positions[self.rank] for position in positions.values()):
                 raise RingMismatchError(f"in call {number} of the ring " + _describe(positions)) from cause
+        raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
+        if raised:
+            raise RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.") from cause
         raise RingPeerError(
             f"{what}, and the wait ended within the ring's timeout of {self.timeout.total_seconds():g} s: {cause}. A "
-            "rank has "
-            "died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
+            "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
         ) from cause
+
+    def _hear(self, ends: dict[int, dict[str, Any]], deadline: float) -> None:
+        """Add how other ranks ended, as they publish it, until all have or ``deadline``."""
+        while len(ends) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - set(ends):
+                if self.store.check([f"failed/{rank}"]):
+                    ends[rank] = json.loads(self.store.get(f"failed/{rank}"))
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def told(self, call: Call) -> Iterator[None]:
+        """Close the ring where an exception ends this rank's part in ``call``, and tell the others which it was."""
+        try:
+            yield
+        except GeneratorExit:  # nobody goes on with the walk
+            raise
+        except BaseException as error:
+            if self._failure is None:
+                self._close(f"rank {self.rank} raised in {call.direction}", f"{type(error).__name__}: {error}")
+            raise
+
+    def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
+        """Publish this rank's latest calls and what it raised, close the ring, and return what was published."""
+        self._failure = what
+        end = json.dumps({"calls": {latest.number: latest.position for latest in self._latest}, "raised": raised})
+        _within(_PATIENCE, lambda: self.store.set(f"failed/{self.rank}", end), otherwise=None)
+        self.abort()
+        published: dict[str, Any] = json.loads(end)
+        return published
+
+
+def _within(seconds: float, ask: Callable[[], Answer], *, otherwise: Answer) -> Answer:
+    """What ``ask`` answers within some seconds; ``otherwise`` if it fails or does not.
+
+    A store goes with the process that hosts it, which is an error, or with the network, which torch may not notice.
+    """
+    answers = []
+
+    def listen() -> None:
+        with contextlib.suppress(dist.DistError):
+            answers.append(ask())
+
+    listener = threading.Thread(target=listen, daemon=True)
+    listener.start()
+    listener.join(seconds)
+    return answers[0] if answers else otherwise
 
 
 def _describe(fields_of: Mapping[int, Mapping[str, object]]) -> str:

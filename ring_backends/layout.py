@@ -39,6 +39,8 @@ class SequenceLayout:
                 raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            if value >= 2**62:
+                raise ValueError(f"{name} = {value}: must be below 2**62, since positions are int64; give less.")
         if self.kind not in get_args(LayoutKind):
             raise ValueError(f"layout = {self.kind!r}: unknown option; choose 'contiguous' or 'zigzag'.")
 

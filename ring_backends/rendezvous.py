@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.agreement import Agreement
@@ -73,8 +74,27 @@ def start_world(timeout: timedelta) -> int:
         if dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
             torch.cuda.set_device(local_rank)
             backend = "cpu:gloo,cuda:nccl"
-        dist.init_process_group(backend, timeout=max(timeout, START_TIMEOUT))
+        join_world(backend, max(timeout, START_TIMEOUT))
     return dist.get_world_size()
+
+
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed as the environment says. On the loopback interface nobody else can connect.
+
+    torch's store listens on every interface of the machine, whatever MASTER_ADDR is.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launcher_has_store or host not in ("localhost", "127.0.0.1", "::1"):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2 * world_size).detach()
+    store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def start_world_of_one() -> None:

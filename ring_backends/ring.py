@@ -127,7 +127,8 @@ class Ring:
         """
         if seq_len is None:
             seq_len = tensor.shape[dim] * self.size
-        expected = self.layout(seq_len).local_len(self.rank) if seq_len else 0
+        is_empty = isinstance(seq_len, int) and seq_len == 0
+        expected = 0 if is_empty else self.layout(seq_len).local_len(self.rank)
         if tensor.shape[dim] != expected:
             raise ValueError(
                 f"tensor has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a {self.layout_kind} "

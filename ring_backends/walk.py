@@ -11,6 +11,7 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -149,6 +150,17 @@ class Walk:
         Returns:
             out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
         """
+        with _told(hops):
+            return (yield from self._forward(inputs, hops))
+
+    def backward(
+        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
+    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
+        """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
+        with _told(hops):
+            return (yield from self._backward(inputs, out, lse, grad_out, hops))
+
+    def _forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         query = inputs.query
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
@@ -174,10 +186,9 @@ class Walk:
                 out[:, :, block.heads] = block_out
         return out, lse
 
-    def backward(
+    def _backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
     ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
-        """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
         query_grad, key_grad, value_grad = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.query, inputs.key, inputs.value)
         )
@@ -265,6 +276,11 @@ class Walk:
             outgoing = packed.by_peer
         incoming = PackedRows(row_format, step.receives, inputs.key.device)
         return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
+
+
+def _told(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
+    """The other ranks hear of an exception that ends this rank's walk."""
+    return contextlib.nullcontext() if hops is None else hops.agreement.told(hops.call)
 
 
 def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:

@@ -57,20 +57,19 @@ def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) -> dict[str, Any]:
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     from ring_backends.cli.machine import Device
     from ring_backends.kernels import KernelInputs, resolve_dtype, select_kernel
     from ring_backends.probe import RankProbe, available_memory_bytes
+    from ring_backends.rendezvous import START_TIMEOUT, join_world
 
     here = Device.of_this_rank(device)
     resolved = resolve_dtype(dtype, here.torch)
     shared = here.torch.type != "cuda"
     transport = "gloo" if shared else "nccl"
-    dist.init_process_group(transport, timeout=timedelta(seconds=300))
+    join_world(transport, START_TIMEOUT)
     ranks = dist.get_world_size()
     probe = RankProbe(here.torch, resolved, head_dim, SECONDS, range(ranks))
     hardware = probe.measure(alone_threads=threads_alone if shared else None)

@@ -280,7 +280,10 @@ LATER = {
     "order of two modules": "order of the modules' calls",
     "backward before forward": "direction",
     "order of two backwards": "direction",
+    "a skipped call": "order of the modules' calls",
+    "after hundreds of calls": "is_causal",
 }
+HUNDREDS = 300
 
 
 def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ended]:
@@ -291,12 +294,20 @@ def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ende
     if name == "batch":
         other_case = replace(_CASE, batch=64)
     attention = new_attention(adapter, ring, _CASE)
-    other_attention = new_attention(adapter, ring, _CASE) if name == "order of two modules" else attention
+    other_attention = attention
+    if name in ("order of two modules", "a skipped call"):
+        other_attention = new_attention(adapter, ring, _CASE)
     call = local_call(adapter, ring, _CASE, attention=attention)
     other_call = local_call(adapter, ring, other_case, attention=other_attention)
     outs = [call(), other_call()]
     outs[0].backward(call.grad_out, retain_graph=True)
     odd = ring.rank == ODD_RANK
+    if name == "a skipped call":
+        return ending(lambda: (None if odd else call(), other_call())), ending(call)
+    if name == "after hundreds of calls":
+        for _ in range(HUNDREDS):
+            call()
+        return ending(lambda: call(is_causal=odd)), ending(call)
     if name == "order of two backwards":
         again = call()
         return ending(lambda: (again if odd else outs[0]).backward(call.grad_out)), ending(call)

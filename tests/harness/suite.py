@@ -12,8 +12,11 @@ from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.correctness import CorrectnessTests
 from ring_backends.testing.errors import ErrorTests
+from ring_backends.testing.faults import FaultTests
 from ring_backends.testing.gradients import GradientTests
 from ring_backends.testing.layouts import LayoutTests
+from ring_backends.testing.numbers import NumberTests
+from ring_backends.testing.soak import SoakTests
 from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.training import TrainingTests
 
@@ -22,11 +25,14 @@ class AdapterTests(
     CommandTests,
     CompileTests,
     TrainingTests,
+    SoakTests,
+    FaultTests,
     ErrorTests,
     TrafficTests,
     ArrangementTests,
     LayoutTests,
     ContiguityTests,
+    NumberTests,
     GradientTests,
     CorrectnessTests,
 ):

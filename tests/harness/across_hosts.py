@@ -1,0 +1,235 @@
+"""Rings over several hosts, and over bad networks between them. Not part of AdapterTests: it needs root, and time.
+
+As a program it is one rank, which makes call after call and writes down how each ended; see :func:`main`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends.registry import adapter_modules
+from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import ending
+from ring_backends.testing.faults import BOUND, CASE, call_whole
+from ring_backends.testing.hosts import Hosts, NoHostsError
+from ring_backends.testing.rings import backend
+
+PORT = "29517"
+TIMEOUT = 6.0
+"""Seconds that a ring waits for its peers where they will not come."""
+
+_LARGE = replace(CASE, seq_len=2048, segment_lengths=(2048,), head_dim=32)
+"""Hops of 256 KiB, which take a tenth of a second at 20 Mbit/s."""
+
+Setting = Callable[[Hosts], None]
+
+
+def _limited(hosts: Hosts) -> None:
+    hosts.limit("20mbit")
+
+
+def _delayed(hosts: Hosts) -> None:
+    hosts.delay, hosts.jitter = 0.01, 0.02
+
+
+def _lossy(hosts: Hosts) -> None:
+    hosts.loss = 0.02
+
+
+NETWORKS: dict[str, Setting] = {
+    "good": lambda hosts: None,
+    "limited": _limited,
+    "delayed and reordered": _delayed,
+    "lossy": _lossy,
+}
+
+
+def main(adapter: str, folder: str, timeout: str, large: str, max_calls: str) -> None:
+    """One rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which. Its account is ``folder/RANK.json``."""
+    torch.set_num_threads(1)
+    rank, case = int(os.environ["RANK"]), _LARGE if large == "large" else CASE
+    ring = backend(adapter).initialize(timeout=timedelta(seconds=float(timeout)))
+    call = local_call(adapter, ring, case)
+    made: list[Results] = []
+    for number in range(int(max_calls)):
+        ended = ending(lambda: made.append(call_whole(call)))
+        made[1:-1] = []
+        if ended.error != "no error":
+            break
+        Path(folder, f"{rank}.progress").write_text(str(number + 1))
+    equal = all(difference(first, last) == 0 for first, last in zip(made[0], made[-1], strict=True))
+    torch.save(tuple(made[0]), Path(folder, f"{rank}.pt"))
+    left = ending(dist.destroy_process_group)
+    account = {"ended": asdict(ended), "left": asdict(left), "equal": equal}
+    Path(folder, f"{rank}.json").write_text(json.dumps(account))
+
+
+class Ranks:
+    """One rank on every host."""
+
+    def __init__(
+        self, hosts: Hosts, adapter: str, folder: Path, *, timeout: float, large: bool = False, max_calls: int = 5
+    ) -> None:
+        self.folder, self.size = folder, len(hosts.names)
+        command = [sys.executable, "-m", __name__, adapter, str(folder), str(timeout), "large" if large else "small"]
+        self.processes = [
+            hosts.start(
+                host,
+                [*command, str(max_calls)],
+                {
+                    **{"RANK": str(host), "LOCAL_RANK": "0", "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": "1"},
+                    **{"MASTER_ADDR": hosts.address(0), "MASTER_PORT": PORT},
+                },
+                folder / f"{host}.log",
+            )
+            for host in range(self.size)
+        ]
+
+    def wait_for_calls(self, number: int, seconds: float = 120.0) -> None:
+        """Until every rank has made so many."""
+        deadline = time.monotonic() + seconds
+        while any(self._calls(rank) < number for rank in range(self.size)):
+            assert time.monotonic() < deadline, self.said()
+            assert all(process.poll() is None for process in self.processes), self.said()
+            time.sleep(0.02)
+
+    def _calls(self, rank: int) -> int:
+        try:
+            return int((self.folder / f"{rank}.progress").read_text() or "0")
+        except FileNotFoundError:
+            return 0
+
+    def account(self, rank: int, deadline: float) -> dict[str, Any]:
+        """How a rank ended, which it has to have done by ``deadline``, of the monotonic clock."""
+        try:
+            status = self.processes[rank].wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"rank {rank} did not end in time\n{self.said()}")
+        assert status == 0, self.said()
+        account: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+        return account
+
+    def results(self) -> Results:
+        """Of the first call of all ranks."""
+        parts = [Results(*torch.load(self.folder / f"{rank}.pt")) for rank in range(self.size)]
+        length = sum(part.out.shape[1] for part in parts)
+        return whole(parts, length, "contiguous")
+
+    def said(self) -> str:
+        return "\n".join(f"--- rank {rank}:\n{(self.folder / f'{rank}.log').read_text()}" for rank in range(self.size))
+
+
+_slow = pytest.mark.slow
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    """As many as the test's parameter ``num_hosts`` says."""
+    try:
+        with Hosts(request.node.callspec.params["num_hosts"]) as made:
+            yield made
+    except NoHostsError as error:
+        pytest.skip(str(error))
+
+
+def _on_hosts(*quick: int) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(
+        "num_hosts", [number if number in quick else pytest.param(number, marks=_slow) for number in (2, 4)]
+    )
+
+
+class HostTests(AdapterSuite):
+    @_on_hosts(2)
+    @pytest.mark.parametrize("network", NETWORKS)
+    def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
+        NETWORKS[network](hosts)
+        ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
+        for rank in range(num_hosts):
+            account = ranks.account(rank, time.monotonic() + 120)
+            assert account["ended"]["error"] == "no error", account
+            assert account["left"]["error"] == "no error", account
+            assert account["equal"]
+        check_results(ranks.results(), expected(CASE), FP64_TOLERANCE)
+
+    @requires("a lost rank")
+    @_on_hosts(2)
+    @pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
+    @pytest.mark.parametrize("how", ["its link is cut", "it disappears"])
+    def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
+        """In the midst of a step: most of a call's time is that of its hops."""
+        hosts.limit("20mbit")
+        ranks = Ranks(hosts, self.adapter, tmp_path, timeout=TIMEOUT, large=True, max_calls=1000)
+        ranks.wait_for_calls(2)
+        at = time.monotonic()
+        if how == "it disappears":
+            hosts.lose(lost)
+        else:
+            hosts.cut.add(lost)
+        for rank in range(num_hosts):
+            if rank == lost and how == "it disappears":
+                continue
+            account = ranks.account(rank, at + TIMEOUT + 3 * BOUND)
+            ended = account["ended"]
+            assert "RingPeerError" in ended["bases"], account
+            assert ended["seconds"] < TIMEOUT + BOUND, account
+            told = rf"rank {rank} waited in step \d+ of (forward|backward)"
+            assert re.search(told, ended["message"]), account
+            assert account["left"]["error"] == "no error", account
+            assert account["left"]["seconds"] < BOUND, account
+
+    @requires("training")
+    @_on_hosts()
+    def test_training_under_torchrun(self, hosts: Hosts, num_hosts: int, tmp_path: Path) -> None:
+        name = next(name for name, module in adapter_modules().items() if module == self.adapter)
+        train = ["train", "--backend", name, "--seq-len", "512", "--steps", "3", "--json", "losses.json"]
+        processes = []
+        for host in range(num_hosts):
+            folder = tmp_path / str(host)
+            folder.mkdir()
+            launcher = [
+                *("torch.distributed.run", "--nnodes", str(num_hosts), "--nproc-per-node", "1"),
+                *("--rdzv-backend", "c10d", "--rdzv-endpoint", f"{hosts.address(0)}:{PORT}", "--rdzv-id", "ring"),
+                *("--rdzv-conf", f"is_host={int(host == 0)}", "--local-addr", hosts.address(host)),
+            ]
+            command = [sys.executable, "-m", *launcher, "-m", "ring_backends", *train]
+            processes.append(hosts.start(host, command, {"OMP_NUM_THREADS": "1"}, folder / "log"))
+        deadline = time.monotonic() + 240
+        for host, process in enumerate(processes):
+            said = tmp_path / str(host) / "log"
+            try:
+                status = process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                pytest.fail(f"host {host} did not end in time\n{said.read_text()}")
+            assert status == 0, said.read_text()
+        alone = subprocess.run(
+            [sys.executable, "-m", "ring_backends", *train, "--backend", "native"],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=True,
+        )
+        assert alone.returncode == 0
+        written = [json.loads((folder / "losses.json").read_text()) for folder in (tmp_path / "0", tmp_path)]
+        losses = [[step["loss"] for step in result["steps"]] for result in written]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+        assert written[0]["world_size"] == num_hosts
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,266 @@
+"""Faults in the middle of a call: what becomes of the other ranks of the ring, of other rings, and of what comes next.
+
+One rank dies, leaves, stops, raises or is late at one hop of one call, after calls in which nothing was wrong. The rule
+of this file: every rank that lives on has to say in time how the call ended, and to be of use afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, NoReturn
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.errors import RingPeerError
+from ring_backends.ring import Transfer
+from ring_backends.testing.calls import (
+    FP64_TOLERANCE,
+    LocalCall,
+    Results,
+    check_results,
+    difference,
+    expected,
+    local_call,
+    of_ring,
+    whole,
+)
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, new_ring
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.world import World
+from ring_backends.walk import Walk
+
+CASE = AttentionCase(
+    seq_len=16,
+    segment_lengths=(16,),
+    dilation_rates=(1,),
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=torch.float64,
+)
+"""Every rank sees every key: a ring of p passes K and V p − 1 times, in backward again, and dK and dV as often."""
+
+TIMEOUT, BOUND, LATE = 3.0, 5.0, 1.0
+"""Seconds: that a ring waits for its peers; in which, after that, every rank is told; that a late rank is late."""
+
+ODD_RANK = 1
+"""Of the first ring: who is at fault."""
+
+CALLS_MEANWHILE = 20
+"""That another ring makes."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What rank 1 of the first ring does at hop ``hop`` of a call, counted through its forward and its backward.
+
+    It comes before the hop is posted; an error is raised in the tile that is computed while the hop is under way.
+    """
+
+    kind: Literal["killed", "exits", "stopped", "raises", "late"]
+    hop: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}-at-{self.hop}"
+
+    def commit(self) -> None:
+        if self.kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "exits":
+            os._exit(3)
+        elif self.kind == "stopped":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "late":
+            time.sleep(LATE)
+
+
+class Boom(Exception):
+    """What a rank at fault raises."""
+
+
+def num_hops(ring_size: int) -> int:
+    return 3 * (ring_size - 1)
+
+
+def directions(hop: int, ring_size: int) -> str:
+    """Where a fault at this hop is found, as a pattern: ranks that need nothing more may be through the forward."""
+    return "(forward|backward)" if hop < ring_size - 1 else "backward"
+
+
+@dataclass(frozen=True)
+class Aftermath:
+    """What a rank tells after a fault.
+
+    Attributes:
+        results: of the call, or the last of those that another ring made meanwhile; None where it failed.
+        ended: the call, and the next one on the same ring.
+        renewed: the output of a call on a new ring of those who are left.
+        left: leaving torch.distributed, where the world is lost anyway.
+    """
+
+    results: Results | None = None
+    ended: tuple[Ended, ...] = ()
+    renewed: Tensor | None = None
+    left: Ended | None = None
+
+
+def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
+    """One call after another; in the second, rank 1 of the first ring has the fault."""
+    rank = dist.get_rank()
+    ring, place = new_ring(adapter, rings, timeout=timedelta(seconds=TIMEOUT)), rings.place(rank)
+    assert ring is not None
+    assert place is not None
+    call = local_call(adapter, ring, of_ring(CASE, place[0]))
+    results = call_whole(call)
+    if place[0] > 0:
+        for _ in range(CALLS_MEANWHILE):
+            results = call_whole(call)
+        return Aftermath(results)
+    if place[1] == ODD_RANK:
+        have(fault, call.attention)
+    made: list[Results] = []
+    ended = ending(lambda: made.append(call_whole(call)))
+    mock.patch.stopall()
+    if made:
+        return Aftermath(made[0], (ended,))
+    ended_again = ending(lambda: call_whole(call))
+    if fault.kind == "raises":  # all are alive
+        return Aftermath(ended=(ended, ended_again), renewed=attend_anew(adapter, rings.rings[0]))
+    survivors = tuple(other for other in rings.rings[0] if other != rings.rings[0][ODD_RANK])
+    renewed = attend_anew(adapter, survivors) if len(survivors) > 1 else None
+    return Aftermath(None, (ended, ended_again), renewed, ending(dist.destroy_process_group))
+
+
+def call_whole(call: LocalCall) -> Results:
+    """Forward and backward."""
+    out, lse = call(return_lse=True)
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return Results(*(x.detach() for x in (out, lse, *grads)))
+
+
+def have(fault: Fault, attention: Any) -> None:
+    """Let the next call of ``attention`` on this rank have the fault."""
+    post, posted = attention.ring_pass, 0
+
+    def ring_pass(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        nonlocal posted
+        posted += 1
+        if posted - 1 == fault.hop:
+            if fault.kind == "raises":
+                for tile in ("_tile_forward", "_tile_backward"):
+                    mock.patch.object(Walk, tile, _boom).start()
+            fault.commit()
+        transfer: Transfer = post(outgoing, incoming, tag)
+        return transfer
+
+    attention.ring_pass = ring_pass
+
+
+def _boom(*_: object) -> NoReturn:
+    raise Boom("no room for a tile")
+
+
+def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
+    """This rank's output on a new ring of these ranks, who alone make it."""
+    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
+    out: Tensor = local_call(adapter, ring, CASE)()
+    return out.detach()
+
+
+_slow = pytest.mark.slow
+
+
+def _faults() -> list[Any]:
+    """Every kind of loss at every hop of rings of four and of two; a few of them always."""
+    always = {(FOUR, "killed", 1), (FOUR, "stopped", 5), (TWO, "killed", 2)}
+    return [
+        pytest.param(rings, Fault(kind, hop), id=f"{rings}-{kind}-at-{hop}", marks=() if at in always else _slow)
+        for rings in (FOUR, TWO)
+        for kind in ("killed", "stopped", "exits")
+        for hop in (range(num_hops(rings.size)) if kind != "exits" else (0, num_hops(rings.size) - 1))
+        for at in [(rings, kind, hop)]
+    ]
+
+
+class FaultTests(AdapterSuite):
+    @requires("a lost rank")
+    @pytest.mark.parametrize(("rings", "fault"), _faults())
+    def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
+        world.run(dist.is_initialized)  # started by now, if it was not
+        outcomes = world.run_collect(suffer, self.adapter, rings, fault, timeout=TIMEOUT + 4 * BOUND)
+        ring, *others = rings.rings
+        lost = outcomes[ring[ODD_RANK]]
+        assert lost.status == ("no answer" if fault.kind == "stopped" else "died"), lost
+        survivors = [rank for rank in range(rings.size) if rank != ODD_RANK]
+        renewed = []
+        for rank in survivors:
+            outcome = outcomes[ring[rank]]
+            assert outcome.status == "returned", outcome
+            self.check_told(outcome.value, rank, fault, rings.size)
+            assert outcome.value.left.error == "no error", outcome.value.left
+            assert outcome.value.left.seconds < BOUND
+            renewed.append(outcome.value.renewed)
+        if len(survivors) > 1:
+            assert difference(torch.cat(renewed, 1), expected(CASE, gradients=False).out) <= FP64_TOLERANCE
+        self.check_undisturbed(outcomes, others)
+
+    @pytest.mark.parametrize("hop", range(4))
+    def test_a_rank_raises(self, world: World, hop: int) -> None:
+        outcomes = world.run_collect(suffer, self.adapter, FOUR, Fault("raises", hop))
+        for rank, outcome in enumerate(outcomes):
+            assert outcome.status == "returned", outcome
+            first, again = outcome.value.ended
+            if rank == ODD_RANK:
+                assert first.error == "Boom", first
+            else:
+                assert first.is_a(RingPeerError), first
+                assert f"rank {ODD_RANK} raised Boom: no room for a tile" in first.message, first
+                assert first.seconds < TIMEOUT, first  # they need not wait it out
+            assert again.is_a(RingPeerError), again
+        renewed = torch.cat([outcome.value.renewed for outcome in outcomes], 1)
+        assert difference(renewed, expected(CASE, gradients=False).out) <= FP64_TOLERANCE
+
+    @pytest.mark.parametrize(
+        ("rings", "hop"),
+        [
+            pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings, hop) == (FOUR, 4) else _slow)
+            for rings in (FOUR, TWO)
+            for hop in range(num_hops(rings.size))
+        ],
+    )
+    def test_a_rank_is_late(self, world: World, rings: RingSpec, hop: int) -> None:
+        by_rank = world.run(suffer, self.adapter, rings, Fault("late", hop))
+        for index, ring in enumerate(rings.rings):
+            got = whole([by_rank[rank].results for rank in ring], CASE.seq_len, "contiguous")
+            check_results(got, expected(of_ring(CASE, index)), FP64_TOLERANCE)
+        assert by_rank[rings.rings[0][ODD_RANK]].ended[0].seconds >= LATE
+
+    def check_told(self, aftermath: Aftermath, rank: int, fault: Fault, ring_size: int) -> None:
+        first, again = aftermath.ended
+        assert first.is_a(RingPeerError), first
+        assert first.seconds < TIMEOUT + BOUND, first
+        where = rf"rank {rank} waited in step \d+ of {directions(fault.hop, ring_size)}"
+        assert re.search(where, first.message), first
+        assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
+        assert again.is_a(RingPeerError), again
+        assert again.seconds < 1, again
+        assert "initialize()" in again.message
+
+    def check_undisturbed(self, outcomes: list[Any], others: list[tuple[int, ...]]) -> None:
+        for index, ring in enumerate(others, start=1):
+            got = whole([outcomes[rank].value.results for rank in ring], CASE.seq_len, "contiguous")
+            check_results(got, expected(of_ring(CASE, index)), FP64_TOLERANCE)

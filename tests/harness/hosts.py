@@ -1,0 +1,182 @@
+"""Several hosts on one machine: network namespaces, and a network between them that this process carries itself.
+
+Each host has a TUN device; a thread here takes what one sends and hands it to the one it is for. It can do so late, in
+another order, not always, or not at all, which a kernel without netem cannot. Needs Linux, root, and `ip`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import selectors
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+_TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
+_MTU = 9000
+_SEEN = itertools.count()
+
+
+class NoHostsError(RuntimeError):
+    """Namespaces cannot be made here; the message says why."""
+
+
+class Hosts:
+    """``count`` hosts; a context manager that ends what runs on them.
+
+    Attributes:
+        delay, jitter: seconds that every packet takes, and at most so many more, by chance, which changes their order.
+        loss: the share of packets that never arrive.
+        cut: hosts whose packets go nowhere, either way.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.names = [f"ring{os.getpid()}x{next(_SEEN)}" for _ in range(count)]
+        self.delay, self.jitter, self.loss = 0.0, 0.0, 0.0
+        self.cut: set[int] = set()
+        self._files: list[int] = []
+        self._processes: list[tuple[int, subprocess.Popen[bytes]]] = []
+        self._ended = threading.Event()
+        self._carrier = threading.Thread(target=self._carry, name="network", daemon=True)
+
+    def address(self, host: int) -> str:
+        return f"10.232.0.{1 + host}"
+
+    def device(self, host: int) -> str:
+        """The name of a host's network device, on that host."""
+        return self.names[host]
+
+    def limit(self, rate: str) -> None:
+        """Let every host send at this rate, as tc writes it: ``"20mbit"``."""
+        for host, name in enumerate(self.names):
+            _run("tc", "-n", name, "qdisc", "replace", "dev", self.device(host), "root", "tbf", "rate", rate, "burst",
+                 "32kb", "latency", "400ms")  # fmt: skip
+
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], said: Path
+    ) -> subprocess.Popen[bytes]:
+        """Start a program on a host; what it says goes to a file."""
+        with said.open("wb") as file:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", self.names[host], *command],
+                env={**os.environ, "GLOO_SOCKET_IFNAME": self.device(host), **environment},
+                cwd=said.parent,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._processes.append((host, process))
+        return process
+
+    def lose(self, host: int) -> None:
+        """A host is gone at once: its programs say nothing any more, not even that they have ended."""
+        self.cut.add(host)
+        for where, process in self._processes:
+            if where == host:
+                _kill(process)
+
+    def __enter__(self) -> Hosts:
+        for what, there in (
+            ("Linux", sys.platform == "linux"),
+            ("root", hasattr(os, "geteuid") and os.geteuid() == 0),
+            ("the command ip (iproute2)", shutil.which("ip") is not None),
+            ("the command tc (iproute2)", shutil.which("tc") is not None),
+            ("/dev/net/tun", Path("/dev/net/tun").exists()),
+        ):
+            if not there:
+                raise NoHostsError(f"hosts are network namespaces, which need {what}.")
+        try:
+            for host, name in enumerate(self.names):
+                _run("ip", "netns", "add", name)
+                file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+                self._files.append(file)
+                fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", self.device(host).encode(), _IFF_TUN | _IFF_NO_PI))
+                _run("ip", "link", "set", self.device(host), "netns", name)
+                _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", self.device(host))
+                _run("ip", "-n", name, "link", "set", "lo", "up")
+                _run("ip", "-n", name, "link", "set", self.device(host), "mtu", str(_MTU), "up")
+        except OSError as error:
+            self._leave()
+            raise NoHostsError(f"a TUN device cannot be made: {error}.") from error
+        except BaseException:
+            self._leave()
+            raise
+        self._carrier.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        for _, process in self._processes:
+            _kill(process)
+        self._ended.set()
+        if self._carrier.is_alive():
+            self._carrier.join()
+        for file in self._files:
+            os.close(file)
+        self._files.clear()
+        for name in self.names:  # with a namespace goes its device
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
+
+    def _carry(self) -> None:
+        by_address = {bytes(map(int, self.address(host).split("."))): host for host in range(len(self.names))}
+        chance, order = random.Random(0), itertools.count()
+        under_way: list[tuple[float, int, int, bytes]] = []
+        with selectors.DefaultSelector() as selector:
+            for host, file in enumerate(self._files):
+                selector.register(file, selectors.EVENT_READ, host)
+            while not self._ended.is_set():
+                wait = under_way[0][0] - time.monotonic() if under_way else 0.1
+                for key, _ in selector.select(min(0.1, max(0.0, wait))):
+                    packet = _read(key.fd)
+                    to = by_address.get(packet[16:20]) if packet[:1] and packet[0] >> 4 == 4 else None
+                    if to is None or {key.data, to} & self.cut or chance.random() < self.loss:
+                        continue
+                    due = time.monotonic() + self.delay + self.jitter * chance.random()
+                    heapq.heappush(under_way, (due, next(order), to, packet))
+                while under_way and under_way[0][0] <= time.monotonic():
+                    _, _, to, packet = heapq.heappop(under_way)
+                    if to not in self.cut:
+                        _write(self._files[to], packet)
+
+
+def _read(file: int) -> bytes:
+    try:
+        return os.read(file, _MTU + 100)
+    except OSError:  # nothing there, or the device is down
+        return b""
+
+
+def _write(file: int, packet: bytes) -> None:
+    try:
+        os.write(file, packet)
+    except OSError:  # as networks do
+        return
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode:
+        raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}.")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a program and all that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,129 @@
+"""A long run of other lengths, layouts, patterns and masks in every step: nothing piles up, and replicas stay one."""
+
+from __future__ import annotations
+
+import os
+import random
+import statistics
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_backends.ring import Ring
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.world import World
+
+MAX_LEN = 256
+PATTERNS = (
+    {"segment_lengths": (16, 64, 256), "dilation_rates": (1, 2, 4)},
+    {"segment_lengths": (256,), "dilation_rates": (1,)},
+    {"segment_lengths": (33, 100), "dilation_rates": (3, 7), "offset": "block"},
+    {"segment_lengths": (32, 128), "dilation_rates": (1, 4), "head_mode": "grouped", "padding": "zeros"},
+)
+_VOCABULARY, _HEADS, _WIDTH = 13, 4, 32
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process holds after a step."""
+
+    resident_bytes: int
+    files: int
+    threads: int
+    groups: int
+
+    @classmethod
+    def now(cls) -> Held:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        threads = len(os.listdir("/proc/self/task"))
+        assert threads >= threading.active_count()
+        files = len(os.listdir("/proc/self/fd"))
+        return cls(pages * os.sysconf("SC_PAGE_SIZE"), files, threads, len(dist.distributed_c10d._world.pg_names))
+
+
+class _Model(nn.Module):
+    """One block whose attention is another one from step to step."""
+
+    def __init__(self, adapter: str, ring: Ring) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(_VOCABULARY, _WIDTH)
+        self.places = nn.Embedding(MAX_LEN, _WIDTH)
+        self.projections = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.head = nn.Linear(_WIDTH, _VOCABULARY)
+        make = backend(adapter).RingDilatedAttention
+        self.attentions = nn.ModuleList(
+            make(**pattern, ring=ring.with_layout(layout)) for pattern in PATTERNS for layout in LAYOUTS
+        )
+
+    def forward(self, tokens: Tensor, positions: Tensor, which: int, options: dict[str, Any]) -> Tensor:
+        x = self.embedding(tokens) + self.places(positions)
+        query, key, value = self.projections(x).unflatten(-1, (3, _HEADS, -1)).unbind(-3)
+        logits: Tensor = self.head(x + self.attentions[which](query, key, value, **options).flatten(-2))
+        return logits
+
+
+def soak(
+    adapter: str, rings: RingSpec, num_steps: int, options: Mapping[str, Any]
+) -> tuple[list[Held], list[float], dict[str, Tensor]]:
+    """Train; what this rank held after every step, its losses, and the parameters at the end."""
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    torch.manual_seed(0)
+    model = _Model(adapter, ring)
+
+    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.05)
+
+    state = backend(adapter).parallelize(model, make_optimizer, ring, **options)
+    alike, of_ring = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
+    held, losses = [], []
+    for _ in range(num_steps):
+        seq_len, which = alike.randint(1, MAX_LEN), alike.randrange(len(PATTERNS) * len(LAYOUTS))
+        ring = ring.with_layout(LAYOUTS[which % len(LAYOUTS)])
+        call: dict[str, Any] = {"is_causal": alike.random() < 0.5, "seq_len": seq_len}
+        tokens = torch.randint(_VOCABULARY, (alike.randint(1, 3), seq_len), generator=of_ring)
+        if alike.random() < 0.5:
+            call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=of_ring) < 0.3)
+        tokens, labels = ring.shard(tokens), ring.shard(tokens.flip(1))
+        logits = state.model(tokens, ring.positions(seq_len), which, call)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        scaled = state.loss(loss, labels.numel())
+        state.backward(scaled)
+        state.step()
+        held.append(Held.now())
+        losses.append(float(loss.detach()))
+    return held, losses, state.full_state_dict()
+
+
+class SoakTests(AdapterSuite):
+    @requires("training")
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
+    @pytest.mark.parametrize(
+        ("rings", "num_steps"),
+        [(TWO, 120), pytest.param(FOUR, 2000, marks=pytest.mark.slow)],
+        ids=["120-steps-on-2x2", "2000-steps-on-1x4"],
+    )
+    def test_nothing_piles_up(self, world: World, rings: RingSpec, num_steps: int) -> None:
+        by_rank = world.run(soak, self.adapter, rings, num_steps, dict(self.framework_options), timeout=900)
+        quarter = num_steps // 4
+        for held, losses, _ in by_rank:
+            second, last = held[quarter : 2 * quarter], held[-quarter:]
+            grown = statistics.median(h.resident_bytes for h in last) / statistics.median(
+                h.resident_bytes for h in second
+            )
+            assert grown < 1.02
+            for what in ("files", "threads", "groups"):
+                assert max(getattr(h, what) for h in last) <= max(getattr(h, what) for h in second), what
+            assert all(loss < 1e6 for loss in losses)  # NaN is not
+        first, *others = (parameters for _, _, parameters in by_rank)
+        for parameters in others:
+            for name, numbers in first.items():
+                assert torch.equal(numbers, parameters[name]), name

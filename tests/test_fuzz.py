@@ -1,0 +1,140 @@
+"""Whatever the public functions are given, they answer, or they refuse it with an error that they document.
+
+`python tests/test_fuzz.py` runs the same under atheris, guided by coverage, until it is stopped.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_backends import DilatedPattern, Ring, RingSchedule, SequenceLayout, dilated_attention
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+
+FUZZ = settings(
+    max_examples=400,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+DOCUMENTED = (ValueError, TypeError)
+SIZES = st.integers(0, 5)
+
+
+@st.composite
+def odd_tensors(draw: st.DrawFn) -> Tensor:
+    """Tensors of any small shape and of any dtype, with odd numbers and odd strides."""
+    shape = draw(st.lists(SIZES, max_size=6))
+    dtype = draw(
+        st.sampled_from(
+            [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool, torch.complex64]
+        )
+    )
+    number = draw(st.sampled_from([0.0, 1.0, -1e30, float("nan"), float("inf")]))
+    tensor = torch.full(shape, number).to(dtype)
+    how = draw(st.sampled_from(["plain", "transposed", "expanded", "every other", "meta"]))
+    if how == "transposed":
+        return tensor.permute(list(reversed(range(tensor.dim()))))
+    if how == "expanded":
+        return tensor[..., :1].expand(tensor.shape) if tensor.dim() and tensor.shape[-1] else tensor
+    if how == "every other":
+        return tensor.repeat_interleave(2, 0)[::2] if tensor.dim() else tensor
+    return tensor.to("meta") if how == "meta" else tensor
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 70),
+    st.sampled_from([2**31, 2**63, -(2**63), 10**30]),
+    st.floats(),
+    st.text(max_size=5),
+    st.sampled_from(["all", "grouped", "mod", "block", "branch", "masked", "zeros", "contiguous", "zigzag"]),
+    st.binary(max_size=3),
+    st.lists(st.one_of(st.integers(-2, 40), st.floats(), st.text(max_size=2), st.none()), max_size=4),
+    st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
+    odd_tensors(),
+    st.just(object()),
+    st.just(torch.Size([2])),
+)
+ARGUMENTS = (
+    *("query", "key", "value", "segment_lengths", "dilation_rates"),
+    *("is_causal", "head_mode", "offset", "padding", "scale", "kernel", "key_padding_mask", "return_lse"),
+)
+
+
+def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
+    """A right call in which some arguments are replaced by anything."""
+    query, key, value, _, mask = case.tensors()
+    arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options(), **changes}
+    try:
+        result = dilated_attention(**arguments)
+    except DOCUMENTED:
+        return
+    out = result[0] if isinstance(result, tuple) else result
+    assert (out.shape, out.dtype) == (arguments["query"].shape, arguments["query"].dtype)
+    numbers = [arguments[name] for name in ("query", "key", "value")]
+    finite = all(x.device.type == "cpu" and x.isfinite().all() for x in numbers)
+    moderate = finite and abs(arguments["scale"] or 1) < 1e3
+    if moderate and all(x.abs().amax() < 1e3 for x in numbers if x.numel()):
+        assert out.isfinite().all()
+
+
+@FUZZ
+@given(attention_cases(max_n=24), st.dictionaries(st.sampled_from(ARGUMENTS), JUNK, min_size=1, max_size=3))
+def test_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
+    check_attention(case, changes)
+
+
+@FUZZ
+@given(st.lists(JUNK, min_size=2, max_size=5))
+def test_patterns(arguments: list[Any]) -> None:
+    try:
+        pattern = DilatedPattern(*arguments)
+        pattern.check(seq_len=40, num_heads=4)
+    except DOCUMENTED:
+        return
+    assert len(pattern.segment_lengths) == len(pattern.dilation_rates) > 0
+
+
+@FUZZ
+@given(JUNK, JUNK, JUNK, JUNK, JUNK)
+def test_layouts_and_schedules(seq_len: Any, ring_size: Any, kind: Any, heads: Any, kv_heads: Any) -> None:
+    try:
+        layout = SequenceLayout(seq_len, ring_size, kind)
+        schedule = RingSchedule(DilatedPattern((8, 40), (1, 3)), layout, heads, kv_heads)
+    except DOCUMENTED:
+        return
+    if max(seq_len, ring_size, heads) < 100:
+        assert sum(map(layout.local_len, range(ring_size))) == seq_len
+        assert schedule.wire_bytes(0, batch=1, head_dim=4, itemsize=4) >= 0
+
+
+@FUZZ
+@given(odd_tensors(), JUNK, JUNK)
+def test_rings_of_one(tensor: Tensor, dim: Any, seq_len: Any) -> None:
+    ring = Ring()
+    assert ring.shard(tensor, 0) is tensor
+    try:
+        unsharded = ring.unshard(tensor, dim, seq_len)
+    except (*DOCUMENTED, IndexError):
+        return
+    assert unsharded is tensor
+
+
+def _under_atheris() -> None:
+    atheris = pytest.importorskip("atheris")
+    test = settings(FUZZ, max_examples=1)(test_attention)
+    atheris.Setup(sys.argv, atheris.instrument_func(test.hypothesis.fuzz_one_input))
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    _under_atheris()

@@ -1,0 +1,23 @@
+"""Every adapter over several hosts and bad networks; those whose framework is not installed are skipped."""
+
+from __future__ import annotations
+
+from ring_backends.testing.across_hosts import HostTests, hosts
+
+__all__ = ["hosts"]
+
+
+class TestNative(HostTests):
+    adapter = "ring_backends.adapters.native"
+
+
+class TestFSDP(HostTests):
+    adapter = "ring_backends.adapters.fsdp"
+
+
+class TestDeepSpeed(HostTests):
+    adapter = "ring_backends.adapters.deepspeed"
+
+
+class TestFairScale(HostTests):
+    adapter = "ring_backends.adapters.fairscale"
