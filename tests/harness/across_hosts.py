@@ -51,7 +51,13 @@ def _lossy(hosts: Hosts) -> None:
     hosts.loss = 0.02
 
 
+def _bad(hosts: Hosts) -> None:
+    for make_it in (_limited, _delayed, _lossy):
+        make_it(hosts)
+
+
 NETWORKS: dict[str, Setting] = {
+    "bad in every way": _bad,
     "good": lambda hosts: None,
     "limited": _limited,
     "delayed and reordered": _delayed,
@@ -155,7 +161,9 @@ def _on_hosts(*quick: int) -> pytest.MarkDecorator:
 
 class HostTests(AdapterSuite):
     @_on_hosts(2)
-    @pytest.mark.parametrize("network", NETWORKS)
+    @pytest.mark.parametrize(
+        "network", [name if name == "bad in every way" else pytest.param(name, marks=_slow) for name in NETWORKS]
+    )
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         NETWORKS[network](hosts)
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
@@ -168,8 +176,15 @@ class HostTests(AdapterSuite):
 
     @requires("a lost rank")
     @_on_hosts(2)
-    @pytest.mark.parametrize("lost", [0, 1], ids=["first", "second"])
-    @pytest.mark.parametrize("how", ["its link is cut", "it disappears"])
+    @pytest.mark.parametrize(
+        ("how", "lost"),
+        [
+            pytest.param("its link is cut", 0, id="link-of-first"),
+            pytest.param("its link is cut", 1, id="link-of-second", marks=_slow),
+            pytest.param("it disappears", 0, id="first", marks=_slow),
+            pytest.param("it disappears", 1, id="second"),
+        ],
+    )
     def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
         """In the midst of a step: most of a call's time is that of its hops."""
         hosts.limit("20mbit")

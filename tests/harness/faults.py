@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -63,6 +63,9 @@ CALLS_MEANWHILE = 20
 """That another ring makes."""
 
 
+Kind = Literal["killed", "exits", "stopped", "raises", "late"]
+
+
 @dataclass(frozen=True)
 class Fault:
     """What rank 1 of the first ring does at hop ``hop`` of a call, counted through its forward and its backward.
@@ -70,7 +73,7 @@ class Fault:
     It comes before the hop is posted; an error is raised in the tile that is computed while the hop is under way.
     """
 
-    kind: Literal["killed", "exits", "stopped", "raises", "late"]
+    kind: Kind
     hop: int
 
     def __str__(self) -> str:
@@ -181,25 +184,39 @@ def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
     return out.detach()
 
 
-_slow = pytest.mark.slow
+KINDS_OF_LOSS: tuple[Kind, ...] = ("killed", "exits", "stopped")
+LOSSES = [
+    (rings, Fault(kind, hop)) for rings in (FOUR, TWO) for kind in KINDS_OF_LOSS for hop in range(num_hops(rings.size))
+]
+"""Every kind at every hop of rings of four and of two."""
+
+SOME_LOSSES = [
+    *((FOUR, Fault("killed", hop)) for hop in (0, 1, 4, 8)),
+    *((FOUR, Fault("stopped", hop)) for hop in (2, 5)),
+    (FOUR, Fault("exits", 4)),
+    (TWO, Fault("killed", 0)),
+    (TWO, Fault("stopped", 2)),
+]
+_ALWAYS = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
 
 
-def _faults() -> list[Any]:
-    """Every kind of loss at every hop of rings of four and of two; a few of them always."""
-    always = {(FOUR, "killed", 1), (FOUR, "stopped", 5), (TWO, "killed", 2)}
+def parametrized(losses: Sequence[tuple[RingSpec, Fault]]) -> list[Any]:
     return [
-        pytest.param(rings, Fault(kind, hop), id=f"{rings}-{kind}-at-{hop}", marks=() if at in always else _slow)
-        for rings in (FOUR, TWO)
-        for kind in ("killed", "stopped", "exits")
-        for hop in (range(num_hops(rings.size)) if kind != "exits" else (0, num_hops(rings.size) - 1))
-        for at in [(rings, kind, hop)]
+        pytest.param(*loss, id=f"{loss[0]}-{loss[1]}", marks=() if loss in _ALWAYS else pytest.mark.slow)
+        for loss in losses
     ]
+
+
+slow = pytest.mark.slow
 
 
 class FaultTests(AdapterSuite):
     @requires("a lost rank")
-    @pytest.mark.parametrize(("rings", "fault"), _faults())
+    @pytest.mark.parametrize(("rings", "fault"), parametrized(SOME_LOSSES))
     def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
+        self.check_loss(world, rings, fault)
+
+    def check_loss(self, world: World, rings: RingSpec, fault: Fault) -> None:
         world.run(dist.is_initialized)  # started by now, if it was not
         outcomes = world.run_collect(suffer, self.adapter, rings, fault, timeout=TIMEOUT + 4 * BOUND)
         ring, *others = rings.rings
@@ -237,7 +254,7 @@ class FaultTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("rings", "hop"),
         [
-            pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings, hop) == (FOUR, 4) else _slow)
+            pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings.size, hop) == (4, 4) else slow)
             for rings in (FOUR, TWO)
             for hop in range(num_hops(rings.size))
         ],

@@ -382,7 +382,8 @@ def spoil(path: Path, how: str, made: str) -> None:
         elif how == "a pickle that acts":
             file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
         else:
-            torch.save({"model": _Intruder(made)}, file)
+            with file.open("wb") as opened:
+                torch.save({"model": _Intruder(made)}, opened)
 
 
 def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
