@@ -3,8 +3,8 @@
 Measured on torch 2.13: inputs whose last dim is not contiguous are read wrongly, out of bounds and without an
 error, hence `unit_stride`. A row whose keys are all masked comes back with LSE 0, hence `blank_rows`. A NaN
 or inf reaches rows and keys that have no part in it (masked keys, later keys of the same block), as 0 * NaN; and a row
-that is NaN itself comes back as 0 where it meets few keys. The math kernel, which keeps all that apart, takes over
-wherever there is one.
+that is NaN itself comes back as 0 where it meets fewer keys than fit a vector register (16, at most, of AVX-512). The
+math kernel, which keeps all that apart, takes over where there is one.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ring_backends.kernels.math import MathKernel
 from ring_backends.softmax import statistics_dtype
 
 _KEEPS_APART = MathKernel()
+_FEW_KEYS = 64
 
 
 class AtenCpuFlashKernel(Kernel):
@@ -47,7 +48,7 @@ class AtenCpuFlashKernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        if not all_finite(query, key, value):
+        if key.shape[2] < _FEW_KEYS and not all_finite(query, key):
             return _KEEPS_APART.forward(query, key, value, **options)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             unit_stride(query),
@@ -60,7 +61,6 @@ class AtenCpuFlashKernel(Kernel):
         )
         if key_mask is not None:
             out, lse = blank_rows(out, lse, key_mask, is_causal)
-        # A score may overflow where no input does.
         return (out, lse) if all_finite(out) else _KEEPS_APART.forward(query, key, value, **options)
 
     def backward(
@@ -78,7 +78,7 @@ class AtenCpuFlashKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        if not all_finite(grad_out, query, key, value, out):
+        if key.shape[2] < _FEW_KEYS and not all_finite(grad_out, query, key, value, out):
             return _KEEPS_APART.backward(grad_out, query, key, value, out, lse, **options)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             unit_stride(grad_out.to(query.dtype)),
