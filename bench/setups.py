@@ -29,8 +29,8 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
 
 
 def shortened(case: Case, by: int) -> Case:
-    """The same with all lengths divided by ``by``, as nearly as whole numbers allow."""
-    branches = tuple((max(1, length // by), rate) for length, rate in case.branches)
+    """The same with all lengths divided by ``by``, as far as each segment keeps a multiple of its rate."""
+    branches = tuple((max(rate, length // by // rate * rate), rate) for length, rate in case.branches)
     return dataclasses.replace(case, seq_len=max(1, case.seq_len // by), branches=branches)
 
 
