@@ -480,7 +480,8 @@ class TestCheckpoints:
         """DeepSpeed's own loading would run it."""
         mark = tmp_path / "mark"
         for ended in world.run(load_a_poisoned_checkpoint, str(tmp_path / "run"), stage, files, str(mark)):
-            assert ended.is_a(pickle.UnpicklingError), ended
+            assert ended.is_a(ValueError), ended
+            assert "UnpicklingError" in ended.message, ended
         assert not mark.exists()
 
     def test_a_folder_without_one_is_named(self, world: World, tmp_path: Path) -> None:
