@@ -32,6 +32,7 @@ class TestNative(AdapterTests):
         self.check_loss(world, rings, fault)
 
     @pytest.mark.slow
+    @pytest.mark.timeout(1200)
     def test_nothing_piles_up_in_2000_steps(self, world: World) -> None:
         self.check_soak(world, FOUR, 2000)
 
