@@ -26,12 +26,12 @@ from ring_backends.transfer import needs_host, through_host
 class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @pytest.mark.parametrize(("rings", "fault"), [loss for loss in LOSSES if loss not in SOME_LOSSES], ids=str)
     def test_a_rank_is_lost_at_any_hop(self, world: World, rings: RingSpec, fault: Fault) -> None:
         self.check_loss(world, rings, fault)
 
-    @pytest.mark.slow
+    @pytest.mark.soak
     @pytest.mark.timeout(1200)
     def test_nothing_piles_up_in_2000_steps(self, world: World) -> None:
         self.check_soak(world, FOUR, 2000)

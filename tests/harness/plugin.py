@@ -12,6 +12,7 @@ from ring_backends.testing.world import World
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     config.addinivalue_line("markers", "slow: one of a long row of alike cases; left out by -m 'not slow'")
+    config.addinivalue_line("markers", "soak: minutes of steps, or of faults; run on its own by -m soak")
 
 
 @pytest.fixture(scope="session")
