@@ -50,7 +50,7 @@ def run(cwd: Path, *arguments: str, site: Path | None = None) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=280,
+        timeout=1100,
     )
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}"
     return done.stdout
@@ -70,6 +70,7 @@ print(ring_backends_unbatched.__file__)
 
 
 @pytest.mark.parametrize("chosen", [FAST, pytest.param("not slow", marks=pytest.mark.slow)], ids=["part", "whole"])
+@pytest.mark.timeout(1200)
 def test_it_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> None:
     for name in ("conftest.py", "test_unbatched.py"):
         shutil.copy(SOURCE / name, tmp_path / name)
