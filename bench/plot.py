@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib
 import typer
 from matplotlib.ticker import LogLocator
 from records import ORDER, Record, beside, is_on_one_rank, read_records
@@ -137,7 +138,9 @@ def _with_legend(figure: Any, axes: Any) -> Any:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.savefig(path, dpi=150)
+    vector = path.suffix == ".svg"
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # the same numbers give the same file
+        figure.savefig(path, dpi=150, metadata={"Date": None} if vector else None)
     return path
 
 
