@@ -25,7 +25,13 @@ from torch import Tensor, nn
 
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, check_mixed_precision, measure_divisor
+from ring_backends.training import (
+    MakeOptimizer,
+    TrainingState,
+    check_mixed_precision,
+    measure_divisor,
+    replace_folder,
+)
 
 
 def start_deepspeed() -> None:
@@ -152,9 +158,9 @@ class DeepSpeedTraining(TrainingState):
         self._engine.set_gradient_accumulation_boundary(ends_step)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the folder ``path``; the file that names its latest checkpoint comes last."""
-        client_state = {"step_count": self.step_count}
-        self._engine.save_checkpoint(os.fspath(path), tag=f"step{self.step_count}", client_state=client_state)
+        """Write a folder with one of DeepSpeed's checkpoints; what is there already is replaced once it is whole."""
+        tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
+        replace_folder(path, lambda folder: self._engine.save_checkpoint(os.fspath(folder), tag, client_state))
 
     def _load(self, path: str | os.PathLike[str]) -> None:
         """Read the latest checkpoint of the folder ``path``, written by as many ranks at the same ZeRO stage.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +32,7 @@ from ring_backends.adapters.fsdp_reading import CheckpointPlanner, CheckpointRea
 from ring_backends.adapters.fsdp_sharding import Sharding
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, by_first_rank, device_of, measure_divisor
+from ring_backends.training import MakeOptimizer, TrainingState, device_of, measure_divisor, replace_folder
 
 
 class ShardedTraining(TrainingState):
@@ -95,23 +94,10 @@ class ShardedTraining(TrainingState):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a directory of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
-        path = Path(path)
-        unfinished, replaced = (path.with_name(path.name + ending) for ending in (".unfinished", ".replaced"))
-
-        def clear() -> None:
-            for leftover in (unfinished, replaced):
-                _remove(leftover)
-
-        def replace() -> None:
-            if path.exists():
-                os.replace(path, replaced)
-            os.replace(unfinished, path)
-            _remove(replaced)
-
-        by_first_rank(clear)
         # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
-        save(self._checkpoint(with_optimizer=self.step_count > 0), checkpoint_id=unfinished)
-        by_first_rank(replace)
+        replace_folder(
+            path, lambda folder: save(self._checkpoint(with_optimizer=self.step_count > 0), checkpoint_id=folder)
+        )
 
     def _load(self, path: str | os.PathLike[str]) -> None:
         """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks.
@@ -161,13 +147,6 @@ class ShardedTraining(TrainingState):
     @abstractmethod
     def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
         """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
 
 
 class FSDP2Training(ShardedTraining):

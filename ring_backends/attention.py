@@ -125,7 +125,7 @@ class RingDilatedAttention(nn.Module, ABC):
         if torch.compiler.is_compiling():
             constants = graph.constants(self.pattern, self.ring, self.scale, self.kernel)
             return graph.attend(self._handle, *tensors, is_causal, seq_len, return_lse, *constants)
-        request = self._request(*tensors, is_causal, seq_len)
+        request = self._request(*tensors, is_causal, seq_len, return_lse)
         return request.run(self._start(request, needs_gradients=request.needs_gradients), return_lse)
 
     def _request(
@@ -136,12 +136,23 @@ class RingDilatedAttention(nn.Module, ABC):
         key_padding_mask: Tensor | None,
         is_causal: bool,
         seq_len: int | None,
+        return_lse: bool = False,
     ) -> Request:
         """The call, checked; the other ranks are told if it is refused."""
         ring = self.ring
         try:
             return Request.check(
-                query, key, value, key_padding_mask, self.pattern, ring, is_causal, seq_len, self.scale, self.kernel
+                query,
+                key,
+                value,
+                key_padding_mask,
+                self.pattern,
+                ring,
+                is_causal,
+                seq_len,
+                self.scale,
+                self.kernel,
+                return_lse,
             )
         except (TypeError, ValueError) as error:
             if ring.agreement is not None:
@@ -201,6 +212,6 @@ def dilated_attention(
     """
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
     request = Request.check(
-        query, key, value, key_padding_mask, pattern, Ring(), is_causal, None, check_scale(scale), kernel
+        query, key, value, key_padding_mask, pattern, Ring(), is_causal, None, check_scale(scale), kernel, return_lse
     )
     return request.run(no_hops, return_lse)

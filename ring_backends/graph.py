@@ -84,7 +84,7 @@ def attend(
     # A plan is made of tensors that do hold numbers. What makes torch trace is set per thread, hence another thread.
     with ThreadPoolExecutor(1) as untraced:
         request = untraced.submit(
-            Request.check, query, key, value, mask, pattern, ring, is_causal, seq_len, scale, kernel
+            Request.check, query, key, value, mask, pattern, ring, is_causal, seq_len, scale, kernel, return_lse
         ).result()
     walk = _TracedWalk(handle, request.walk, is_causal, request.schedule.layout.seq_len, request.needs_gradients)
     return attend_under_autograd(request.inputs, walk, no_hops, return_lse)

@@ -58,8 +58,10 @@ class Request:
         seq_len: int | None,
         scale: float | None,
         kernel: str,
+        return_lse: bool = False,
     ) -> Request:
         check_flag("is_causal", is_causal)
+        check_flag("return_lse", return_lse)
         query, key, value = autocast(query, key, value)
         inputs = Inputs(query, key, value, key_padding_mask)
         check_tensors(query, key, value, key_padding_mask)

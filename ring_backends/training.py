@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.ring import Ring
+
+_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+"""What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -140,6 +144,7 @@ class TrainingState(ABC):
                 f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
                 "next one; call step() first, since load() undoes it."
             )
+        restore_folder(path)
         try:
             self._load(path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
@@ -254,10 +259,64 @@ def by_first_rank(action: Callable[[], None]) -> None:
 
 def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """``torch.save``, whole or not at all."""
+    replace_file(path, lambda file: torch.save(state, file))
+
+
+def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a file, which is at ``path`` once it is whole and on the disk."""
     path = Path(path)
-    unfinished = path.with_name(path.name + ".unfinished")
-    torch.save(state, unfinished)
+    unfinished = path.with_name(path.name + _UNFINISHED)
+    with unfinished.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(unfinished, path)
+
+
+def replace_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
+    """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
+
+    A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
+    beside, for :func:`restore_folder`.
+    """
+    path = Path(path)
+    unfinished, replaced = (path.with_name(path.name + ending) for ending in (_UNFINISHED, _REPLACED))
+
+    def clear() -> None:
+        for leftover in (unfinished, replaced):
+            _remove(leftover)
+
+    def replace() -> None:
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(unfinished, path)
+        _remove(replaced)
+
+    restore_folder(path)
+    by_first_rank(clear)
+    write(unfinished)
+    if dist.is_initialized():
+        dist.barrier()
+    by_first_rank(replace)
+
+
+def restore_folder(path: str | os.PathLike[str]) -> None:
+    """Put back what :func:`replace_folder` had moved aside when it was killed, if it was."""
+    path = Path(path)
+    replaced = path.with_name(path.name + _REPLACED)
+
+    def restore() -> None:
+        if replaced.exists() and not path.exists():
+            os.replace(replaced, path)
+
+    by_first_rank(restore)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -1,14 +1,12 @@
 """Whatever the public functions are given, they answer, or they refuse it with an error that they document.
 
-`python tests/test_fuzz.py` runs the same under atheris, guided by coverage, until it is stopped.
+`fuzz_under_atheris.py` runs the same guided by coverage.
 """
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -127,14 +125,3 @@ def test_rings_of_one(tensor: Tensor, dim: Any, seq_len: Any) -> None:
     except (*DOCUMENTED, IndexError):
         return
     assert unsharded is tensor
-
-
-def _under_atheris() -> None:
-    atheris = pytest.importorskip("atheris")
-    test = settings(FUZZ, max_examples=1)(test_attention)
-    atheris.Setup(sys.argv, atheris.instrument_func(test.hypothesis.fuzz_one_input))
-    atheris.Fuzz()
-
-
-if __name__ == "__main__":
-    _under_atheris()

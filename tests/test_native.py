@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,25 +15,13 @@ from ring_backends import transfer
 from ring_backends.ring import Transfer
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
-from ring_backends.testing.faults import LOSSES, SOME_LOSSES, Fault
-from ring_backends.testing.rings import FOUR, RingSpec
+from ring_backends.testing.rings import FOUR
 from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.world import World
 from ring_backends.transfer import needs_host, through_host
 
 
 class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
-
-    @pytest.mark.soak
-    @pytest.mark.parametrize(("rings", "fault"), [loss for loss in LOSSES if loss not in SOME_LOSSES], ids=str)
-    def test_a_rank_is_lost_at_any_hop(self, world: World, rings: RingSpec, fault: Fault) -> None:
-        self.check_loss(world, rings, fault)
-
-    @pytest.mark.soak
-    @pytest.mark.timeout(1200)
-    def test_nothing_piles_up_in_2000_steps(self, world: World) -> None:
-        self.check_soak(world, FOUR, 2000)
 
 
 @dataclass

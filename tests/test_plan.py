@@ -494,7 +494,6 @@ def test_seq_len_and_ring_size_have_to_be_given() -> None:
         assert name in refused.stderr
 
 
-@pytest.mark.slow  # the long matrices' environment has matplotlib
 def test_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = plan("--seq-len", "4096", "--ring-size", "8", "--memory", "1GB", "--plot", str(tmp_path / "a.svg"), *GIVEN)

@@ -221,13 +221,13 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
             import os, signal, time
             from ring_backends.testing.world import World
 
-            def hang():
+            def hang(parent):
                 print("hanging", flush=True)
-                os.kill(os.getppid(), signal.SIGKILL)
+                os.kill(parent, signal.SIGKILL)
                 time.sleep(600)
 
             if __name__ == "__main__":
-                World(1).run(hang)
+                World(1).run(hang, os.getpid())
             """
         )
     )

@@ -8,11 +8,13 @@ uninterrupted one.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
+import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from ring_backends.cli.model import LongNetLM
 from ring_backends.cli.train import TrainOptions
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
+from ring_backends.training import replace_file, restore_folder
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
@@ -126,6 +129,7 @@ class Trainer:
             "peak_memory_bytes": peaks,
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
+            "parameters_sha256": None if options.json is None else _digest(self.state.full_state_dict()),
             "device": self.device.name,
             "dtype": _name(self.dtype),
             "world_size": self.world_size,
@@ -204,9 +208,8 @@ class Trainer:
             self._write_options(path)
 
     def _write_options(self, checkpoint: Path) -> None:
-        unfinished = checkpoint.with_name(checkpoint.name + ".options.unfinished")
-        unfinished.write_text(json.dumps(self._plain_options(), indent=2) + "\n")
-        os.replace(unfinished, _options_path(checkpoint))
+        text = json.dumps(self._plain_options(), indent=2) + "\n"
+        replace_file(_options_path(checkpoint), lambda file: file.write(text.encode()))
 
     def _resume(self) -> None:
         path = self.options.save
@@ -216,6 +219,7 @@ class Trainer:
             if path.exists():
                 self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")
             return
+        restore_folder(path)
         if not path.exists():
             self.console.print(f"{path} is not there yet: training starts at step 1.")
             return
@@ -312,6 +316,16 @@ def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
     """``resolve_dtype``, but fp32 where ``"auto"`` would be fp16, for which this loop has no loss scaling."""
     dtype = resolve_dtype(wanted, device)
     return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    """Of the names and the bits of CPU tensors: the same for two runs that ended with the same parameters."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(state.items()):
+        tensor = tensor.contiguous()
+        digest.update(f"{name} {tensor.dtype} {[*tensor.shape]}\n".encode())
+        digest.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
+    return digest.hexdigest()
 
 
 def _name(dtype: torch.dtype) -> str:

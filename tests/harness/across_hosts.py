@@ -29,6 +29,9 @@ from ring_backends.testing.faults import BOUND, CASE, call_whole
 from ring_backends.testing.hosts import Hosts, NoHostsError
 from ring_backends.testing.rings import backend
 
+NEEDS_HOSTS = "RING_BACKENDS_NEEDS_HOSTS"
+"""In the environment: tests that find that no hosts can be made fail, instead of being skipped."""
+
 PORT = "29517"
 TIMEOUT = 6.0
 """Seconds that a ring waits for its peers where they will not come."""
@@ -150,6 +153,8 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         with Hosts(request.node.callspec.params["num_hosts"]) as made:
             yield made
     except NoHostsError as error:
+        if NEEDS_HOSTS in os.environ:
+            raise
         pytest.skip(str(error))
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,30 +19,111 @@ from ring_backends.registry import adapter_modules
 from ring_backends.testing.capabilities import AdapterSuite, requires
 
 STEPS = 4
+KILLED_STEPS = 6
+"""Of the run that is killed, which saves after each."""
 
 
 def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int, float]:
     """Run ``train`` on a short sequence, one rank in this process; the loss of each step that it took."""
-    result = str(folder / "result.json")
-    arguments = ["train", "--seq-len", "512", "--json", result, "--backend", backend, *options]
     if num_ranks == 1:
-        alone = CliRunner().invoke(app, arguments)
+        alone = CliRunner().invoke(app, arguments(folder, backend, *options))
         assert alone.exit_code == 0, alone.output
     else:
-        command = [sys.executable, "-m", "ring_backends", *arguments, "--nproc-per-node", str(num_ranks)]
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240)
-        assert done.returncode == 0, done.stderr
-    steps = json.loads((folder / "result.json").read_text())["steps"]
-    return {record["step"]: record["loss"] for record in steps}
+        with started(folder, backend, num_ranks, *options) as process:
+            _, said = process.communicate(timeout=240)
+        assert process.returncode == 0, said.decode()
+    return {record["step"]: record["loss"] for record in result(folder)["steps"]}
+
+
+def arguments(folder: Path, backend: str, *options: str) -> list[str]:
+    written = str(folder / "result.json")
+    return ["train", "--seq-len", "512", "--json", written, "--backend", backend, *options]
+
+
+def started(folder: Path, backend: str, num_ranks: int, *options: str) -> subprocess.Popen[bytes]:
+    """``train`` in a process group of its own."""
+    command = [sys.executable, "-m", "ring_backends", *arguments(folder, backend, *options)]
+    return subprocess.Popen(
+        [*command, "--nproc-per-node", str(num_ranks)],
+        cwd=folder,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def result(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "result.json").read_text())
+    return read
+
+
+def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
+    """When part of a checkpoint is there, or up to 20 ms later."""
+    unfinished, is_there = folder / "checkpoint.unfinished", False
+    while process.poll() is None and not is_there:
+        if unfinished.exists():
+            os.killpg(process.pid, signal.SIGSTOP)
+            is_there = unfinished.exists()
+            os.killpg(process.pid, signal.SIGCONT if moment or not is_there else signal.SIGKILL)
+        time.sleep(0.0005)
+    assert is_there, "the checkpoints were there faster than this test looks"
+    time.sleep(0.02 * moment)
+    _kill(process)
+
+
+def kill_at_a_step(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
+    """When so large a part of the steps, but at least one, is said to be done, or up to 50 ms later."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(b"step") and int(line.split()[1].split(b"/")[0]) >= moment * KILLED_STEPS:
+            break
+    time.sleep(0.05 * moment)
+    _kill(process)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Like the end of a machine: all its processes at once, none of which can do anything more."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 class CommandTests(AdapterSuite):
     @requires("training", "save and load")
     def test_train_stopped_and_resumed_has_the_losses_of_one_rank(self, tmp_path: Path) -> None:
-        name = next(name for name, module in adapter_modules().items() if module == self.adapter)
         wanted = train(tmp_path, "native", 1, "--steps", str(STEPS))
-        first = train(tmp_path, name, 2, "--steps", "2", "--save", "checkpoint")
-        rest = train(tmp_path, name, 2, "--steps", str(STEPS), "--save", "checkpoint", "--resume")
+        first = train(tmp_path, self.backend_name, 2, "--steps", "2", "--save", "checkpoint")
+        rest = train(tmp_path, self.backend_name, 2, "--steps", str(STEPS), "--save", "checkpoint", "--resume")
         assert list(first | rest) == list(wanted)
         assert len(wanted) == len(first) + len(rest) == STEPS
         assert first | rest == pytest.approx(wanted, abs=1e-4)
+
+    @requires("training", "save and load")
+    @pytest.mark.parametrize(
+        ("kill", "num_kills"),
+        [
+            pytest.param(kill_while_it_saves, 1, id="while it saves"),
+            pytest.param(kill_while_it_saves, 4, id="while it saves, again and again", marks=pytest.mark.slow),
+            pytest.param(kill_at_a_step, 4, id="at any step", marks=pytest.mark.slow),
+        ],
+    )
+    def test_train_killed_and_resumed_ends_with_the_same_parameters(
+        self, tmp_path: Path, kill: Any, num_kills: int
+    ) -> None:
+        options = ["--steps", str(KILLED_STEPS), "--embed-dim", "256"]
+        train(tmp_path, self.backend_name, 2, *options)
+        undisturbed = result(tmp_path)
+        saving = [*options, "--save", "checkpoint", "--save-every", "1", "--resume"]
+        for index in range(num_kills):
+            with started(tmp_path, self.backend_name, 2, *saving) as process:
+                kill(process, tmp_path, index / num_kills)
+        (tmp_path / "result.json").unlink()
+        train(tmp_path, self.backend_name, 2, *saving)
+        assert result(tmp_path)["parameters_sha256"] == undisturbed["parameters_sha256"]
+        assert result(tmp_path)["evaluation_loss"] == undisturbed["evaluation_loss"]
+        assert not [*tmp_path.glob("checkpoint.unfinished")]
+
+    @property
+    def backend_name(self) -> str:
+        return next(name for name, module in adapter_modules().items() if module == self.adapter)

@@ -148,6 +148,7 @@ BAD_CALLS = {
         ValueError, ("key_padding_mask", "meta"), {}, {"key_padding_mask": torch.zeros(2, 4, device="meta").bool()}
     ),
     "is_causal a number": Bad(TypeError, ("is_causal = 1",), {}, {"is_causal": 1}),
+    "return_lse a tensor": Bad(TypeError, ("return_lse = tensor",), {}, {"return_lse": torch.zeros(2)}),
 }
 
 

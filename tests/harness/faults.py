@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, NoReturn
@@ -197,11 +197,11 @@ SOME_LOSSES = [
 _ALWAYS = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
 
 
-def parametrized(losses: Sequence[tuple[RingSpec, Fault]]) -> list[Any]:
-    return [
-        pytest.param(*loss, id=f"{loss[0]}-{loss[1]}", marks=() if loss in _ALWAYS else pytest.mark.slow)
-        for loss in losses
-    ]
+def marks_of(loss: tuple[RingSpec, Fault]) -> tuple[pytest.MarkDecorator, ...]:
+    """Most of them are run on their own: each takes ten seconds and a world."""
+    if loss in _ALWAYS:
+        return ()
+    return (pytest.mark.slow if loss in SOME_LOSSES else pytest.mark.soak,)
 
 
 slow = pytest.mark.slow
@@ -209,11 +209,10 @@ slow = pytest.mark.slow
 
 class FaultTests(AdapterSuite):
     @requires("a lost rank")
-    @pytest.mark.parametrize(("rings", "fault"), parametrized(SOME_LOSSES))
+    @pytest.mark.parametrize(
+        ("rings", "fault"), [pytest.param(*loss, id=f"{loss[0]}-{loss[1]}", marks=marks_of(loss)) for loss in LOSSES]
+    )
     def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
-        self.check_loss(world, rings, fault)
-
-    def check_loss(self, world: World, rings: RingSpec, fault: Fault) -> None:
         world.run(dist.is_initialized)  # started by now, if it was not
         patience = 5 * BOUND if fault.kind == "stopped" else 60.0  # who is stopped never answers
         outcomes = world.run_collect(suffer, self.adapter, rings, fault, timeout=patience)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ring_backends.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.rings import LAYOUTS, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_here
 from ring_backends.testing.world import World
 
 MAX_LEN = 256
@@ -109,8 +109,15 @@ class SoakTests(AdapterSuite):
     def test_nothing_piles_up(self, world: World) -> None:
         self.check_soak(world, TWO, 120)
 
+    @requires("training")
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
+    @pytest.mark.soak
+    @pytest.mark.timeout(1200)
+    def test_nothing_piles_up_in_2000_steps(self, world: World) -> None:
+        self.check_soak(world, FOUR, 2000)
+
     def check_soak(self, world: World, rings: RingSpec, num_steps: int) -> None:
-        by_rank = world.run(soak, self.adapter, rings, num_steps, dict(self.framework_options), timeout=900)
+        by_rank = world.run(soak, self.adapter, rings, num_steps, dict(self.framework_options), timeout=1100)
         quarter = num_steps // 4
         for held, losses, _ in by_rank:
             second, last = held[quarter : 2 * quarter], held[-quarter:]

@@ -1,0 +1,32 @@
+"""What it costs a call to make sure that the ranks of its ring have agreed on such calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ring_backends import Ring
+from ring_backends.adapters.native import RingDilatedAttention
+from ring_backends.agreement import Agreement
+
+
+def bench_agreed_call(benchmark: Any) -> None:
+    """From the checked arguments to the tag of the first hop, forward and backward."""
+    agreement = Agreement(HashStore(), 0, 1, timedelta(seconds=60), lambda: None)
+    attention = RingDilatedAttention(
+        (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)
+    )
+    query, key, value = (torch.zeros(1, 64, 8, 64, requires_grad=True) for _ in range(3))
+    request = attention._request(query, key, value, None, True, None)
+
+    def agree() -> int:
+        start = attention._start(request, needs_gradients=request.needs_gradients)
+        tags = [start(direction).call.tag(0) for direction in ("forward", "backward")]
+        return sum(tags)
+
+    benchmark.group = "agreement"
+    benchmark(agree)
