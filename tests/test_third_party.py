@@ -69,7 +69,9 @@ print(ring_backends_unbatched.__file__)
     assert Path(told.splitlines()[-1]) == installed / "ring_backends_unbatched.py"
 
 
-@pytest.mark.parametrize("chosen", [FAST, pytest.param("not slow and not soak", marks=pytest.mark.soak)], ids=["part", "whole"])
+@pytest.mark.parametrize(
+    "chosen", [FAST, pytest.param("not slow and not soak", marks=pytest.mark.soak)], ids=["part", "whole"]
+)
 @pytest.mark.timeout(1200)
 def test_it_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> None:
     for name in ("conftest.py", "test_unbatched.py"):
