@@ -48,6 +48,13 @@ LARGE = {
 }
 
 
+_HALF = replace(_CASE, dtype=torch.float16, spoiled=(("key", _POSITION, 300.0), ("query", 31, 300.0)))
+"""Scores of 254,000, where fp16 ends at 65,504: whatever adds up products in fp16 has infinities."""
+
+_ROUNDING = 2.0**-11
+"""To fp16, relative."""
+
+
 def sees(case: AttentionCase) -> Tensor:
     """bool [heads, n, n]: whether query t sees key u."""
     options = case.options()
@@ -120,3 +127,16 @@ class NumberTests(AdapterSuite):
         for field, right in wanted._asdict().items():
             finite = right.masked_fill(right.isinf(), 0.0).abs().max()
             assert difference(getattr(got, field), right) <= FP64_TOLERANCE * max(1.0, float(finite)), field
+
+    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+    @every_layout
+    def test_scores_that_fp16_cannot_hold(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
+        case = replace(_HALF, is_causal=is_causal)
+        got, wanted = self.whole_of(world, layout, case), expected(case)
+        for field, right in wanted._asdict().items():
+            numbers = getattr(got, field).double()
+            assert numbers.isfinite().all() or field == "lse", field
+            tolerance = 8 * _ROUNDING * max(1.0, float(right[right.isfinite()].abs().max()))
+            if field in ("grad_query", "grad_key"):  # differences of nearly equal numbers, times 300
+                tolerance = max(tolerance, 300 * _ROUNDING)
+            assert difference(numbers, right) <= tolerance, field
