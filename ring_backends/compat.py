@@ -1,0 +1,352 @@
+"""Names and calls of earlier ring dilated attentions, on top of this one: for programs that cannot change at once.
+
+Every rank passes the *whole* query, key and value and gets the whole output back. So every rank holds O(n) memory for
+them, as it always did with these classes; only the attention itself is O(n/p). Each name warns once, with the spelling
+that has no such limit.
+
+What is computed is the definition of their common base class, exactly, with its gradients: the heads cut into one group
+per branch (the first groups the larger ones, where it does not come out even), the offset of branch i is i % r, and the
+output is divided by the number of branches. The classes themselves differed from it, and from each other.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.registry import create_attention, load_adapter
+from ring_backends.ring import Ring
+
+__all__ = [
+    "RingDilatedAttentionProduction",
+    "RingDilatedAttentionV2",
+    "RingDilatedAttentionV2Collective",
+    "RingDilatedAttentionV2DeepSpeed",
+    "RingDilatedAttentionV2FSDP",
+    "RingDilatedAttentionV2FairScale",
+    "RingDilatedAttentionV2Flash",
+    "RingDilatedAttentionV2Robust",
+    "create_dilated_attention",
+    "create_multihead_dilated_attention",
+    "create_production_ring_attention",
+    "create_ring_dilated_attention_v2_collective",
+]
+
+_NO_EFFECT = frozenset(
+    (
+        *("device", "dtype", "enable_memory_pool", "enable_profiling", "lightweight_pool", "use_pattern_cache"),
+        *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
+    )
+)
+"""Arguments that are taken for the sake of old calls: device and dtype are the inputs', and there are no pools."""
+
+_warned: set[str] = set()
+_rings: dict[tuple[str, int | None, object], Ring] = {}
+
+
+class RingDilatedAttentionV2(nn.Module):
+    """Dilated attention in head groups over a ring, called with whole tensors.
+
+    Args:
+        segment_lengths, dilation_rates: w and r of each branch.
+        dropout: must be 0.
+        ring_size: ranks per ring; None means the whole world.
+        ring: instead of ``ring_size``, a ring that an adapter's ``initialize`` made.
+        use_flash_attention: False takes the kernel of plain matrix products.
+        ignored: the earlier arguments that have no effect here.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule, or is not known to any of these classes.
+    """
+
+    adapter: ClassVar[str] = "native"
+    ring: Ring
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        dropout: float = 0.0,
+        ring_size: int | None = None,
+        *,
+        ring: Ring | None = None,
+        use_flash_attention: bool = True,
+        **ignored: Any,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        _check_ignored(name, ignored)
+        _warn_once(
+            name,
+            f"from ring_backends.adapters import {self.adapter}; {self.adapter}.RingDilatedAttention(segment_lengths, "
+            f"dilation_rates, ring={self.adapter}.initialize(ring_size), head_mode='grouped', offset='branch') on "
+            "ring.shard(x), and its output divided by the number of branches",
+            ignored,
+        )
+        self.ring = _ring(self.adapter, ring_size) if ring is None else ring
+        self.attention = _Scaled(
+            create_attention(
+                self.adapter,
+                segment_lengths,
+                dilation_rates,
+                ring=self.ring,
+                head_mode="grouped",
+                offset="branch",
+                dropout_p=dropout,
+                kernel="auto" if use_flash_attention else "math",
+            )
+        )
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+        """Attend.
+
+        Args:
+            query: [batch, seq, heads, head_dim], whole and the same on every rank.
+            key, value: [batch, seq, key/value heads, head_dim], likewise.
+            is_causal: whether a query sees only keys at or before its own position.
+
+        Returns:
+            The whole output, like query, on every rank. Its gradients are those of a loss that every rank computes.
+        """
+        seq_len = query.shape[1]
+        local = (_Part.apply(x, self.ring) for x in (query, key, value))  # type: ignore[no-untyped-call]
+        out = self.attention(*local, is_causal=is_causal, seq_len=seq_len)
+        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class RingDilatedAttentionV2Collective(RingDilatedAttentionV2):
+    """The same; nothing is gathered here but the output."""
+
+
+class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
+    """The same; every class here uses the fastest kernel there is."""
+
+
+class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
+    """The same."""
+
+
+class RingDilatedAttentionV2FSDP(RingDilatedAttentionV2):
+    """The same by the FSDP adapter."""
+
+    adapter = "fsdp"
+
+
+class RingDilatedAttentionV2DeepSpeed(RingDilatedAttentionV2):
+    """The same by the DeepSpeed adapter."""
+
+    adapter = "deepspeed"
+
+
+class RingDilatedAttentionV2FairScale(RingDilatedAttentionV2):
+    """The same by the FairScale adapter."""
+
+    adapter = "fairscale"
+
+
+class RingDilatedAttentionProduction(RingDilatedAttentionV2):
+    """The same.
+
+    Args:
+        config: a mapping, or an object with attributes: segment_lengths, dilation_rates, and what
+            :class:`RingDilatedAttentionV2` takes besides; anything else in it has no effect.
+    """
+
+    def __init__(self, config: Any) -> None:
+        known = ("segment_lengths", "dilation_rates", "dropout", "ring_size", "ring", "use_flash_attention")
+        if isinstance(config, Mapping):
+            values = {name: config[name] for name in known if name in config}
+        else:
+            values = {name: getattr(config, name) for name in known if hasattr(config, name)}
+        missing = [name for name in known[:2] if name not in values]
+        if missing:
+            raise ValueError(f"config = {config!r}: without {' and '.join(missing)}, which make the pattern; add them.")
+        super().__init__(**values)
+
+
+def create_dilated_attention(
+    attention_type: str = "auto",
+    segment_lengths: Sequence[int] = (),
+    dilation_rates: Sequence[int] = (),
+    **options: Any,
+) -> RingDilatedAttentionV2:
+    """An attention by its earlier type.
+
+    Args:
+        attention_type: ``"auto"`` and all types with ``ring`` in their names are a ring over the world; the others,
+            such as ``"standard"`` and ``"improved"``, stay on this device.
+        segment_lengths, dilation_rates: w and r of each branch.
+        options: of :class:`RingDilatedAttentionV2`.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+    """
+    if not isinstance(attention_type, str):
+        raise TypeError(f"attention_type = {attention_type!r}: expected a str, such as 'auto', 'ring' or 'standard'.")
+    if attention_type != "auto" and "ring" not in attention_type and "ring" not in options:
+        options["ring"] = Ring()
+    return RingDilatedAttentionV2(segment_lengths, dilation_rates, **options)
+
+
+def create_ring_dilated_attention_v2_collective(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
+) -> RingDilatedAttentionV2Collective:
+    """The class of that name."""
+    return RingDilatedAttentionV2Collective(segment_lengths, dilation_rates, **options)
+
+
+def create_production_ring_attention(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
+) -> RingDilatedAttentionProduction:
+    """The class of that name."""
+    return RingDilatedAttentionProduction(
+        {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, **options}
+    )
+
+
+def create_multihead_dilated_attention(
+    attention_type: str = "auto",
+    embed_dim: int = 0,
+    num_heads: int = 0,
+    segment_lengths: Sequence[int] = (),
+    dilation_rates: Sequence[int] = (),
+    *,
+    bias: bool = True,
+    layer_norm: bool = True,
+    **options: Any,
+) -> nn.Module:
+    """Self-attention on whole hidden states [batch, seq, embed_dim], by its earlier type.
+
+    Args:
+        attention_type, segment_lengths, dilation_rates, options: as of :func:`create_dilated_attention`.
+        embed_dim, num_heads: width of the hidden states, and heads; num_heads divides it.
+        bias, layer_norm: biases in the projections, and a LayerNorm before the last of them.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+    """
+    attention = create_dilated_attention(attention_type, segment_lengths, dilation_rates, **options)
+    layer = RingDilatedMultiheadAttention(
+        embed_dim, num_heads, attention.attention, sub_layer_norm=layer_norm, bias=bias
+    )
+    return _WholeSelfAttention(layer, attention.ring)
+
+
+class _WholeSelfAttention(nn.Module):
+    def __init__(self, layer: RingDilatedMultiheadAttention, ring: Ring) -> None:
+        super().__init__()
+        self.layer, self.ring = layer, ring
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None, is_causal: bool = False
+    ) -> Tensor:
+        for name, tensor in (("key", key), ("value", value)):
+            if tensor is not None and tensor is not query:
+                raise ValueError(
+                    f"{name} is another tensor than query: only self-attention is dilated; leave key and value out."
+                )
+        seq_len = query.shape[1]
+        local = _Part.apply(query, self.ring)  # type: ignore[no-untyped-call]
+        parameters = {
+            name: _Shared.apply(parameter, self.ring)  # type: ignore[no-untyped-call]
+            for name, parameter in self.layer.named_parameters()
+        }
+        out = functional_call(self.layer, parameters, (local,), {"is_causal": is_causal, "seq_len": seq_len})
+        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
+        return whole
+
+
+class _Scaled(nn.Module):
+    """An attention whose output is divided by the number of branches."""
+
+    def __init__(self, attention: RingDilatedAttention) -> None:
+        super().__init__()
+        self.attention, self.ring = attention, attention.ring
+
+    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+        out: Tensor = self.attention(*tensors, **options)
+        return out / self.attention.pattern.num_branches
+
+
+# Between whole tensors that are the same on every rank, and each rank's part. What follows is computed by every rank
+# alike, so the gradient of the whole is nobody's share of a sum, as it is in ring.shard and ring.unshard.
+
+
+class _Part(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ring: Ring) -> Tensor:
+        ctx.ring, ctx.seq_len = ring, whole.shape[1]
+        part = ring.shard(whole)
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.ring.unshard(grad, seq_len=ctx.seq_len), None
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ring: Ring, seq_len: int) -> Tensor:
+        ctx.ring = ring
+        whole = ring.unshard(part, seq_len=seq_len)
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ring.shard(grad), None, None
+
+
+class _Shared(torch.autograd.Function):
+    """A parameter that every rank uses for its part: its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, ring: Ring) -> Tensor:
+        ctx.ring = ring
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if ctx.ring.size > 1:
+            grad = grad.contiguous()
+            dist.all_reduce(grad, group=ctx.ring.group)
+        return grad, None
+
+
+def _ring(adapter: str, ring_size: int | None) -> Ring:
+    """One ring for all modules of an adapter and size; earlier classes made no connections of their own."""
+
+    def world() -> object:
+        return dist.group.WORLD if dist.is_initialized() else None
+
+    ring = _rings.get((adapter, ring_size, world()))
+    if ring is None:
+        ring = load_adapter(adapter).initialize(ring_size)
+        _rings[adapter, ring_size, world()] = ring  # which initialize() may have started
+    return ring
+
+
+def _check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
+    unknown = sorted(set(arguments) - _NO_EFFECT)
+    if unknown:
+        raise TypeError(f"{name} has no argument {', '.join(unknown)}; its arguments are those of the earlier classes.")
+
+
+def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None:
+    if name in _warned:
+        return
+    _warned.add(name)
+    without = f" Without effect: {', '.join(sorted(ignored))}." if ignored else ""
+    warnings.warn(
+        f"{name} is an earlier name, called with whole tensors; use {new_spelling}.{without}",
+        FutureWarning,
+        stacklevel=4,
+    )

@@ -1,0 +1,157 @@
+"""Earlier names: calls with whole tensors give what the definition says, with the gradients of a replicated loss."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_backends import compat
+from ring_backends.reference import reference_attention
+from ring_backends.testing.world import World
+
+SEGMENT_LENGTHS, DILATION_RATES = (5, 13, 40), (1, 2, 3)
+N, HEADS, HEAD_DIM = 37, 7, 8
+CLASSES = ("RingDilatedAttentionV2", "RingDilatedAttentionV2Collective", "RingDilatedAttentionV2Flash",
+           "RingDilatedAttentionV2Robust")  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def warns_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_warned", set())
+
+
+def tensors(requires_grad: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, N, HEADS, HEAD_DIM)
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_(requires_grad and index < 3)
+        for index in range(4)
+    ]
+
+
+def expected(is_causal: bool) -> list[Tensor]:
+    """Out and gradients of the base class, from the dense reference."""
+    query, key, value, grad_out = tensors()
+    out = reference_attention(
+        query, key, value, SEGMENT_LENGTHS, DILATION_RATES, is_causal=is_causal, head_mode="grouped", offset="branch"
+    )
+    out = (out[0] if isinstance(out, tuple) else out) / len(SEGMENT_LENGTHS)
+    return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
+
+
+def called(name: str, is_causal: bool, **options: Any) -> list[Tensor]:
+    query, key, value, grad_out = tensors()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        attention = getattr(compat, name)(SEGMENT_LENGTHS, DILATION_RATES, **options)
+    out = attention(query, key, value, is_causal)
+    return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
+
+
+def check(got: list[Tensor], wanted: list[Tensor]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(
+    "name", [*CLASSES, "create_ring_dilated_attention_v2_collective", "create_production_ring_attention"]
+)
+def test_alone(name: str, is_causal: bool) -> None:
+    check(called(name, is_causal), expected(is_causal))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_whole_tensors_on_every_rank(pair: World, is_causal: bool) -> None:
+    for got in pair.run(called, "RingDilatedAttentionV2Robust", is_causal, min_seq_length_for_ring=8192):
+        check(got, expected(is_causal))
+
+
+def two_calls(name: str) -> int:
+    before = len(compat._rings)
+    called(name, False)
+    called(name, False)
+    return len(compat._rings) - before
+
+
+def test_modules_share_a_ring(pair: World) -> None:
+    assert max(pair.run(two_calls, "RingDilatedAttentionV2")) <= 1
+
+
+def test_each_name_warns_once_with_the_new_spelling() -> None:
+    with pytest.warns(
+        FutureWarning, match=r"native\.RingDilatedAttention\(.*Without effect: dtype, enable_memory_pool"
+    ):
+        compat.RingDilatedAttentionV2([4], [1], enable_memory_pool=True, dtype=torch.float16)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compat.RingDilatedAttentionV2([4], [1])
+    with pytest.warns(FutureWarning, match="RingDilatedAttentionV2Flash"):
+        compat.RingDilatedAttentionV2Flash([4], [1], flash_chunk_size=2048)
+
+
+@dataclass
+class Config:
+    segment_lengths: tuple[int, ...] = SEGMENT_LENGTHS
+    dilation_rates: tuple[int, ...] = DILATION_RATES
+    dropout: float = 0.0
+    enable_profiling: bool = True
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_configuration_as_an_object() -> None:
+    attention = compat.RingDilatedAttentionProduction(Config())
+    query, key, value, _ = tensors(requires_grad=False)
+    check([attention(query, key, value)], expected(False)[:1])
+    with pytest.raises(ValueError, match="without dilation_rates"):
+        compat.RingDilatedAttentionProduction({"segment_lengths": [4]})
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_what_it_does_not_take() -> None:
+    with pytest.raises(TypeError, match="RingDilatedAttentionV2 has no argument enable_magic"):
+        compat.RingDilatedAttentionV2([4], [1], enable_magic=True)
+    with pytest.raises(ValueError, match=r"dropout_p = 0\.1"):
+        compat.RingDilatedAttentionV2([4], [1], dropout=0.1)
+    with pytest.raises(TypeError, match="attention_type = 3"):
+        compat.create_dilated_attention(3)  # type: ignore[arg-type]
+
+
+def kinds(kind: str) -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return compat.create_dilated_attention(kind, [4], [1]).ring.size
+
+
+def test_types(pair: World) -> None:
+    for kind, size in (("auto", 2), ("ring", 2), ("block_sparse_ring", 2), ("standard", 1), ("improved", 1)):
+        assert pair.run(kinds, kind) == [size, size]
+
+
+def layer(kind: str) -> tuple[list[Tensor], int]:
+    """Out, the gradients of the hidden states and of all parameters, and how many ranks the ring has."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = compat.create_multihead_dilated_attention(kind, 56, HEADS, SEGMENT_LENGTHS, DILATION_RATES).double()
+    hidden = torch.randn(2, N, 56, dtype=torch.float64, requires_grad=True)
+    out = module(hidden, hidden, hidden, is_causal=True)
+    grads = torch.autograd.grad(out, [hidden, *module.parameters()], torch.randn(out.shape, dtype=out.dtype))
+    return [out.detach(), *grads], module.ring.size
+
+
+def test_layers(pair: World) -> None:
+    wanted, _ = layer("standard")
+    for got, size in pair.run(layer, "ring"):
+        assert size == 2
+        check(got, wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        module = compat.create_multihead_dilated_attention("standard", 8, 2, [4], [1])
+    with pytest.raises(ValueError, match="key is another tensor than query"):
+        module(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))
