@@ -1,0 +1,196 @@
+"""Hugging Face models on a ring: what they give on one rank, and, for a plain pattern, by their own attention."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import transformers
+
+from ring_backends import Ring
+from ring_backends.adapters import native
+from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
+from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.world import World
+
+N, VOCABULARY = 45, 23
+DILATED = ((9, 45), (1, 2))
+PLAIN = ((64,), (1,))
+KINDS = ("llama", "bert")
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
+
+def make_model(kind: str, attn_implementation: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "llama":
+        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    else:
+        config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=attn_implementation)
+    return model.double()
+
+
+def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
+    """Of the whole sequence, and the gradient of the logits."""
+    generator = torch.Generator().manual_seed(1)
+    inputs = {"input_ids": torch.randint(1, VOCABULARY, (2, N), generator=generator)}
+    grad = torch.randn(2, N, VOCABULARY, generator=generator, dtype=torch.float64)
+    if padded:
+        inputs["attention_mask"] = torch.ones(2, N, dtype=torch.int64)
+        inputs["attention_mask"][1, 31:] = 0
+        grad[1, 31:] = 0
+    return inputs, grad
+
+
+def run(kind: str, ring: Ring, pattern: Any, padded: bool) -> tuple[Tensor, list[Tensor]]:
+    """This rank's logits, and its share of every parameter's gradient."""
+    register(native.RingDilatedAttention(*pattern, ring=ring))
+    model = make_model(kind, "ring_dilated")
+    inputs, grad = make_inputs(padded)
+    logits = model(**shard_inputs(ring, **inputs)).logits
+    return ring.unshard(logits.detach(), seq_len=N), gradients(model, logits, ring.shard(grad))
+
+
+def gradients(model: Any, logits: Tensor, grad: Tensor) -> list[Tensor]:
+    got = torch.autograd.grad(logits, list(model.parameters()), grad, allow_unused=True)
+    return [torch.zeros(()) if one is None else one for one in got]
+
+
+def run_here(kind: str, layout: Any, pattern: Any, padded: bool) -> tuple[Tensor, list[Tensor]]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return run(kind, ring.with_layout(layout), pattern, padded)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_what_one_gives(pair: World, kind: str, layout: str, padded: bool) -> None:
+    wanted_logits, wanted = run(kind, Ring(), DILATED, padded)
+    by_rank = pair.run(run_here, kind, layout, DILATED, padded)
+    for logits, _ in by_rank:
+        torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-10)
+    for of_rank_0, of_rank_1, right in zip(by_rank[0][1], by_rank[1][1], wanted, strict=True):
+        torch.testing.assert_close(of_rank_0 + of_rank_1, right, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_plain_pattern_gives_plain_attention(kind: str, padded: bool) -> None:
+    got_logits, got = run(kind, Ring(), PLAIN, padded)
+    model = make_model(kind, "sdpa")
+    inputs, grad = make_inputs(padded)
+    logits = model(**inputs).logits
+    seen = inputs.get("attention_mask", torch.ones(2, N)).bool()
+    torch.testing.assert_close(got_logits[seen], logits.detach()[seen], rtol=0, atol=1e-10)
+    for one, right in zip(got, gradients(model, logits, grad), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+
+
+def losses_here(next_token: bool) -> tuple[float, int]:
+    """The sum of the losses of this rank's labels, and how many there are."""
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return losses(ring, next_token)
+
+
+def losses(ring: Ring, next_token: bool) -> tuple[float, int]:
+    register(native.RingDilatedAttention(*DILATED, ring=ring))
+    model = make_model("llama" if next_token else "bert", "ring_dilated")
+    inputs, _ = make_inputs(padded=False)
+    labels = inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
+    local = shard_inputs(ring, **inputs, labels=labels, next_token_labels=next_token)
+    count = int((local["labels"] != IGNORED).sum())
+    return model(**local).loss.item() * count, count
+
+
+@pytest.mark.parametrize("next_token", [True, False], ids=["causal", "masked"])
+def test_the_loss_of_all_labels(pair: World, next_token: bool) -> None:
+    """No label is lost, or counted twice, where a shard ends."""
+    inputs, _ = make_inputs(padded=False)
+    labels = inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
+    wanted_count = int((labels[:, 1:] if next_token else labels).ne(IGNORED).sum())
+    alone, count = losses(Ring(), next_token)
+    assert count == wanted_count
+    by_rank = pair.run(losses_here, next_token)
+    assert sum(number for _, number in by_rank) == wanted_count
+    assert sum(loss for loss, _ in by_rank) == pytest.approx(alone, rel=1e-6)  # transformers computes them in fp32
+
+
+def call(model: Any, **changes: Any) -> None:
+    inputs, _ = make_inputs(padded=False)
+    model(**{**shard_inputs(Ring(), **inputs), **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"sliding_window": 16}, "sliding_window is given: a window is not a dilated pattern"),
+        ({"softcap": 30.0}, "softcap is given"),
+        ({"output_attentions": True}, "output_attentions = True"),
+        ({"attention_mask": torch.zeros(2, 1, N, N)}, r"attention_mask is \[2, 1, 45, 45\]"),
+        ({"position_ids": torch.arange(N).flip(0)[None], "attention_mask": torch.ones(2, N)}, "position_ids = "),
+        ({"position_ids": torch.arange(N)[None] % 20}, "packed sequences"),
+        ({"use_cache": True, "past_key_values": "full"}, "key/value caches"),
+    ],
+    ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
+)
+def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
+    register(native.RingDilatedAttention(*DILATED))
+    model = make_model("llama", "ring_dilated")
+    if changes.get("past_key_values") == "full":
+        cache = transformers.DynamicCache(config=model.config)
+        call(model, use_cache=True, past_key_values=cache)
+        changes = {**changes, "past_key_values": cache}
+    with pytest.raises(ValueError, match=told):
+        call(model, **changes)
+
+
+def test_generation_and_dropout_are_refused_by_name() -> None:
+    register(native.RingDilatedAttention(*DILATED))
+    model = make_model("llama", "ring_dilated")
+    inputs, _ = make_inputs(padded=False)
+    with pytest.raises(ValueError, match="key/value caches"):
+        model.generate(**inputs, max_new_tokens=3, do_sample=False, use_cache=True)
+    model.config.attention_dropout = 0.1
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    call(model.eval())
+    with pytest.raises(ValueError, match=r"dropout = 0\.1"):
+        call(model.train())
+
+
+def test_the_score_scale_is_that_of_the_model() -> None:
+    register(native.RingDilatedAttention(*DILATED, scale=0.5))
+    with pytest.raises(ValueError, match=r"the attention has scale = 0\.5; make it with scale="):
+        call(make_model("llama", "ring_dilated"))
+
+
+def test_arguments() -> None:
+    with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
+        register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="name = 3"):
+        register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="token_type_ids has 3 positions and input_ids 4"):
+        shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
+
+
+def test_another_name() -> None:
+    register(native.RingDilatedAttention(*PLAIN), "plain_ring")
+    call(make_model("llama", "plain_ring"))
