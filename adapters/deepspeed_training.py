@@ -66,6 +66,11 @@ def engine_settings(
     if not isinstance(config, (Mapping, type(None))):
         raise TypeError(f"config = {config!r}: expected a dict, as deepspeed.initialize takes; read the file first.")
     settings = copy.deepcopy(dict(config or {}))
+    if (settings.get("checkpoint") or {}).get("load_universal"):
+        raise ValueError(
+            "config has checkpoint.load_universal = True: DeepSpeed unpickles whatever such a checkpoint holds; leave "
+            "it out, and load what save() wrote."
+        )
     zero = settings.setdefault("zero_optimization", {})
     stage = zero.get("stage", 0) if zero_stage is None else zero_stage
     if not isinstance(stage, int) or isinstance(stage, bool) or stage not in range(4):

@@ -108,6 +108,7 @@ class ShardedTraining(FairScaleTraining):
     rank has no parameters, which for bf16 ends the process; it refuses fp64.
     """
 
+    _loads_alone = True
     optimizer: OSS
 
     @property

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
 _PLAIN = {
@@ -30,6 +30,7 @@ _PLAIN = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 says that paths are
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
@@ -47,12 +48,16 @@ class CheckpointReader(FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         try:
             with Path(self.path, ".metadata").open("rb") as file:
-                _MetadataUnpickler(file).load()
+                metadata = _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
                 f"path = {str(self.path)!r}: .metadata is not that of a checkpoint, or was cut off: {error}."
             ) from error
-        return super().read_metadata(*args, **kwargs)
+        if not isinstance(metadata, Metadata):
+            raise ValueError(f"path = {str(self.path)!r}: .metadata is not that of a checkpoint.")
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 class CheckpointPlanner(DefaultLoadPlanner):

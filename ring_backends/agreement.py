@@ -97,10 +97,10 @@ class Agreement:
     timeout: timedelta
     abort: Callable[[], None]
     _agreed: set[bytes] = field(default_factory=set)
-    _num_checks: int = 0
     _num_calls: int = 0
     _num_modules: int = 0
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
+    _published: deque[str] = field(default_factory=deque)
     _failure: str | None = None
 
     def begin(self, configuration: Configuration, *, direction: str = "forward") -> Call:
@@ -127,28 +127,34 @@ class Agreement:
 
     def refuse(self, error: Exception) -> None:
         """Tell ranks that come to a check that this one refused its arguments, so that they need not wait for it."""
-        refusal = {REFUSED: f"refused its arguments with {type(error).__name__}: {error}"}
-        self.store.set(f"{self._next_check()}/{self.rank}", json.dumps(refusal))
-
-    def _next_check(self) -> str:
-        self._num_checks += 1
-        return f"check/{self._num_checks}"
+        refusal = json.dumps({REFUSED: f"refused its arguments with {type(error).__name__}: {error}"})
+        key = f"check/{self._num_calls}/{self.rank}"
+        self._num_calls += 1  # it was one, and the next call is the others' next call too
+        _within(_PATIENCE, lambda: self.store.set(key, refusal), otherwise=None)
+        self._published.append(key)
 
     def _check(self, call: Call) -> None:
-        check = self._next_check()
-        keys = [f"{check}/{rank}" for rank in range(self.size)]
-        self.store.set(keys[self.rank], call.configuration.text)
-        try:
+        keys = [f"check/{call.number}/{rank}" for rank in range(self.size)]
+        self._published.append(keys[self.rank])
+
+        def compare() -> dict[int, dict[str, Any]]:
+            self.store.set(keys[self.rank], call.configuration.text)
             self.store.wait(keys, call.time_left())
-        except dist.DistError as error:
+            published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+            # All ranks are here, so none still reads a check before; a run of many lengths would fill the store.
+            while len(self._published) > 1:
+                self.store.delete_key(self._published.popleft())
+            return published
+
+        nobody: dict[int, dict[str, Any]] = {}
+        published = _within(call.time_left().total_seconds() + _PATIENCE, compare, otherwise=nobody)
+        if not published:
             everybody = [*range(self.size)]
             absent = _within(
                 _PATIENCE, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
             )
-            self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", error)
-        published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
-        # All ranks are here, so none still reads the check before; a run of many lengths would fill the store.
-        self.store.delete_key(f"check/{self._num_checks - 1}/{self.rank}")
+            cause = TimeoutError("they have not all come")
+            self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")

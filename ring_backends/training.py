@@ -8,12 +8,13 @@ times whatever the framework's reducer divides by. That divisor is measured once
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from ring_backends.ring import Ring
 
-_UNFINISHED, _REPLACED = ".unfinished", ".replaced"
+_UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
 """What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -41,6 +42,7 @@ class TrainingState(ABC):
     optimizer: torch.optim.Optimizer
     divisor: float
     step_count: int
+    _loads_alone: ClassVar[bool] = False  # no rank waits for another while it reads a checkpoint
 
     def __init__(self, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
         if max_grad_norm is not None and not max_grad_norm > 0:
@@ -144,16 +146,34 @@ class TrainingState(ABC):
                 f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
                 "next one; call step() first, since load() undoes it."
             )
-        restore_folder(path)
+        place = find_checkpoint(path) or path
+        failed = True
         try:
-            self._load(path)
-        except (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError):
-            raise
+            self._load(place)
+            failed = False
         except Exception as error:  # there are many, by framework and by what is wrong
+            if _is_no_fault_of_a_file(error):
+                raise
             raise ValueError(
                 f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that its "
                 f"save() wrote. {type(error).__name__}: {error}"
             ) from error
+        finally:
+            if self._loads_alone and dist.is_initialized():
+                self._compare_loads(path, failed)
+
+    def _compare_loads(self, path: str | os.PathLike[str], failed: bool) -> None:
+        """Where every rank reads for itself: all go on from the same step, or none does."""
+        mine = torch.tensor([-1 if failed else self.step_count], device=_world_device())
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        steps = [int(step) for step in everyone]
+        if not failed and len(set(steps)) > 1:
+            told = ", ".join(f"rank {rank}: {'none' if step < 0 else step}" for rank, step in enumerate(steps))
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: the ranks read different steps from it ({told}); give a path that is the "
+                "same checkpoint on every host."
+            )
 
     @abstractmethod
     def _load(self, path: str | os.PathLike[str]) -> None:
@@ -170,6 +190,8 @@ class ReplicatedTraining(TrainingState):
     Args:
         wrap: makes a module reduce its gradients over the world, as DistributedDataParallel does.
     """
+
+    _loads_alone = True
 
     def __init__(
         self,
@@ -262,9 +284,16 @@ def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     replace_file(path, lambda file: torch.save(state, file))
 
 
+def _is_no_fault_of_a_file(error: Exception) -> bool:
+    """Whether reading failed for another reason than what was read; torch says EINVAL of a file that was cut off."""
+    if isinstance(error, OSError):
+        return error.errno != errno.EINVAL
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
+
+
 def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
     """Let ``write`` fill a file, which is at ``path`` once it is whole and on the disk."""
-    path = Path(path)
+    path = Path(path).resolve()  # of a link, where it leads to
     unfinished = path.with_name(path.name + _UNFINISHED)
     with unfinished.open("wb") as file:
         write(file)
@@ -277,22 +306,27 @@ def replace_folder(path: str | os.PathLike[str], write: Callable[[Path], object]
     """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
 
     A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
-    beside, for :func:`restore_folder`.
+    beside, for :func:`find_checkpoint`.
     """
-    path = Path(path)
-    unfinished, replaced = (path.with_name(path.name + ending) for ending in (_UNFINISHED, _REPLACED))
+    path = Path(path).resolve()
+    unfinished, replaced, discarded = (
+        path.with_name(path.name + ending) for ending in (_UNFINISHED, _REPLACED, _DISCARDED)
+    )
 
     def clear() -> None:
-        for leftover in (unfinished, replaced):
+        if replaced.exists():
+            os.replace(replaced, discarded if path.exists() else path)
+        for leftover in (unfinished, discarded):
             _remove(leftover)
 
     def replace() -> None:
         if path.exists():
             os.replace(path, replaced)
         os.replace(unfinished, path)
-        _remove(replaced)
+        if replaced.exists():
+            os.replace(replaced, discarded)  # what has the other name is whole
+        _remove(discarded)
 
-    restore_folder(path)
     by_first_rank(clear)
     write(unfinished)
     if dist.is_initialized():
@@ -300,20 +334,19 @@ def replace_folder(path: str | os.PathLike[str], write: Callable[[Path], object]
     by_first_rank(replace)
 
 
-def restore_folder(path: str | os.PathLike[str]) -> None:
-    """Put back what :func:`replace_folder` had moved aside when it was killed, if it was."""
-    path = Path(path)
-    replaced = path.with_name(path.name + _REPLACED)
-
-    def restore() -> None:
-        if replaced.exists() and not path.exists():
-            os.replace(replaced, path)
-
-    by_first_rank(restore)
+def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
+    """Where rank 0 sees the checkpoint of this name: at ``path``, beside it if a save was killed, or nowhere."""
+    path = Path(path).resolve()
+    places = [path, path.with_name(path.name + _REPLACED)]
+    found = next((index for index, place in enumerate(places) if place.exists()), len(places))
+    of_first = torch.tensor([found], device=_world_device())
+    if dist.is_initialized():
+        dist.broadcast(of_first, src=0)
+    return [*places, None][int(of_first)]
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

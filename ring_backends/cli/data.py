@@ -6,6 +6,7 @@ window it is about to train on. A tail of the document is held back for the eval
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import sysconfig
@@ -73,6 +74,11 @@ class Document:
 
     def evaluation_window(self) -> bytes:
         return self._read(self.num_bytes - self.seq_len - 1, self.num_bytes)
+
+    def fingerprint(self) -> int:
+        """48 bits that differ between documents of other sizes, or another beginning or end. Reads two windows."""
+        digest = hashlib.sha256(repr(self._starts).encode() + self.window(0) + self.evaluation_window())
+        return int.from_bytes(digest.digest()[:6], "big")
 
     def _read(self, start: int, stop: int) -> bytes:
         parts = []

@@ -31,7 +31,7 @@ from ring_backends.cli.model import LongNetLM
 from ring_backends.cli.train import TrainOptions
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
-from ring_backends.training import replace_file, restore_folder
+from ring_backends.training import find_checkpoint, replace_file
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
@@ -104,6 +104,7 @@ class Trainer:
         """The whole run: resume, steps, checkpoints, evaluation, the last line and the JSON file."""
         options = self.options
         self._say_what_runs()
+        self._check_text()
         self._resume()
         self.ring.traffic.reset()
         steps: list[dict[str, Any]] = []
@@ -140,6 +141,14 @@ class Trainer:
         if options.json is not None and self.is_first:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
         self._say_what_was_reached(result)
+
+    def _check_text(self) -> None:
+        fingerprints = [int(fingerprint) for (fingerprint,) in self._gather(self.document.fingerprint())]
+        if len(set(fingerprints)) > 1:
+            different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
+            raise ValueError(
+                f"text: ranks {different} read another document than rank 0; give --text, the same files on every host."
+            )
 
     @property
     def _tokens_per_step(self) -> int:
@@ -200,9 +209,12 @@ class Trainer:
     def _save(self) -> None:
         path = self.options.save
         assert path is not None
-        # A first checkpoint is never without its options, wherever the run is killed.
+        # Wherever the run is killed: a first checkpoint is never without its options, and that of another run never
+        # takes this one's place beside the other's options.
         if self.is_first and not path.exists():
             self._write_options(path)
+        elif self.is_first and not self.options.resume:
+            _options_path(path).unlink(missing_ok=True)
         self.state.save(path)
         if self.is_first:
             self._write_options(path)
@@ -219,8 +231,7 @@ class Trainer:
             if path.exists():
                 self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")
             return
-        restore_folder(path)
-        if not path.exists():
+        if find_checkpoint(path) is None:
             self.console.print(f"{path} is not there yet: training starts at step 1.")
             return
         if not _options_path(path).exists():
@@ -240,7 +251,11 @@ class Trainer:
 
     def _plain_options(self) -> dict[str, Any]:
         """The options as JSON writes and reads them back, and how many sequences a step trains on at once."""
-        values = {**dataclasses.asdict(self.options), "data_size": self.ring.data_size}
+        values = {
+            **dataclasses.asdict(self.options),
+            "data_size": self.ring.data_size,
+            "text_fingerprint": self.document.fingerprint(),
+        }
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
         return plain
 

@@ -214,6 +214,7 @@ class HostTests(AdapterSuite):
 
     @requires("training")
     @_on_hosts()
+    @pytest.mark.timeout(600)
     def test_training_under_torchrun(self, hosts: Hosts, num_hosts: int, tmp_path: Path) -> None:
         name = next(name for name, module in adapter_modules().items() if module == self.adapter)
         train = ["train", "--backend", name, "--seq-len", "512", "--steps", "3", "--json", "losses.json"]

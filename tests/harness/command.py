@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,11 @@ def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int
         assert alone.exit_code == 0, alone.output
     else:
         with started(folder, backend, num_ranks, *options) as process:
-            _, said = process.communicate(timeout=240)
-        assert process.returncode == 0, said.decode()
+            try:
+                process.communicate(timeout=120)
+            finally:
+                _kill(process)
+        assert process.returncode == 0, (folder / "errors.log").read_text()
     return {record["step"]: record["loss"] for record in result(folder)["steps"]}
 
 
@@ -43,14 +47,15 @@ def arguments(folder: Path, backend: str, *options: str) -> list[str]:
 def started(folder: Path, backend: str, num_ranks: int, *options: str) -> subprocess.Popen[bytes]:
     """``train`` in a process group of its own."""
     command = [sys.executable, "-m", "ring_backends", *arguments(folder, backend, *options)]
-    return subprocess.Popen(
-        [*command, "--nproc-per-node", str(num_ranks)],
-        cwd=folder,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    with (folder / "errors.log").open("wb") as errors:
+        return subprocess.Popen(
+            [*command, "--nproc-per-node", str(num_ranks)],
+            cwd=folder,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
 
 
 def result(folder: Path) -> dict[str, Any]:
@@ -60,24 +65,27 @@ def result(folder: Path) -> dict[str, Any]:
 
 def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
     """When part of a checkpoint is there, or up to 20 ms later."""
-    unfinished, is_there = folder / "checkpoint.unfinished", False
-    while process.poll() is None and not is_there:
+    unfinished, is_there, deadline = folder / "checkpoint.unfinished", False, time.monotonic() + 60
+    while process.poll() is None and not is_there and time.monotonic() < deadline:
         if unfinished.exists():
             os.killpg(process.pid, signal.SIGSTOP)
             is_there = unfinished.exists()
             os.killpg(process.pid, signal.SIGCONT if moment or not is_there else signal.SIGKILL)
         time.sleep(0.0005)
-    assert is_there, "the checkpoints were there faster than this test looks"
     time.sleep(0.02 * moment)
     _kill(process)
+    assert is_there, "the checkpoints were there faster than this test looks"
 
 
 def kill_at_a_step(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
     """When so large a part of the steps, but at least one, is said to be done, or up to 50 ms later."""
     assert process.stdout is not None
+    watch = threading.Timer(60, _kill, [process])
+    watch.start()
     for line in process.stdout:
         if line.startswith(b"step") and int(line.split()[1].split(b"/")[0]) >= moment * KILLED_STEPS:
             break
+    watch.cancel()
     time.sleep(0.05 * moment)
     _kill(process)
 
@@ -86,7 +94,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     """Like the end of a machine: all its processes at once, none of which can do anything more."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+    process.wait()
 
 
 class CommandTests(AdapterSuite):

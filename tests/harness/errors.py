@@ -317,12 +317,12 @@ def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ende
     return ending(other_call if odd else call), ending(call)
 
 
-def refuse_alone(adapter: str) -> Ended:
-    """One rank's arguments are refused; the others go on to a call that is new to them."""
+def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
+    """One rank's arguments are refused; the others go on to a call that is new to them. Then a call by all."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
-    return ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True))
+    return ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True)), ending(call)
 
 
 def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
@@ -419,8 +419,9 @@ class ErrorTests(AdapterSuite):
             assert "initialize()" in again.message
 
     def test_a_refusal_on_one_rank_is_told_to_the_others(self, world: World) -> None:
-        for rank, ended in enumerate(world.run(refuse_alone, self.adapter)):
+        for rank, (ended, ended_next) in enumerate(world.run(refuse_alone, self.adapter)):
             assert ended.seconds < AT_ONCE, ended
+            assert ended_next.error == "no error", ended_next
             if rank == ODD_RANK:
                 assert ended.is_a(TypeError), ended
             else:

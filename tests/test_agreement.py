@@ -1,0 +1,99 @@
+"""What a rank does when the store that ranks agree by does not answer, or only some of them call."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
+
+from ring_backends.agreement import Agreement, Configuration
+from ring_backends.errors import RingMismatchError, RingPeerError
+
+HOST = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def host() -> Iterator[tuple[subprocess.Popen[str], Any]]:
+    """A process that hosts a store, and a client of it here."""
+    with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        yield process, TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
+        process.kill()
+
+
+def agreement(store: Any, rank: int, seconds: float = 1.0) -> Agreement:
+    return Agreement(store, rank, 2, timedelta(seconds=seconds), lambda: None)
+
+
+@pytest.mark.parametrize("fault", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_store_whose_host_is_gone(host: tuple[subprocess.Popen[str], Any], fault: signal.Signals) -> None:
+    process, store = host
+    alone = agreement(store, 0)
+    process.send_signal(fault)
+    started = time.monotonic()
+    with pytest.raises(RingPeerError, match="to compare configurations"):
+        alone.begin(Configuration({"seq_len": 8}))
+    assert time.monotonic() - started < 1 + 5
+    with pytest.raises(RingPeerError, match="initialize"):
+        alone.begin(Configuration({"seq_len": 8}))
+
+
+def test_a_refusal_where_the_store_is_gone(host: tuple[subprocess.Popen[str], Any]) -> None:
+    process, store = host
+    process.send_signal(signal.SIGSTOP)
+    agreement(store, 0).refuse(ValueError("w = 0"))
+
+
+def both(first: Any, second: Any) -> list[BaseException | None]:
+    """Two ranks' parts, at the same time; what each raised."""
+    raised: list[BaseException | None] = [None, None]
+
+    def run(index: int, part: Any) -> None:
+        try:
+            part()
+        except BaseException as error:
+            raised[index] = error
+
+    threads = [threading.Thread(target=run, args=item) for item in enumerate((first, second))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return raised
+
+
+def test_after_a_refusal_the_ranks_are_in_step() -> None:
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    first, second = Configuration({"seq_len": 8}), Configuration({"seq_len": 9})
+    told = both(lambda: ranks[0].begin(first), lambda: ranks[1].refuse(ValueError("w = 0")))
+    assert isinstance(told[0], RingMismatchError)
+    assert "rank 1 refused its arguments with ValueError: w = 0" in str(told[0])
+    calls = []
+    told = both(*(lambda rank=rank: calls.append(rank.begin(second)) for rank in ranks))
+    assert told == [None, None]
+    assert calls[0].tag(0) == calls[1].tag(0)
+
+
+def test_checks_do_not_fill_the_store() -> None:
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    for seq_len in range(1, 30):
+        configuration = Configuration({"seq_len": seq_len})
+        assert both(*(partial(rank.begin, configuration) for rank in ranks)) == [None, None]
+    assert store.num_keys() <= 4
