@@ -51,24 +51,25 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
     # The reading end goes to every rank, the writing end stays here: when this process dies in whatever way,
     # the ranks read end-of-file and leave.
     parent_alive, _held = context.Pipe(duplex=False)
-    try:
-        with _ranks_ignore_interrupts(), _environment(_shared_environment(num_ranks)):
-            for rank in range(num_ranks):
-                report, report_writer = context.Pipe(duplex=False)
-                with _environment({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
-                    process = context.Process(
-                        target=_run_rank,
-                        args=(target, args, report_writer, parent_alive),
-                        name=f"rank {rank}",
-                    )
-                    process.start()
-                report_writer.close()
-                processes.append(process)
-                reports.append(report)
-        return _collect(processes, reports)
-    finally:
-        _stop(processes)
-        _held.close()
+    with _reserved_port() as port:
+        try:
+            with _ranks_ignore_interrupts(), _environment(_shared_environment(num_ranks, port)):
+                for rank in range(num_ranks):
+                    report, report_writer = context.Pipe(duplex=False)
+                    with _environment({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                        process = context.Process(
+                            target=_run_rank,
+                            args=(target, args, report_writer, parent_alive),
+                            name=f"rank {rank}",
+                        )
+                        process.start()
+                    report_writer.close()
+                    processes.append(process)
+                    reports.append(report)
+            return _collect(processes, reports)
+        finally:
+            _stop(processes)
+            _held.close()
 
 
 def _run_rank(
@@ -157,10 +158,20 @@ def _ranks_ignore_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-def _shared_environment(num_ranks: int) -> dict[str, str]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+@contextlib.contextmanager
+def _reserved_port() -> Iterator[int]:
+    """A free port. On Linux nobody else is given it inside, whereas rank 0 can listen on it."""
+    with socket.socket() as bound:
+        if sys.platform == "linux":
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        if sys.platform != "linux":
+            bound.close()
+        yield port
+
+
+def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
     warning_filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{NUMPY_WARNING}"]
     shared = {
