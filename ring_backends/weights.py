@@ -1,0 +1,203 @@
+"""Which keys chosen queries look at: some rows of the attention matrix, over the whole sequence, around a ring.
+
+The matrix itself is never there: every rank computes the chosen queries' scores with its own keys, and the ranks add up
+what these sum to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ring_backends.agreement import Configuration
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.layout import SequenceLayout
+from ring_backends.pattern import DilatedPattern
+from ring_backends.softmax import statistics_dtype
+
+__all__ = ["attention_weights", "draw_pattern", "draw_weights"]
+
+
+@torch.no_grad()
+def attention_weights(
+    attention: RingDilatedAttention,
+    query: Tensor,
+    key: Tensor,
+    positions: Sequence[int],
+    *,
+    is_causal: bool = False,
+    seq_len: int | None = None,
+    key_padding_mask: Tensor | None = None,
+) -> Tensor:
+    """The attention weights of the queries at some positions, as ``attention`` would use them. Without gradients.
+
+    Every rank of the ring makes the same call, each with its own rows of query and key.
+
+    Args:
+        attention: any adapter's.
+        query: [batch, local seq, heads, head_dim].
+        key: [batch, local seq, key/value heads, head_dim].
+        positions: global positions of the chosen queries, the same on every rank.
+        is_causal, seq_len, key_padding_mask: as in the call of ``attention``.
+
+    Returns:
+        [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): what each of this
+        rank's keys contributes, of 1 over all ranks; a key that several branches show has that many shares. Rows of
+        queries that see no key are 0; with ``padding="zeros"`` the rest of 1 went to the padding.
+        ``ring.unshard(weights, dim=3, seq_len=…)`` is the whole.
+
+    Raises:
+        ValueError, TypeError: an argument breaks its rule.
+        RingMismatchError: the ranks' calls differ.
+        RingPeerError: a rank died, stalled or left.
+    """
+    ring = attention.ring
+    ring.check_connected()
+    request = attention._request(query, key, key, key_padding_mask, is_causal, seq_len)
+    layout = request.schedule.layout
+    chosen = _check_positions(positions, layout.seq_len)
+    if ring.agreement is not None:
+        agreed = request.configuration(attention.module_number, needs_gradients=False).fields
+        ring.agreement.begin(Configuration({**agreed, "positions": chosen.tolist()}), direction="attention_weights")
+
+    dtype = statistics_dtype(query.dtype)
+    here = layout.positions(ring.rank)
+    rows = _chosen_rows(query.to(dtype), here, chosen, attention)
+    scores = torch.einsum("bmkgd,bnkd->bkgmn", rows.unflatten(2, (key.shape[2], -1)), key.to(dtype)).flatten(1, 2)
+    scores = scores * request.walk.scale
+    scores += _counts(attention.pattern, query.shape[2], chosen, here, layout, is_causal).to(scores).log()
+    if key_padding_mask is not None:
+        scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+    sums = [scores.logsumexp(3)]
+    if ring.size > 1:
+        sums = [*ring.all_gather(sums[0])]
+    phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores)
+    lse = torch.stack([*sums, phantoms.log().expand_as(sums[0])]).logsumexp(0).unsqueeze(3)
+    return torch.where(lse.isinf(), 0.0, (scores - lse).exp())
+
+
+def draw_pattern(
+    path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int, heads: Sequence[int] = (0,)
+) -> None:
+    """Draw which keys the queries of some heads see, branch after branch (needs matplotlib).
+
+    Args:
+        path: the file; its ending says which kind.
+        seq_len: tokens; some hundreds are still to be seen.
+        num_heads, heads: how many heads there are, and which of them to draw, each in a row of its own.
+
+    Raises:
+        ValueError: matplotlib is not installed or knows no such file, or the pattern does not fit.
+    """
+    from ring_backends.cli.plot import check_plot, new_figure
+
+    check_plot(path)
+    pattern.check(seq_len=seq_len, num_heads=num_heads)
+    layout, everywhere = SequenceLayout(seq_len, 1), torch.arange(seq_len)
+    figure = new_figure((2.6 * pattern.num_branches, 2.8 * len(heads)))
+    axes = figure.subplots(len(heads), pattern.num_branches, squeeze=False)
+    for row, head in zip(axes, heads, strict=True):
+        for branch, place in enumerate(row):
+            shown = _shown(pattern, branch, head, num_heads, everywhere, everywhere, layout)
+            place.imshow(shown.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
+            w, r = pattern.segment_lengths[branch], pattern.dilation_rates[branch]
+            place.set_title(f"head {head}, w = {w}, r = {r}", fontsize="small")
+            place.set_xlabel("key")
+            place.set_ylabel("query")
+    figure.savefig(path)
+
+
+def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
+    """Draw where chosen queries of one sequence look, head by head (needs matplotlib).
+
+    Args:
+        path: the file; its ending says which kind.
+        weights: [heads, len(positions), seq], one sequence of the whole :func:`attention_weights`.
+        positions: of the queries, for the titles.
+
+    Raises:
+        ValueError: matplotlib is not installed or knows no such file, or the shapes do not fit.
+    """
+    from ring_backends.cli.plot import check_plot, new_figure
+
+    check_plot(path)
+    if weights.dim() != 3 or weights.shape[1] != len(positions):
+        raise ValueError(
+            f"weights is {[*weights.shape]} with {len(positions)} positions: expected [heads, positions, seq], one "
+            "sequence of the batch."
+        )
+    figure = new_figure((9, 1 + 0.9 * len(positions)))
+    for place, position, rows in zip(
+        figure.subplots(len(positions), 1, sharex=True, squeeze=False)[:, 0], positions, weights.unbind(1), strict=True
+    ):
+        place.imshow(rows.tolist(), aspect="auto", cmap="viridis", interpolation="nearest", vmin=0)
+        place.axvline(position, color="tab:red", linewidth=0.8)
+        place.set_ylabel(f"query {position}\nhead", fontsize="small")
+    place.set_xlabel("key")
+    figure.savefig(path)
+
+
+def _check_positions(positions: Sequence[int], seq_len: int) -> Tensor:
+    for position in positions:
+        if not isinstance(position, int) or isinstance(position, bool):
+            raise TypeError(f"positions has {position!r}: expected ints; convert it with int().")
+        if not 0 <= position < seq_len:
+            raise ValueError(f"positions has {position}: the sequence has positions 0 … {seq_len - 1}.")
+    return torch.tensor([*positions], dtype=torch.int64)
+
+
+def _chosen_rows(query: Tensor, here: Tensor, chosen: Tensor, attention: RingDilatedAttention) -> Tensor:
+    """The chosen queries [batch, chosen, heads, head_dim], from the ranks that hold them."""
+    which, index = (chosen[:, None] == here).nonzero(as_tuple=True)
+    rows = query.new_zeros(query.shape[0], len(chosen), *query.shape[2:])
+    rows[:, which] = query[:, index]
+    return attention.ring.all_gather(rows).sum(0) if attention.ring.size > 1 else rows
+
+
+def _counts(
+    pattern: DilatedPattern, num_heads: int, queries: Tensor, keys: Tensor, layout: SequenceLayout, is_causal: bool
+) -> Tensor:
+    """How many branches show each key to each query: int64 [heads, queries, keys]."""
+    counts = torch.zeros(num_heads, len(queries), len(keys), dtype=torch.int64)
+    for branch in range(pattern.num_branches):
+        for head in pattern.heads(branch, num_heads):
+            counts[head] += _shown(pattern, branch, head, num_heads, queries, keys, layout)
+    return counts * (keys <= queries[:, None]) if is_causal else counts
+
+
+def _shown(
+    pattern: DilatedPattern,
+    branch: int,
+    head: int,
+    num_heads: int,
+    queries: Tensor,
+    keys: Tensor,
+    layout: SequenceLayout,
+) -> Tensor:
+    """Whether a branch shows each key to each query, causality aside: bool [queries, keys]."""
+    if head not in pattern.heads(branch, num_heads):
+        return torch.zeros(len(queries), len(keys), dtype=torch.bool)
+    length, rate = pattern.segment_length(branch, layout.seq_len), pattern.dilation_rates[branch]
+    offset = pattern.head_offset(branch, head, num_heads)
+    query_is, key_is = (x % length % rate == offset for x in (queries, keys))
+    return query_is[:, None] & key_is & (queries[:, None] // length == keys // length)
+
+
+def _phantoms(
+    pattern: DilatedPattern, num_heads: int, queries: Tensor, layout: SequenceLayout, is_causal: bool
+) -> Tensor:
+    """How many zero keys the padding shows each query: int64 [heads, queries]."""
+    counts = torch.zeros(num_heads, len(queries), dtype=torch.int64)
+    if is_causal:
+        return counts
+    for branch in range(pattern.num_branches):
+        length, rate = pattern.segment_length(branch, layout.seq_len), pattern.dilation_rates[branch]
+        in_last = queries // length == (layout.seq_len - 1) // length
+        for head in pattern.heads(branch, num_heads):
+            offset = pattern.head_offset(branch, head, num_heads)
+            covered = in_last & (queries % length % rate == offset)
+            counts[head] += pattern.phantom_keys(branch, offset, layout.seq_len) * covered
+    return counts

@@ -1,0 +1,113 @@
+"""Attention weights of chosen queries: with the values they make up the output, on one rank and around a ring."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from ring_backends import DilatedPattern, Ring, RingMismatchError
+from ring_backends.adapters import native
+from ring_backends.testing.calls import expected
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.world import World
+from ring_backends.weights import attention_weights, draw_pattern, draw_weights
+
+CASE = AttentionCase(
+    seq_len=37,
+    segment_lengths=(8, 37),
+    dilation_rates=(2, 3),
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=torch.float64,
+)
+CHOSEN = (36, 0, 17, 17)
+
+
+def weights_of(case: AttentionCase, ring: Ring, positions: Any) -> Tensor:
+    """Of this rank's keys."""
+    query, key, _, _, mask = case.tensors()
+    options = case.options()
+    call = {"is_causal": options.pop("is_causal"), "seq_len": case.seq_len}
+    attention = native.RingDilatedAttention(**options, ring=ring)
+    mask = None if mask is None else ring.shard(mask)
+    return attention_weights(attention, ring.shard(query), ring.shard(key), positions, key_padding_mask=mask, **call)
+
+
+def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
+    value, out = case.tensors()[2], expected(case, gradients=False).out
+    value = value.repeat_interleave(case.num_heads // case.num_kv_heads, 2).double()
+    got = torch.einsum("bhmn,bnhd->bmhd", weights.double(), value)
+    torch.testing.assert_close(got, out[:, [*positions]].double(), rtol=0, atol=1e-9)
+    assert (weights >= 0).all()
+    assert (weights.sum(3) <= 1 + 1e-9).all()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(attention_cases(max_n=40))
+def test_with_the_values_they_make_up_the_output(case: AttentionCase) -> None:
+    case = replace(case, dtype=torch.float64)
+    positions = tuple(range(case.seq_len))
+    check(weights_of(case, Ring(), positions), case, positions)
+
+
+def around_the_ring(case: AttentionCase, layout: Any) -> Tensor:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    return ring.unshard(weights_of(case, ring, CHOSEN), dim=3, seq_len=case.seq_len)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        CASE,
+        replace(CASE, is_causal=True, masked="random"),
+        replace(CASE, segment_lengths=(8, 40), dilation_rates=(2, 5), padding="zeros", offset="block"),
+    ],
+    ids=["all", "causal, masked", "zero padding"],
+)
+def test_around_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
+    for whole in pair.run(around_the_ring, case, layout):
+        check(whole, case, CHOSEN)
+
+
+def ask_for_others() -> Ended:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return ending(lambda: weights_of(CASE, ring, (ring.rank,)))
+
+
+def test_ranks_that_ask_for_other_positions_are_told(pair: World) -> None:
+    for ended in pair.run(ask_for_others):
+        assert ended.is_a(RingMismatchError), ended
+        assert "positions (rank 0: [0], rank 1: [1])" in ended.message
+
+
+def test_positions() -> None:
+    with pytest.raises(ValueError, match=r"positions has 37: the sequence has positions 0 … 36"):
+        weights_of(CASE, Ring(), (37,))
+    with pytest.raises(TypeError, match=r"positions has 1\.0"):
+        weights_of(CASE, Ring(), (1.0,))
+
+
+def test_pictures(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
+    draw_pattern(tmp_path / "pattern.svg", pattern, 37, 4, heads=(0, 3))
+    assert "head 3, w = 37, r = 3" in (tmp_path / "pattern.svg").read_text()
+    weights = weights_of(CASE, Ring(), CHOSEN)
+    draw_weights(tmp_path / "weights.svg", weights[0], CHOSEN)
+    assert "query 36" in (tmp_path / "weights.svg").read_text()
+    with pytest.raises(ValueError, match=r"weights is \[2, 4, 4, 37\] with 4 positions"):
+        draw_weights(tmp_path / "weights.svg", weights, CHOSEN)
