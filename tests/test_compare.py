@@ -359,7 +359,6 @@ def test_the_default_pattern_is_that_of_train(without_ranks: None) -> None:
     )
 
 
-@pytest.mark.slow
 def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     invoke("--plot", str(tmp_path / "bars.svg"))
