@@ -103,8 +103,18 @@ class Agreement:
     _published: deque[str] = field(default_factory=deque)
     _failure: str | None = None
 
-    def begin(self, configuration: Configuration, *, direction: str = "forward") -> Call:
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ring is closed, because a call of it has failed."""
+        return self._failure is not None
+
+    def begin(self, configuration: Configuration, *, direction: str = "forward", check_again: bool = False) -> Call:
         """Number a call, after making sure that all ranks mean the same by it.
+
+        Args:
+            configuration: what they have to have in common.
+            direction: which of the walks it is.
+            check_again: whether to ask the others although they have agreed on this configuration before.
 
         Raises:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
@@ -115,7 +125,7 @@ class Agreement:
         call = Call(self._num_calls, configuration, direction, time.monotonic() + self.timeout.total_seconds())
         self._num_calls += 1
         self._latest.append(call)
-        if configuration.digest not in self._agreed:
+        if check_again or configuration.digest not in self._agreed:
             self._check(call)
             self._agreed.add(configuration.digest)
         return call

@@ -328,7 +328,9 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
         return dist.group.WORLD if dist.is_initialized() else None
 
     ring = _rings.get((adapter, ring_size, world()))
-    if ring is None:
+    if ring is None or (ring.agreement is not None and ring.agreement.has_failed):
+        for key in [key for key in _rings if key[2] is not world()]:
+            del _rings[key]  # of a world that was left
         ring = load_adapter(adapter).initialize(ring_size)
         _rings[adapter, ring_size, world()] = ring  # which initialize() may have started
     return ring

@@ -6,7 +6,7 @@ what these sum to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from ring_backends.agreement import Configuration
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.layout import SequenceLayout
 from ring_backends.pattern import DilatedPattern
+from ring_backends.request import Request
 from ring_backends.softmax import statistics_dtype
 
 __all__ = ["attention_weights", "draw_pattern", "draw_weights"]
@@ -57,26 +58,45 @@ def attention_weights(
     ring = attention.ring
     ring.check_connected()
     request = attention._request(query, key, key, key_padding_mask, is_causal, seq_len)
-    layout = request.schedule.layout
-    chosen = _check_positions(positions, layout.seq_len)
-    if ring.agreement is not None:
-        agreed = request.configuration(attention.module_number, needs_gradients=False).fields
-        ring.agreement.begin(Configuration({**agreed, "positions": chosen.tolist()}), direction="attention_weights")
+    layout, inputs = request.schedule.layout, request.inputs
+    try:
+        chosen = _check_positions(positions, layout.seq_len)
+    except (TypeError, ValueError) as error:
+        if ring.agreement is not None:
+            ring.agreement.refuse(error)
+        raise
+    gather = _gathering(attention, request, chosen)
+    dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
+    with torch.autocast(query.device.type, enabled=False):
+        rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
+        grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
+        scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * request.walk.scale
+        counts = _counts(attention.pattern, query.shape[2], chosen, here, layout, is_causal).to(scores)
+        scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
+        if key_padding_mask is not None:
+            scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+        sums = gather(scores.logsumexp(3))
+        phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores).log()
+        lse = torch.cat([sums, phantoms.expand_as(sums[:1])]).logsumexp(0).unsqueeze(3)
+        return torch.where(lse == -torch.inf, 0.0, (scores - lse).exp())
 
-    dtype = statistics_dtype(query.dtype)
-    here = layout.positions(ring.rank)
-    rows = _chosen_rows(query.to(dtype), here, chosen, attention)
-    scores = torch.einsum("bmkgd,bnkd->bkgmn", rows.unflatten(2, (key.shape[2], -1)), key.to(dtype)).flatten(1, 2)
-    scores = scores * request.walk.scale
-    scores += _counts(attention.pattern, query.shape[2], chosen, here, layout, is_causal).to(scores).log()
-    if key_padding_mask is not None:
-        scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
-    sums = [scores.logsumexp(3)]
-    if ring.size > 1:
-        sums = [*ring.all_gather(sums[0])]
-    phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores)
-    lse = torch.stack([*sums, phantoms.log().expand_as(sums[0])]).logsumexp(0).unsqueeze(3)
-    return torch.where(lse.isinf(), 0.0, (scores - lse).exp())
+
+def _gathering(attention: RingDilatedAttention, request: Request, chosen: Tensor) -> Callable[[Tensor], Tensor]:
+    """A function that stacks the ranks' tensors, [ring size, …], after making sure that all ranks make this call."""
+    ring, agreement = attention.ring, attention.ring.agreement
+    if agreement is None:
+        return lambda tensor: tensor.unsqueeze(0)
+    agreed = request.configuration(attention.module_number, needs_gradients=False).fields
+    configuration = Configuration({**agreed, "positions": chosen.tolist()})
+    call = agreement.begin(configuration, direction="attention_weights", check_again=True)
+
+    def gather(tensor: Tensor) -> Tensor:
+        try:
+            return ring.all_gather(tensor)
+        except RuntimeError as error:
+            agreement.fail(call, f"rank {ring.rank} gathered attention weights", error)
+
+    return gather
 
 
 def draw_pattern(
@@ -149,12 +169,12 @@ def _check_positions(positions: Sequence[int], seq_len: int) -> Tensor:
     return torch.tensor([*positions], dtype=torch.int64)
 
 
-def _chosen_rows(query: Tensor, here: Tensor, chosen: Tensor, attention: RingDilatedAttention) -> Tensor:
-    """The chosen queries [batch, chosen, heads, head_dim], from the ranks that hold them."""
+def _rows_here(query: Tensor, here: Tensor, chosen: Tensor) -> Tensor:
+    """The chosen queries [batch, chosen, heads, head_dim]: those that this rank holds, 0 for the others."""
     which, index = (chosen[:, None] == here).nonzero(as_tuple=True)
     rows = query.new_zeros(query.shape[0], len(chosen), *query.shape[2:])
     rows[:, which] = query[:, index]
-    return attention.ring.all_gather(rows).sum(0) if attention.ring.size > 1 else rows
+    return rows
 
 
 def _counts(

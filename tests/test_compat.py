@@ -83,6 +83,21 @@ def test_modules_share_a_ring(pair: World) -> None:
     assert max(pair.run(two_calls, "RingDilatedAttentionV2")) <= 1
 
 
+def after_a_failure() -> tuple[bool, list[Tensor]]:
+    called("RingDilatedAttentionV2", False)
+    ring = next(reversed(compat._rings.values()))
+    assert ring.agreement is not None
+    ring.agreement._failure = "a rank was lost"
+    results = called("RingDilatedAttentionV2", False)
+    return next(reversed(compat._rings.values())) is not ring, results
+
+
+def test_a_ring_that_failed_is_made_anew(pair: World) -> None:
+    for is_new, results in pair.run(after_a_failure):
+        assert is_new
+        check(results, expected(False))
+
+
 def test_each_name_warns_once_with_the_new_spelling() -> None:
     with pytest.warns(
         FutureWarning, match=r"native\.RingDilatedAttention\(.*Without effect: dtype, enable_memory_pool"

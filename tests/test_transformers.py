@@ -17,6 +17,7 @@ import transformers
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
+from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
 
@@ -162,6 +163,67 @@ def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], told:
         call(model, **changes)
 
 
+def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, Ended]:
+    """A call with other arguments or another configuration, and a right one after it."""
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    register(native.RingDilatedAttention(*DILATED, ring=ring))
+    model = make_model("llama", "ring_dilated")
+    right, (inputs, _) = dict(vars(model.config)), make_inputs(padded=False)
+    local = shard_inputs(ring, **inputs)
+    for name, value in config.items():
+        setattr(model.config, name, value)
+    arguments = {name: value for name, value in {**local, **changes}.items() if value is not None}
+    first = ending(lambda: model(**arguments))
+    for name in config:
+        setattr(model.config, name, right.get(name))
+    return first, ending(lambda: model(**local))
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "told"),
+    [
+        ({"seq_len": None, "position_ids": None}, {}, "seq_len is not given"),
+        ({}, {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
+        ({}, {"layer_types": ["conv", "full_attention"]}, "layer_types has conv"),
+        ({}, {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type = 'dynamic'"),
+    ],
+    ids=["no shard_inputs", "encoder-decoder", "convolutions", "angles by length"],
+)
+def test_what_a_ring_cannot_do_is_refused_by_name(
+    pair: World, changes: dict[str, Any], config: dict[str, Any], told: str
+) -> None:
+    for first, right in pair.run(call_here, changes, config):
+        assert first.is_a(ValueError), first
+        assert told in first.message, first
+        assert right.error == "no error", right
+
+
+def test_positions_that_begin_after_padding() -> None:
+    register(native.RingDilatedAttention(*PLAIN))
+    inputs, _ = make_inputs(padded=False)
+    models = []
+    for implementation in ("ring_dilated", "sdpa"):
+        torch.manual_seed(0)
+        config = transformers.RobertaConfig(**{**SIZES, "pad_token_id": 1}, hidden_dropout_prob=0.0)
+        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=implementation)
+        models.append(model.double().eval())
+    on_ring, alone = models
+    got = on_ring(**shard_inputs(Ring(), **inputs, first_position=2)).logits
+    right = alone(input_ids=inputs["input_ids"], position_ids=torch.arange(2, N + 2)[None]).logits
+    torch.testing.assert_close(got, right, rtol=0, atol=1e-10)
+    with pytest.raises(ValueError, match=r"first_position=2"):
+        on_ring(**shard_inputs(Ring(), **inputs))
+
+
+def test_models_with_an_attention_of_their_own_fail() -> None:
+    register(native.RingDilatedAttention(*PLAIN))
+    config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, use_cache=False)
+    with pytest.raises((TypeError, ValueError, AttributeError)):
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated")
+        model(torch.ones(1, 5, dtype=torch.int64))
+
+
 def test_generation_and_dropout_are_refused_by_name() -> None:
     register(native.RingDilatedAttention(*DILATED))
     model = make_model("llama", "ring_dilated")
@@ -187,6 +249,8 @@ def test_arguments() -> None:
         register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="name = 3"):
         register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="position_ids is given: it follows from the ring"):
+        shard_inputs(Ring(), input_ids=torch.zeros(1, 4), position_ids=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="token_type_ids has 3 positions and input_ids 4"):
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
 

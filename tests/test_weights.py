@@ -101,6 +101,31 @@ def test_positions() -> None:
         weights_of(CASE, Ring(), (1.0,))
 
 
+def test_a_nan_is_where_it_is_seen_and_autocast_computes_in_fp32() -> None:
+    case = replace(CASE, is_causal=True, dtype=torch.float32)
+    spoiled = replace(case, spoiled=(("key", 30, float("nan")),))
+    clean, weights = (weights_of(one, Ring(), CHOSEN) for one in (case, spoiled))
+    torch.testing.assert_close(weights[:, :, 1:], clean[:, :, 1:], rtol=0, atol=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        under_autocast = weights_of(case, Ring(), CHOSEN)
+    assert under_autocast.dtype == torch.float32
+    torch.testing.assert_close(under_autocast, weights_of(replace(case), Ring(), CHOSEN), rtol=0.1, atol=0.02)
+
+
+def one_asks_and_one_attends() -> Ended:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    weights_of(CASE, ring, CHOSEN)
+    return ending(lambda: weights_of(CASE, ring, CHOSEN if ring.rank else (99,)))
+
+
+def test_a_rank_that_refuses_tells_the_others(pair: World) -> None:
+    refused, told = pair.run(one_asks_and_one_attends)
+    assert refused.is_a(ValueError), refused
+    assert told.is_a(RingMismatchError), told
+    assert "positions has 99" in told.message, told
+
+
 def test_pictures(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
