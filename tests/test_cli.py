@@ -79,7 +79,7 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
 def test_help_names_every_command_and_version_is_the_packages() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
-    assert all(command in shown.output for command in ("train", "compare", "plan", "info"))
+    assert all(command in shown.output for command in ("train", "compare", "plan", "info", "convert"))
     assert invoke("--version").output == f"ring-backends {ring_backends.__version__}\n"
 
 

@@ -13,6 +13,7 @@ import typer
 from ring_backends import __version__
 from ring_backends.cli.branches import BranchesCommand
 from ring_backends.cli.compare import compare_command
+from ring_backends.cli.convert import convert_command
 from ring_backends.cli.info import info_command
 from ring_backends.cli.plan import plan_command
 from ring_backends.cli.report import TRACEBACK_VARIABLE
@@ -34,6 +35,7 @@ app.command("train", cls=BranchesCommand)(train_command)
 app.command("compare", cls=BranchesCommand)(compare_command)
 app.command("plan", cls=BranchesCommand)(plan_command)
 app.command("info")(info_command)
+app.command("convert", cls=BranchesCommand)(convert_command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -1,0 +1,120 @@
+"""Checkpoints of LongNet: what names and shapes tell of a model, and what ``ring-backends convert`` writes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_NOT_SUPPORTED = (
+    (r"flat_param", "parameters that FSDP flattened"),
+    (
+        r"\.(in_proj(_weight|_bias)?|qkv(_proj)?|Wqkv|c_attn|query_key_value)\b",
+        "fused query, key and value projections",
+    ),
+    (r"\.moe_layer\.", "mixture of experts (moe_freq)"),
+    (r"\.encoder_attn", "cross attention (an encoder-decoder)"),
+    (r"\.[AB]\.", "two sets of weights per layer (multiway)"),
+    (r"\.xpos\.", "xPos (xpos_rel_pos)"),
+    (r"relative_position", "a relative position bias (rel_pos_buckets)"),
+    (r"layernorm_embedding", "LayerNorm of the embedding (layernorm_embedding)"),
+    (r"embed_positions\.(?!weight$)", "positions that are not learned"),
+)
+
+OPTIONS = ("num_heads", "scale_embedding", "activation", "layer_norm_eps")  # which names and shapes do not tell
+_BRANCHES = ("segment_lengths", "dilation_rates")
+
+
+def load_parameters(model: nn.Module, state_dict: Mapping[str, Tensor], *, assign: bool = False) -> None:
+    """``load_state_dict``, strict, of which a misfit is the caller's ValueError."""
+    try:
+        model.load_state_dict(state_dict, assign=assign)
+    except RuntimeError as error:
+        raise ValueError(
+            f"state_dict: not the parameters of a {type(model).__name__} with these layers; give torchscale's, whole "
+            f"and without others. {' '.join(str(error).split())}"
+        ) from None
+
+
+def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The constructor's arguments that names and shapes tell: all but the heads and what has no parameters.
+
+    Raises:
+        ValueError: these are not the parameters of a LongNet, or of one that is not supported.
+    """
+    for name in state_dict:
+        for pattern, what in _NOT_SUPPORTED:
+            if re.search(pattern, f".{name}"):
+                raise ValueError(
+                    f"state_dict has {name}: {what}, which is not supported; give a model that was trained without."
+                )
+    numbers = {int(found[1]) for name in state_dict if (found := re.match(r"layers\.(\d+)\.", name))}
+    if numbers != set(range(len(numbers))) or not numbers:
+        raise ValueError(
+            f"state_dict has layers {sorted(numbers)}: expected names that begin with 'layers.0.' and so on without a "
+            "gap; give that of the encoder or decoder alone, and whole."
+        )
+    first = "layers.0."
+    for name in (f"{first}self_attn.q_proj.weight", f"{first}ffn.fc1.weight"):
+        if name not in state_dict or state_dict[name].dim() != 2:
+            raise ValueError(f"state_dict has no matrix {name}: not a LongNet of torchscale's; give one that is.")
+    sub_layer_norm = f"{first}self_attn.inner_attn_ln.weight" in state_dict
+    normalize_output = "layer_norm.weight" in state_dict
+    if not sub_layer_norm and not normalize_output:
+        raise ValueError(
+            "state_dict has neither inner_attn_ln nor layer_norm: post-norm or DeepNorm (deepnorm), which LongNet here "
+            "does not have, has the same names; give one that was trained with subln."
+        )
+    tables = {"vocab_size": "embed_tokens", "num_positions": "embed_positions", "output_size": "output_projection"}
+    rows = {size: len(state_dict[f"{name}.weight"]) for size, name in tables.items() if f"{name}.weight" in state_dict}
+    tied = rows.get("output_size", -1) == rows.get("vocab_size") and torch.equal(
+        state_dict["output_projection.weight"], state_dict["embed_tokens.weight"]
+    )
+    return {
+        "embed_dim": state_dict[f"{first}self_attn.q_proj.weight"].shape[1],
+        "ffn_dim": len(state_dict[f"{first}ffn.fc1.weight"]),
+        "num_layers": len(numbers),
+        "sub_layer_norm": sub_layer_norm,
+        "normalize_output": normalize_output,
+        "tied": tied,
+        **rows,
+    }
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What ``ring-backends convert`` wrote: kind, options, sizes, branches (None where they were not said), state_dict.
+
+    Raises:
+        ValueError: this is another file.
+        OSError: it cannot be read.
+    """
+    found = load_tensors(path)
+    said = found.get("longnet") if isinstance(found, dict) else None
+    if not isinstance(said, dict) or not {"kind", *_BRANCHES, *OPTIONS} <= set(said) or "model" not in found:
+        raise ValueError(f"path = {os.fspath(path)!r}: not what `ring-backends convert` writes; convert it first.")
+    return {**said, "state_dict": found["model"]}
+
+
+def load_tensors(path: str | os.PathLike[str]) -> Any:
+    """What ``torch.save`` wrote, on the CPU; nothing in it is executed.
+
+    Raises:
+        ValueError: it is something else, was cut off, or holds more than tensors and plain values.
+        OSError: it cannot be read.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # of many kinds, by what the file is
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which torch says of a file that was cut off
+            raise
+        raise ValueError(
+            f"path = {os.fspath(path)!r}: not a whole file of tensors and plain values from torch.save; where it was "
+            f"made, save the state_dict alone: torch.save(model.state_dict(), path). {type(error).__name__}: {error}"
+        ) from error
