@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.agreement import Configuration
+from ring_backends.checkpoint import attend_as_operator
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.layout import SequenceLayout
 from ring_backends.pattern import DilatedPattern
@@ -135,10 +136,17 @@ class _Attend(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, walk: AnyWalk, start: Start
     ) -> tuple[Tensor, Tensor]:
-        hops = start("forward")
-        ctx.walk, ctx.start, ctx.call_number = walk, start, 0 if hops is None else hops.call.number
+        def walk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, int]:
+            hops = start("forward")
+            return *finish(walk.forward(inputs, hops)), 0 if hops is None else hops.call.number
+
+        inputs = Inputs(query, key, value, mask)
+        ctx.walk, ctx.start = walk, start
         with torch.autocast(query.device.type, enabled=False):
-            out, lse = finish(walk.forward(Inputs(query, key, value, mask), hops))
+            # A walk that torch.compile traces is made of operators already.
+            out, lse, ctx.call_number = (
+                attend_as_operator(walk_forward, inputs) if isinstance(walk, Walk) else walk_forward(inputs)
+            )
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ring_backends.checkpoint import remember_attention
 from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
@@ -153,6 +154,19 @@ class TestZeRO:
         for states in world.run(train_checkpointed, how, zero(stage)):
             wanted = [{rename(name): tensor for name, tensor in state.items()} for state in one_step_alone()]
             check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
+
+    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+        """DeepSpeed makes those of the forward twice; not where the attention is remembered."""
+        ways = ("plain", "deepspeed", "remembered", "non-reentrant", "remembered, non-reentrant")
+        plain, *others = (world.run(count_checkpointed, how) for how in ways)
+        for rank, (wanted, forward, messages) in enumerate(plain):
+            assert forward > 0
+            for how, by_rank in zip(ways[1:], others, strict=True):
+                grads, *sent = by_rank[rank]
+                for grad, right in zip(grads, wanted, strict=True):
+                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-5)
+                again = 0 if "remembered" in how else forward
+                assert sent == [forward, messages + again], (how, rank)
 
     @pytest.mark.parametrize("told_by", slow_but("model", of=("config", "model")))
     @pytest.mark.parametrize("stage", slow_but(2))
@@ -712,6 +726,28 @@ class Checkpointed(nn.Module):
 
             return checkpointing.checkpoint(partial(self.layer, **options), x)
         return checkpoint(partial(self.layer, **options), x, use_reentrant=self.how == "reentrant")
+
+
+def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
+    """Gradients of two checkpointed calls of attention, and the messages of this rank in the forward, and in all."""
+    from deepspeed import checkpointing
+    from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    call = local_call(ADAPTER, ring, HOPS)
+    inputs = [call.query, call.key, call.value]
+    run = non_reentrant_checkpoint if "non-reentrant" in how else checkpointing.checkpoint
+    ring.traffic.reset()
+    out = call.query
+    for _ in range(2):
+        region: Any = partial(call.attention, **call.options)
+        if "remembered" in how:
+            region = remember_attention(region)
+        out = region(out, call.key, call.value) if how == "plain" else run(region, out, call.key, call.value)
+    forward = ring.traffic.messages
+    out.backward(call.grad_out)
+    return [x.grad for x in inputs], forward, ring.traffic.messages  # type: ignore[misc]
 
 
 def rename(name: str) -> str:

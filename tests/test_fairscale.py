@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ring_backends.checkpoint import remember_attention
 from ring_backends.planner import rank_plan
 from ring_backends.testing import training
 from ring_backends.testing.calls import local_call
@@ -253,6 +254,61 @@ def train_checkpointed(rings: RingSpec, recipe: Recipe, what: str) -> list[State
         return train(ADAPTER, rings, "zigzag", recipe, {})
 
 
+class Remembering(nn.Module):
+    """A block whose attention is kept by FairScale's activation checkpointing, which computes it again: it hands on its
+    arguments as they are, and so a function made for the one call."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.inner = CallsWhatItGets(block)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(remember_attention(self.inner.block), *args)
+
+
+class CallsWhatItGets(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
+    """Gradients of two blocks, and the messages of this rank in the forward, and in forward and backward."""
+    from fairscale.nn import checkpoint_wrapper
+
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    call = local_call(ADAPTER, ring, _CASE)
+    attention, options = call.attention, call.options
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=_CASE.dtype))
+
+        def forward(self, query: Tensor) -> Any:
+            return attention(query * self.scale, call.key.detach(), call.value.detach(), **options)
+
+    blocks: list[nn.Module] = [Attends(), Attends()]
+    if how == "fairscale":
+        blocks = [checkpoint_wrapper(block) for block in blocks]
+    if how == "remembered":
+        blocks = [Remembering(block) for block in blocks]
+        for block in blocks:
+            checkpoint_wrapper(block.inner)  # type: ignore[arg-type]
+    ring.traffic.reset()
+    out = call.query
+    for block in blocks:
+        out = block(out)
+    forward = ring.traffic.messages
+    out.backward(call.grad_out)
+    grads = [call.query.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
+    return grads, forward, ring.traffic.messages  # type: ignore[return-value]
+
+
 def clip_one_parameter(dtype: torch.dtype) -> tuple[float, float]:
     """How far a parameter moves whose gradient is clipped to 0.5, and one that is not clipped; three ranks own none."""
     moved = []
@@ -417,6 +473,17 @@ class TestFairScale(AdapterTests):
         ):
             by_rank = world.run(train_checkpointed, rings, recipe, what)
             check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
+
+    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+        """FairScale makes those of the forward twice; not where the attention is remembered."""
+        plain, twice, kept = (world.run(count_checkpointed, how) for how in ("plain", "fairscale", "remembered"))
+        for rank, (wanted, forward, messages) in enumerate(plain):
+            for way in (twice, kept):
+                for grad, right in zip(way[rank][0], wanted, strict=True):
+                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
+            assert kept[rank][1:] == (forward, messages)
+            assert twice[rank][1:] == (forward, messages + forward)
+            assert forward > 0
 
     def test_parameter_groups_stay_as_they_are(self, world: World) -> None:
         recipe = GroupedRecipe(rate=0.01, steps=3)

@@ -33,6 +33,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from ring_backends.checkpoint import keep_attention
 from ring_backends.testing import training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
@@ -247,12 +248,13 @@ def test_a_compiled_block_is_one_graph_with_the_hops_of_the_schedule(world: Worl
 
 def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
     implementation = CheckpointImpl.REENTRANT if how == "reentrant" else CheckpointImpl.NO_REENTRANT
+    options = {"context_fn": keep_attention} if how == "kept" else {}
 
     def checkpointed(*args: Any) -> nn.Module:
         model = make_model(*args)
         apply_activation_checkpointing(
             model,
-            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation),
+            checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation, **options),
             check_fn=lambda module: isinstance(module, Block),
         )
         return model
@@ -264,7 +266,7 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
 @pytest.mark.parametrize(
     "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "fsdp1"))]
 )
-@pytest.mark.parametrize("how", ["non-reentrant", pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["non-reentrant", "kept", pytest.param("reentrant", marks=pytest.mark.slow)])
 def test_activation_checkpointing(world: World, strategy: str, how: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_checkpointed, recipe, strategy, how)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from ring_backends.layout import LayoutKind
 from ring_backends.testing.calls import (
@@ -22,8 +20,6 @@ from ring_backends.testing.calls import (
     difference,
     expected,
     local_call,
-    new_attention,
-    of_ring,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite
@@ -106,40 +102,6 @@ def differentiate_twice(adapter: str) -> None:
     torch.stack([grad.square().sum() for grad in grads]).sum().backward()
 
 
-@dataclass(frozen=True)
-class Checkpointed:
-    """A call with activation checkpointing, and what it sent."""
-
-    results: Results
-    traffic: tuple[int, int]
-
-
-def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> Checkpointed | None:
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
-        return None
-    ring = ring.with_layout(layout)
-    case = of_ring(_CASE, place[0])
-    call = local_call(adapter, ring, case, attention=new_attention(adapter, ring, case))
-
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Any:
-        return call.attention(query, key, value, return_lse=True, **call.options)
-
-    ring.traffic.reset()
-    if how == "plain":
-        out, lse = attend(*_inputs(call))
-    else:
-        out, lse = checkpoint(attend, *_inputs(call), use_reentrant=how == "reentrant")
-    results = Results(out.detach(), lse.detach(), *_gradients_by_backward(out, call))
-    return Checkpointed(results, (ring.traffic.messages, ring.traffic.bytes))
-
-
-def _gradients_by_backward(out: Tensor, call: LocalCall) -> list[Tensor]:
-    out.backward(call.grad_out)
-    grads = [tensor.grad for tensor in _inputs(call)]
-    return [grad for grad in grads if grad is not None]
-
-
 def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
     """Calls that record no graph: under no_grad, under inference_mode, and of tensors that need no gradient."""
     ring = ring_here(adapter, FOUR)
@@ -201,14 +163,6 @@ class GradientTests(AdapterSuite):
         for outcome in world.run_collect(differentiate_twice, self.adapter):
             assert outcome.raised(RuntimeError), outcome
             assert "derivative" in outcome.message, outcome
-
-    @pytest.mark.parametrize("how", ["reentrant", "non-reentrant"])
-    @every_size_and_layout
-    def test_activation_checkpointing(self, world: World, rings: RingSpec, layout: LayoutKind, how: str) -> None:
-        plain = world.run(checkpointed, self.adapter, rings, layout, "plain")
-        again = world.run(checkpointed, self.adapter, rings, layout, how)
-        for rank in (rank for ranks in rings.rings for rank in ranks):
-            check_results(again[rank].results, plain[rank].results, 1e-13, f"rank {rank}")
 
     def test_calls_without_gradients(self, world: World) -> None:
         for (out, needs_grad), *others in world.run(without_gradients, self.adapter):

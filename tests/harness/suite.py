@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from ring_backends.testing.arrangement import ArrangementTests
+from ring_backends.testing.checkpointing import CheckpointTests
 from ring_backends.testing.command import CommandTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
@@ -33,6 +34,7 @@ class AdapterTests(
     LayoutTests,
     ContiguityTests,
     NumberTests,
+    CheckpointTests,
     GradientTests,
     CorrectnessTests,
 ):

@@ -1,0 +1,81 @@
+"""Keeping attention on one device: no tile is computed twice, and what counts operators counts as before."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from ring_backends import dilated_attention
+from ring_backends.adapters import native
+from ring_backends.checkpoint import attention_operators, keep_attention, remember_attention
+from ring_backends.testing.recording import recorded
+
+BRANCHES = ([16, 64], [1, 2])
+
+
+def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 64, 4, 8, generator=generator, dtype=dtype).requires_grad_() for _ in range(3)]
+
+
+def region(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    first = dilated_attention(query, key, value, *BRANCHES, is_causal=True)
+    return dilated_attention(first.sin(), key, value, *BRANCHES).cos()
+
+
+def tiles(run: Any) -> tuple[list[Tensor], int]:
+    """Gradients, and how many tiles were computed for them, of forward and backward."""
+    tensors = inputs()
+    with recorded(native.RingDilatedAttention) as recording:
+        grads = torch.autograd.grad(run(region, *tensors).square().sum(), tensors)
+    return list(grads), sum(event.direction == "forward" for event in recording.events)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        partial(checkpoint, use_reentrant=False, context_fn=keep_attention),
+        lambda function, *tensors: checkpoint(remember_attention(function), *tensors, use_reentrant=False),
+    ],
+    ids=["kept", "remembered"],
+)
+def test_no_tile_is_computed_twice(run: Any) -> None:
+    wanted, once = tiles(lambda function, *tensors: function(*tensors))
+    again, twice = tiles(partial(checkpoint, use_reentrant=False))
+    got, kept = tiles(run)
+    assert (once, twice, kept) == (once, 2 * once, once)
+    for grad, plain, right in zip(got, again, wanted, strict=True):
+        torch.testing.assert_close(plain, right, rtol=0, atol=0)
+        torch.testing.assert_close(grad, right, rtol=0, atol=0)
+
+
+def test_kept_are_out_and_lse() -> None:
+    """Of every call, and nothing that its tiles made."""
+    kept: list[tuple[Any, tuple[int, ...]]] = []
+    with keep_attention()[0] as forward:
+        region(*inputs(torch.bfloat16))
+    for wrapped in forward.storage[attention_operators()[0]].values():
+        kept += [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
+    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, ())]
+    assert kept == 2 * of_call
+
+
+def test_operations_inside_are_counted() -> None:
+    attention = native.RingDilatedAttention([64], [1], kernel="math")
+    with FlopCounterMode(display=False) as counter:
+        attention(*inputs())
+    assert counter.get_total_flops() == 2 * 2 * 4 * 64 * 64 * 8
+
+
+@pytest.mark.parametrize("bad", [(torch.ones(3), ValueError), (None, TypeError)], ids=["shape", "type"])
+def test_errors_come_through_a_checkpoint(bad: tuple[Any, type[Exception]]) -> None:
+    key, error = bad
+    query, _, value = inputs()
+    with pytest.raises(error):
+        checkpoint(region, query, key, value, use_reentrant=False, context_fn=keep_attention)
