@@ -1,0 +1,101 @@
+"""The examples: with any framework they train to the end, and to the losses of one rank alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from ring_backends import available_adapters
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+FRAMEWORKS = ("native", "fsdp", "deepspeed", "fairscale")
+IMPORT = "from ring_backends.adapters import native as backend\n"
+SIZES = {"language_model_native": (6, 256), "genome_encoder": (30, 512), "hugging_face": (4, 128)}
+"""Steps and sequence length of each example that the others follow from by its import line."""
+
+FP32_TOLERANCE = 1e-4
+TIMEOUT = 240
+
+each_example = pytest.mark.parametrize("example", SIZES)
+each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
+
+
+def source(example: str, framework: str) -> str:
+    """An example with another framework's import line."""
+    text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
+    assert text.count(IMPORT) == 1
+    return text.replace(IMPORT, IMPORT.replace("native", framework))
+
+
+@cache
+def reason_to_skip(example: str, framework: str) -> str | None:
+    if example == "hugging_face" and importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    reason = available_adapters()[framework]
+    return None if reason is None else f"{framework}: {reason}"
+
+
+def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[list[float], int]:
+    """Run an example; its losses, and the bytes that it says rank 0 has sent."""
+    script = folder / f"{example}_{framework}_{num_ranks}.py"
+    script.write_text(source(example, framework), encoding="utf-8")
+    steps, seq_len = SIZES[example]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script)]
+    try:
+        done = subprocess.run(
+            [*command, "--steps", str(steps), "--seq-len", str(seq_len)],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=TIMEOUT,
+        )
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
+        pytest.fail(f"{script.name} did not end within {TIMEOUT} s:\n{output}")
+    assert done.returncode == 0, done.stdout
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.M)}
+    assert [*losses] == [*range(1, steps + 1)], done.stdout
+    (sent,) = re.findall(rf"on {num_ranks} ranks; this one sent ([\d,]+) bytes", done.stdout)
+    return [*losses.values()], int(sent.replace(",", ""))
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, list[float]]:
+    """The losses of every example on one rank, by plain ``python``; filled by who asks for one first."""
+    return {}
+
+
+@each_framework
+@each_example
+def test_two_ranks_of_any_framework_have_the_falling_losses_of_one(
+    example: str, framework: str, alone: dict[str, list[float]], tmp_path: Path
+) -> None:
+    reason = reason_to_skip(example, framework)
+    if reason is not None:
+        pytest.skip(reason)
+    if example not in alone:
+        alone[example], sent = train(example, "native", 1, tmp_path)
+        assert sent == 0
+    losses, sent = train(example, framework, 2, tmp_path)
+    assert losses[-1] < losses[0]
+    assert losses == pytest.approx(alone[example], abs=FP32_TOLERANCE)
+    assert sent > 0
+
+
+@each_framework
+def test_the_language_models_differ_by_their_import_line(framework: str) -> None:
+    text = (EXAMPLES / f"language_model_{framework}.py").read_text(encoding="utf-8")
+    assert text == source("language_model_native", framework)
+
+
+def test_every_example_is_run() -> None:
+    written = {path.stem for path in EXAMPLES.glob("*.py")}
+    assert written == {*SIZES} | {f"language_model_{framework}" for framework in FRAMEWORKS}
