@@ -128,7 +128,7 @@ class RingTransport(Transport):  # type: ignore[misc]
 
 
 class FairScaleRingDilatedAttention(_RingDilatedAttention):
-    """Ring dilated attention whose hops are ``PipeMessage``s, carried by :class:`RingTransport`."""
+    """Ring dilated attention whose hops are made of ``PipeMessage`` objects, carried by :class:`RingTransport`."""
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         ring, group = self.ring, self.ring.group

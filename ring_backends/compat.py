@@ -189,6 +189,13 @@ def create_dilated_attention(
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
+
+    >>> with warnings.catch_warnings():
+    ...     warnings.simplefilter("ignore", FutureWarning)
+    ...     attention = create_dilated_attention("standard", [16, 64], [1, 2])
+    >>> query, key, value = (torch.randn(1, 64, 4, 8) for _ in range(3))
+    >>> attention(query, key, value).shape
+    torch.Size([1, 64, 4, 8])
     """
     if not isinstance(attention_type, str):
         raise TypeError(f"attention_type = {attention_type!r}: expected a str, such as 'auto', 'ring' or 'standard'.")

@@ -36,6 +36,9 @@ def ring_sampler(
     Returns:
         A sampler for ``torch.utils.data.DataLoader(dataset, sampler=…)``. Call its ``set_epoch(epoch)`` before each
         pass.
+
+    >>> list(ring_sampler(range(6), Ring(data_size=2, data_rank=1), shuffle=False))  # the second of two rings
+    [1, 3, 5]
     """
     return DistributedSampler(
         dataset,
@@ -56,6 +59,9 @@ def rank_seed(seed: int, ring: Ring) -> int:
 
     Returns:
         0 … 2**63 − 1, for ``torch.manual_seed``. It stays the same from run to run, on the same global rank.
+
+    >>> rank_seed(0, Ring(size=2, rank=1, ranks=(0, 1))) - rank_seed(0, Ring(size=2, rank=0, ranks=(0, 1)))
+    1
     """
     if not isinstance(seed, int) or isinstance(seed, bool):
         raise TypeError(f"seed = {seed!r}: expected an int; convert it with int().")

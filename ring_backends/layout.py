@@ -27,6 +27,9 @@ class SequenceLayout:
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
+
+    >>> [SequenceLayout(8, 2, kind).positions(0).tolist() for kind in ("contiguous", "zigzag")]
+    [[0, 1, 2, 3], [0, 1, 6, 7]]
     """
 
     seq_len: int

@@ -57,6 +57,12 @@ class RingSchedule:
 
     Raises:
         ValueError, TypeError: an argument breaks a rule, or the pattern cannot mean anything on this layout and heads.
+
+    >>> schedule = RingSchedule(DilatedPattern([64, 256], [1, 4]), SequenceLayout(256, 4), num_heads=4)
+    >>> schedule.num_steps  # the branch of 256 crosses shards, that of 64 does not
+    3
+    >>> schedule.wire_bytes(0, batch=1, head_dim=8, itemsize=4)
+    12288
     """
 
     pattern: DilatedPattern

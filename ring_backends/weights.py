@@ -54,6 +54,12 @@ def attention_weights(
         ValueError, TypeError: an argument breaks its rule.
         RingMismatchError: the ranks' calls differ.
         RingPeerError: a rank died, stalled or left.
+
+    >>> from ring_backends.adapters.native import RingDilatedAttention
+    >>> zeros = torch.zeros(1, 4, 1, 8)  # all scores are 0, so that weights are counts
+    >>> weights = attention_weights(RingDilatedAttention([4, 2], [1, 1]), zeros, zeros, [0])
+    >>> (weights[0, 0, 0] * 6).round().tolist()  # both branches show keys 0 and 1
+    [2.0, 2.0, 1.0, 1.0]
     """
     ring = attention.ring
     ring.check_connected()

@@ -1,9 +1,10 @@
-"""Hugging Face transformers: models whose attention is a ring's, by ``attn_implementation``.
+"""Hugging Face transformers: models whose attention is a ring's, by ``attn_implementation``::
 
->>> from ring_backends.integrations.transformers import register, shard_inputs
->>> register(attention)  # of any adapter, on its ring
->>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
->>> logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
+    from ring_backends.integrations.transformers import register, shard_inputs
+
+    register(attention)  # of any adapter, on its ring
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
+    logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
 
 Every rank has the whole model and its rows of the sequence. Whatever works row by row (projections, norms, rotary
 embedding by ``position_ids``) needs no more; the attention goes around the ring.

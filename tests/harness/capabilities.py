@@ -3,6 +3,7 @@
 The rule of this file: tests are switched by capabilities, never by an adapter's name. An adapter has all of them
 unless its test class says otherwise, with one sentence that pytest then shows as the reason for skipping:
 
+>>> from ring_backends.testing.suite import AdapterTests
 >>> class TestFlying(AdapterTests):
 ...     adapter = "flying_adapter.backend"
 ...     without = {"fp64 parameters": "its reducer packs gradients as fp32"}

@@ -1,0 +1,129 @@
+"""The documentation's configuration: Sphinx, pages in Markdown (MyST), and the API from the docstrings.
+
+The rule of this file: a build needs no network and no framework but torch, and every warning is an error. Pages take
+over parts of README.md and its like instead of repeating them; links in those parts that lead into the repository are
+checked here, since they mean nothing on a page.
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+from pathlib import Path
+
+import typer
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective
+
+import ring_backends
+from ring_backends.cli import app as command_line
+
+ROOT = Path(__file__).resolve().parent.parent
+
+project = "ring_backends"
+author = "the ring_backends contributors"
+copyright = "the ring_backends contributors; Apache-2.0"
+version = release = ring_backends.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode"]
+exclude_patterns = ["_build"]
+nitpicky = True
+
+html_theme = "furo"
+html_title = f"ring_backends {release}"
+html_show_sphinx = False
+myst_heading_anchors = 3
+pygments_style = "friendly"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_use_type_comments = False
+python_maximum_signature_line_length = 100
+# deepspeed and fairscale do not go into one environment, and one page is no reason to install any framework.
+autodoc_mock_imports = [
+    *("deepspeed", "fairscale", "transformers", "matplotlib"),
+    "ring_backends.adapters.fairscale_training",  # reads FairScale's signatures when it is imported
+]
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_custom_sections = [("Attributes", "params_style")]  # of its own accord it takes "size, rank" for a type
+
+# Names of other projects, whose inventories a build without a network cannot ask; ours have to be found.
+_ELSEWHERE = ("torch", "collections", "datetime", "types", "os", "pathlib", "typing", "typing_extensions", "pytest")
+_SHORT = {
+    *dir(builtins),
+    *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
+    *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
+    *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals, which the texts beside them spell out
+}
+_INTERNAL = ("agreement.Agreement", "schedule.BranchSchedule", "testing.capabilities.Test")
+nitpick_ignore_regex = [
+    ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
+    ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),
+    ("py:.*", r"(dist|nn|torch)\..*|tuple\[.*"),
+    ("py:.*", rf"ring_backends\.({'|'.join(map(re.escape, _INTERNAL))})"),
+    ("py:mod", r"ring_backends\..*"),
+]
+
+# Where a file of the repository is a page.
+PAGES = {
+    "ADAPTERS.md": "adapters.md",
+    "SECURITY.md": "security.md",
+    "bench/README.md": "benchmarks.md",
+    "bench/results": "performance.md",
+}
+_LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)\)")
+
+
+def _adapt_links(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
+    """Let links of an included file lead to pages, or name the file where there is none."""
+    folder = (Path(app.srcdir) / path).resolve().parent
+
+    def adapt(link: re.Match[str]) -> str:
+        text, target = link["text"], link["target"]
+        if ":" in target:
+            return link[0]
+        place = (folder / target).resolve()
+        if not place.exists():
+            logging.getLogger(__name__).warning("%s links to %s, which is not there", path, target)
+        name = place.relative_to(ROOT).as_posix()
+        if name in PAGES:
+            return f"[{text}](/{PAGES[name]})"
+        return f"`{name}`" if text.strip("`/") == name else f"{text} (`{name}`)"
+
+    content[0] = _LINK.sub(adapt, content[0])
+
+
+def _keep_summary(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
+    """Of "rows that each rank sends: int64 [ring size]", napoleon would take the first part for a type."""
+    if what in ("attribute", "data", "property") and lines:
+        lines[0] = re.sub(r":(?= (?:int64|float64|\[))", ",", lines[0])
+
+
+class CommandLineOptions(SphinxDirective):
+    """Every command of the command line with its options, from the program itself."""
+
+    def run(self) -> list[nodes.Node]:
+        lines = []
+        group = typer.main.get_command(command_line)
+        for name, command in sorted(group.commands.items()):
+            lines += [f"## {name}", "", *(line.strip() for line in command.help.splitlines()), ""]
+            lines += ["| option | default | |", "|---|---|---|"]
+            for option in command.params:
+                spelled = ", ".join(f"`{flag}`" for flag in (*option.opts, *option.secondary_opts))
+                metavar = f" `{option.metavar.replace('|', ' or ')}`" if option.metavar else ""
+                default = "" if option.default in (None, False) else f"`{option.default}`"
+                required = "required" if option.required else default
+                lines.append(f"| {spelled}{metavar} | {required} | {(option.help or '').replace('|', chr(92) + '|')} |")
+            lines.append("")
+        return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
+
+
+def setup(app: Sphinx) -> None:
+    app.add_directive("command-line-options", CommandLineOptions)
+    app.connect("include-read", _adapt_links)
+    app.connect("autodoc-process-docstring", _keep_summary, priority=400)  # before napoleon

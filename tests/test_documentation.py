@@ -1,0 +1,216 @@
+"""What the documentation shows is run: examples after ``>>>``, programs under torchrun, commands by their options.
+
+An example is checked against what stands below it; all of a page share their names, from top to bottom. A program is a
+block whose first line says its name and how to run it, and it is run just so, in a folder of its own. Links, anchors
+and names of the API are the business of ``sphinx-build -W -n`` (``tox run -e docs``).
+"""
+
+from __future__ import annotations
+
+import doctest
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import ring_backends
+from ring_backends.cli import app
+
+ROOT = Path(__file__).resolve().parent.parent
+GUIDES = [ROOT / name for name in ("README.md", "ADAPTERS.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md")]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"# (?P<name>\w+\.py); run it as: (?P<command>[^\n]+)\n")
+DOCUMENTED = re.compile(r"^\.\. auto\w+:: (?P<name>ring_backends[\w.]*)$", re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(not PAGES, reason="this tree has no docs/")
+
+
+def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
+    """The line on which each block of code of these languages begins, and what is in it."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, block.start("text")), block["text"])
+        for block in BLOCK.finditer(text)
+        if block["language"] in languages
+    ]
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def documented_modules() -> list[str]:
+    """The modules from which the reference takes docstrings."""
+    named = [match["name"] for page in PAGES for match in DOCUMENTED.finditer(page.read_text(encoding="utf-8"))]
+    modules = set()
+    for name in named:
+        parts = name.split(".")[1:]
+        if parts[0] in ring_backends.__all__:
+            modules.add(getattr(ring_backends, parts[0]).__module__)
+            continue
+        # By their files, since importing one may need its framework.
+        folder = Path(ring_backends.__file__).parent
+        while not (folder.joinpath(*parts).is_dir() or folder.joinpath(*parts).with_suffix(".py").is_file()):
+            parts.pop()
+        modules.add(".".join(["ring_backends", *parts]))
+    return sorted(modules)
+
+
+def programs() -> list[Any]:
+    found = []
+    for page in [*GUIDES, *PAGES]:
+        for _, text in blocks(page, "python"):
+            if head := PROGRAM.match(text):
+                found.append(pytest.param(head["name"], head["command"], text, id=f"{name_of(page)}-{head['name']}"))
+    return found
+
+
+def environment(**others: str) -> dict[str, str]:
+    """For other processes: this package on their path, one thread each, and no network."""
+    path = os.pathsep.join([str(Path(ring_backends.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS"}
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **others}
+
+
+def torchrun(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def check(test: doctest.DocTest) -> None:
+    told: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    runner.run(test, out=told.append)
+    assert not runner.failures, "".join(told)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_examples_of_pages(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines: list[str] = []  # with the page's own numbers
+    for line, text in blocks(page, "python", "pycon"):
+        if text.startswith(">>>"):
+            lines += [""] * (line - len(lines)) + text.splitlines()
+    test = doctest.DocTestParser().get_doctest("\n".join(lines) + "\n", {}, name_of(page), str(page), 0)
+    if not test.examples:
+        pytest.skip("the page has no examples")
+    check(test)
+
+
+@pytest.mark.parametrize("name", documented_modules())
+def test_examples_of_docstrings(name: str) -> None:
+    try:
+        module = import_module(name)
+    except ring_backends.AdapterUnavailableError as error:
+        pytest.skip(str(error))
+    tests = [test for test in doctest.DocTestFinder().find(module) if test.examples]
+    if not tests:
+        pytest.skip("the module has no examples")
+    for test in tests:
+        check(test)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "command", "text"), programs())
+def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
+    if "transformers" in text and find_spec("transformers") is None:
+        pytest.skip("transformers is not installed")
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    launcher, *arguments = shlex.split(command)
+    assert launcher == "torchrun"
+    done = subprocess.run(
+        torchrun(["--master-port", str(free_port()), *arguments]),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout
+    printed = without_rounding(done.stdout)
+    for line in shown_below(text):
+        assert without_rounding(line) in printed, f"{line}\nis not in\n{done.stdout}"
+
+
+def without_rounding(text: str) -> str:
+    return re.sub(r"\de-\d\d", "small", text)  # the last bits are the machine's
+
+
+def shown_below(program: str) -> list[str]:
+    """The lines that a page says a program prints."""
+    for page in [*GUIDES, *PAGES]:
+        _, found, below = page.read_text(encoding="utf-8").partition(program)
+        if found and (shown := re.match(r"```\n\nprints[^\n]*\n\n```text\n(.*?)```", below, re.DOTALL)):
+            return shown[1].splitlines()
+    return []
+
+
+@pytest.mark.timeout(300)
+def test_two_hosts(tmp_path: Path) -> None:
+    """The command of the page, given twice on this machine."""
+    page = ROOT / "docs" / "getting-started.md"
+    (command,) = {
+        line.removeprefix("$ ")
+        for _, text in blocks(page, "console")
+        for line in text.splitlines()
+        if "--nnodes 2" in line and line.endswith("ring.py")
+    }
+    (program,) = (text for _, text in blocks(page, "python") if text.startswith("# ring.py;"))
+    (tmp_path / "ring.py").write_text(program, encoding="utf-8")
+    here = command.replace("host0:29500", f"127.0.0.1:{free_port()}")
+    here = here.replace("--nproc-per-node 4", "--nproc-per-node 1")
+    assert "127.0.0.1" in here
+    assert "--nproc-per-node 1 " in here
+    arguments = ["--local-addr", "127.0.0.1", *shlex.split(here)[1:]]
+    logs = [tmp_path / f"{host}.log" for host in range(2)]
+    processes = []
+    for log in logs:
+        with log.open("w") as written:
+            processes.append(
+                subprocess.Popen(
+                    torchrun(arguments), cwd=tmp_path, env=environment(), stdout=written, stderr=subprocess.STDOUT
+                )
+            )
+    try:
+        statuses = [process.wait(timeout=240) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    told = "".join(log.read_text() for log in logs)
+    assert statuses == [0, 0], told
+    assert "rank 0 of 2" in told
+    assert "rank 1 of 2" in told
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=name_of)
+def test_commands_have_the_options_that_are_shown(page: Path) -> None:
+    group: Any = typer.main.get_command(app)
+    for line, text in blocks(page, "console", "bash", "sh"):
+        for command in text.replace("\\\n", " ").splitlines():
+            words = re.split(r"\s+", command.partition(" # ")[0])
+            starts = [
+                index + 1 for index, word in enumerate(words) if word in ("ring-backends", "ring_backends") and index
+            ]
+            for start in starts:
+                if start == len(words) or words[start] not in group.commands:
+                    continue
+                known = {flag for option in group.commands[words[start]].params for flag in option.opts}
+                used = {word.partition("=")[0] for word in words[start:] if word.startswith("--")}
+                assert used <= known, f"{name_of(page)}, line {line}: {command}"
