@@ -60,10 +60,10 @@ class PairRule:
     query_words: Tensor | None = None
     key_words: Tensor | None = None
 
-    def part(self, rows: slice, keys: slice) -> PairRule:
-        """The rule for some query rows and some keys alone."""
-        rows_of = (None if x is None else x[:, :, rows] for x in (self.query_documents, self.query_words))
-        keys_of = (None if x is None else x[:, :, keys] for x in (self.key_documents, self.key_words))
+    def part(self, batch: slice, rows: slice, keys: slice) -> PairRule:
+        """The rule for some of the batch, some query rows and some keys alone."""
+        rows_of = (None if x is None else x[batch, :, rows] for x in (self.query_documents, self.query_words))
+        keys_of = (None if x is None else x[batch, :, keys] for x in (self.key_documents, self.key_words))
         (query_documents, query_words), (key_documents, key_words) = rows_of, keys_of
         return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
 

@@ -1,14 +1,15 @@
 """Tiles in which a query row and a key decide together: packed documents, and dropout.
 
-With documents, a tile is cut into blocks: those of one document go to the kernel as they are, those whose rows and keys
-have no document in common are left out, and the few that a boundary crosses go to the math kernel. So kernels need not
-know of documents, and what nobody sees costs nothing. With dropout, all of it goes to the math kernel.
+With documents, a tile is cut where documents end: what lies within one document goes to the kernel as it is, what has
+no document in common is left out, and the little that heads of different offsets cut differently goes to the math
+kernel. So kernels need not know of documents, and what nobody sees costs nothing. With dropout, all of it goes to the
+math kernel.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import groupby
+from itertools import groupby, pairwise
 
 import torch
 from torch import Tensor
@@ -20,7 +21,10 @@ from ring_backends.softmax import merge_, statistics_dtype
 _MATH = MathKernel()
 
 BLOCK = 256
-"""Rows and keys per block: as many as the math kernel takes at once."""
+"""Rows and keys per block where documents change too often to be cut out: as many as the math kernel takes at once."""
+
+MIN_MEAN_RUN = 32
+"""Rows that a document has on average where it is cut out."""
 
 
 def forward(
@@ -40,15 +44,15 @@ def forward(
     stats = statistics_dtype(query.dtype)
     out = torch.zeros_like(query, dtype=stats, memory_format=torch.contiguous_format)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
-    for rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
-        tensors = query[:, :, rows], key[:, :, keys], value[:, :, keys]
-        mask = None if key_mask is None else key_mask[:, :, keys]
+    for batch, rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
+        tensors = query[batch, :, rows], key[batch, :, keys], value[batch, :, keys]
+        mask = None if key_mask is None else key_mask[batch, :, keys]
         if is_mixed:
-            some_rule = rule.part(rows, keys)
+            some_rule = rule.part(batch, rows, keys)
             part = _MATH.forward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask, rule=some_rule)
         else:
             part = kernel.forward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
-        merge_(out[:, :, rows], lse[:, :, rows], *part)
+        merge_(out[batch, :, rows], lse[batch, :, rows], *part)
     return out, lse
 
 
@@ -74,35 +78,65 @@ def backward(
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    for rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
-        of_rows = [x[:, :, rows] for x in (grad_out, query, out, lse)]
-        tensors = of_rows[0], of_rows[1], key[:, :, keys], value[:, :, keys], of_rows[2], of_rows[3]
-        mask = None if key_mask is None else key_mask[:, :, keys]
+    for batch, rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
+        of_rows = [x[batch, :, rows] for x in (grad_out, query, out, lse)]
+        tensors = of_rows[0], of_rows[1], key[batch, :, keys], value[batch, :, keys], of_rows[2], of_rows[3]
+        mask = None if key_mask is None else key_mask[batch, :, keys]
         if is_mixed:
-            some_rule = rule.part(rows, keys)
+            some_rule = rule.part(batch, rows, keys)
             part = _MATH.backward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask, rule=some_rule)
         else:
             part = kernel.backward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
-        grad_query[:, :, rows] += part[0]
-        grad_key[:, :, keys] += part[1]
-        grad_value[:, :, keys] += part[2]
+        grad_query[batch, :, rows] += part[0]
+        grad_key[batch, :, keys] += part[1]
+        grad_value[batch, :, keys] += part[2]
     return grad_query, grad_key, grad_value
 
 
-def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, bool, bool]]:
-    """(rows, keys, whether the causal diagonal runs through them, whether several documents meet there)."""
+def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, bool]]:
+    """(batch, rows, keys, whether the causal diagonal runs through them, whether several documents meet there)."""
     assert rule.query_documents is not None
     assert rule.key_documents is not None
-    rows, keys = _bounds(rule.query_documents), _bounds(rule.key_documents)
-    for index, (first, last, row_slice) in enumerate(rows):
-        met = []
-        for key_index, (first_key, last_key, key_slice) in enumerate(keys[: index + 1] if is_causal else keys):
-            if last >= first_key and first <= last_key:
-                is_mixed = not first == last == first_key == last_key
-                met.append((is_causal and key_index == index, is_mixed, key_slice))
-        for (on_diagonal, is_mixed), group in groupby(met, key=lambda block: block[:2]):
-            for stretch in _joined([key_slice for _, _, key_slice in group]):
-                yield row_slice, stretch, on_diagonal, is_mixed
+    for batch in _alike(rule.query_documents, rule.key_documents):
+        queries, keys = rule.query_documents[batch], rule.key_documents[batch]
+        both = (queries, keys)
+        row_blocks = _bounds(queries, _cuts(*both if is_causal else (queries,)))
+        key_blocks = _bounds(keys, _cuts(*both if is_causal else (keys,)))
+        for index, (first, last, rows) in enumerate(row_blocks):
+            met = []
+            for key_index, (first_key, last_key, block) in enumerate(
+                key_blocks[: index + 1] if is_causal else key_blocks
+            ):
+                if last >= first_key and first <= last_key:
+                    is_mixed = not first == last == first_key == last_key
+                    met.append((is_causal and key_index == index, is_mixed, block))
+            for (on_diagonal, is_mixed), group in groupby(met, key=lambda block: block[:2]):
+                for stretch in _joined([block for _, _, block in group]):
+                    yield batch, rows, stretch, on_diagonal, is_mixed
+
+
+def _alike(*documents: Tensor) -> list[slice]:
+    """The batch as one where all of it has the same documents, else one by one."""
+    if all(bool((x[1:] == x[:-1]).all()) for x in documents):
+        return [slice(None)]
+    return [slice(index, index + 1) for index in range(len(documents[0]))]
+
+
+def _cuts(*documents: Tensor) -> list[int]:
+    """Where some head's document changes, of [B, H, S] equally long; or evenly, where they change often."""
+    length = documents[0].shape[2]
+    changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in documents]).any(0)
+    cuts: list[int] = (changes.nonzero().squeeze(1) + 1).tolist()
+    if len(cuts) * MIN_MEAN_RUN > length:
+        cuts = [*range(BLOCK, length, BLOCK)]
+    return [0, *cuts, length]
+
+
+def _bounds(documents: Tensor, cuts: list[int]) -> list[tuple[int, int, slice]]:
+    """Per block of [B, H, S]: the lowest and the highest document, and the block."""
+    blocks = [slice(start, stop) for start, stop in pairwise(cuts)]
+    ends = torch.stack([torch.stack(documents[:, :, block].aminmax()) for block in blocks]).tolist()
+    return [(first, last, block) for (first, last), block in zip(ends, blocks, strict=True)]
 
 
 def _joined(slices: list[slice]) -> list[slice]:
@@ -114,14 +148,3 @@ def _joined(slices: list[slice]) -> list[slice]:
         else:
             joined.append(part)
     return joined
-
-
-def _bounds(documents: Tensor) -> list[tuple[int, int, slice]]:
-    """Per block of [B, H, S]: the lowest and the highest document, and the block."""
-    blocks = documents.split(BLOCK, dim=2)
-    ends = torch.stack([torch.stack(block.aminmax()) for block in blocks]).tolist()
-    starts = range(0, documents.shape[2], BLOCK)
-    return [
-        (first, last, slice(start, start + block.shape[2]))
-        for (first, last), start, block in zip(ends, starts, blocks, strict=True)
-    ]
