@@ -147,6 +147,8 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
         is_causal: bool = False,
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_seed: int | None = None,
         return_lse: bool = False,
     ) -> Any:
         attend = super().forward
@@ -162,6 +164,8 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
             is_causal=is_causal,
             seq_len=seq_len,
             key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+            dropout_seed=dropout_seed,
             return_lse=return_lse,
         )
 

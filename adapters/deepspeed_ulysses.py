@@ -27,6 +27,7 @@ from ring_backends.layout import LayoutKind
 from ring_backends.pattern import DilatedPattern
 from ring_backends.rendezvous import connect
 from ring_backends.ring import Ring
+from ring_backends.walk import Inputs
 
 
 @dataclass(frozen=True)
@@ -150,25 +151,25 @@ class UlyssesAttention:
         is_causal: bool,
         seq_len: int | None,
         key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        dropout_seed: int | None,
         return_lse: bool,
     ) -> Any:
         """As :meth:`RingDilatedAttention.forward`, with every argument given.
 
         Raises:
-            ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, or the ranks do not hold
-                equally many rows.
+            ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
+                equally many rows, or weights are to be dropped.
         """
         ring = self.ring
         ring.check_connected()
         assert ring.agreement is not None
-        request = self.module._request(query, key, value, key_padding_mask, is_causal, seq_len)
+        request = self.module._request(Inputs(query, key, value, key_padding_mask, document_ids), is_causal, seq_len)
         query, key, value = request.inputs.query, request.inputs.key, request.inputs.value
         seq_len = request.schedule.layout.seq_len
-        try:
+        with self.module.refusals_told():
             _check_trade(query.shape[2], key.shape[2], seq_len, ring)
-        except ValueError as error:
-            ring.agreement.refuse(error)
-            raise
+            _check_no_dropout(self.module)
         needs_gradients = request.needs_gradients
         ring.agreement.begin(request.configuration(self.module.module_number, needs_gradients=needs_gradients))
         statistics: list[Tensor] = []
@@ -181,7 +182,8 @@ class UlyssesAttention:
             0,
             is_causal=is_causal,
             seq_len=seq_len,
-            key_padding_mask=None if key_padding_mask is None else self._group_mask(key_padding_mask),
+            key_padding_mask=None if key_padding_mask is None else self._of_group(key_padding_mask.byte()).bool(),
+            document_ids=None if document_ids is None else self._of_group(document_ids),
             statistics=statistics if return_lse else None,
         )
         if not return_lse:
@@ -198,17 +200,19 @@ class UlyssesAttention:
         is_causal: bool,
         seq_len: int,
         key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
         statistics: list[Tensor] | None,
     ) -> Tensor:
         """Attend from the group's rows, in the order of its ranks, for this rank's share of the heads."""
         options = {"is_causal": is_causal, "seq_len": seq_len, "return_lse": True}
+        marks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
         order = self._order(seq_len, query.device)
         if order is None:
-            out, lse = self.share(query, key, value, key_padding_mask=key_padding_mask, **options)
+            out, lse = self.share(query, key, value, **marks, **options)
         else:
             back = order.argsort()
-            mask = None if key_padding_mask is None else key_padding_mask[:, order]
-            out, lse = self.share(query[:, order], key[:, order], value[:, order], key_padding_mask=mask, **options)
+            marks = {name: None if x is None else x[:, order] for name, x in marks.items()}
+            out, lse = self.share(query[:, order], key[:, order], value[:, order], **marks, **options)
             out, lse = out[:, back], lse[:, :, back]
         if statistics is not None:
             statistics.append(lse)
@@ -224,11 +228,20 @@ class UlyssesAttention:
         positions = torch.cat([layout.positions(rank) for rank in range(first, first + ring.ulysses_size)])
         return positions.argsort().to(device)
 
-    def _group_mask(self, mask: Tensor) -> Tensor:
-        """The mask of the group's rows, in the order of its ranks."""
-        masks = [torch.empty_like(mask, dtype=torch.uint8) for _ in range(self.ring.ulysses_size)]
-        comm.all_gather(masks, mask.to(torch.uint8).contiguous(), group=self.ring.ulysses_group)
-        return torch.cat(masks, 1).bool()
+    def _of_group(self, marks: Tensor) -> Tensor:
+        """The marks of the group's rows, in the order of its ranks."""
+        gathered = [torch.empty_like(marks) for _ in range(self.ring.ulysses_size)]
+        comm.all_gather(gathered, marks.contiguous(), group=self.ring.ulysses_group)
+        return torch.cat(gathered, 1)
+
+
+def _check_no_dropout(module: RingDilatedAttention) -> None:
+    if module.dropout_p and module.training:
+        raise ValueError(
+            f"dropout_p = {module.dropout_p} with ulysses_size > 1: which weights are dropped follows from the number "
+            "of the head, and the ranks of an Ulysses group number their own heads; use ulysses_size = 1, or "
+            "dropout_p = 0."
+        )
 
 
 def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesRing) -> None:

@@ -12,6 +12,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ring_backends import Ring
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.agreement import Agreement
+from ring_backends.walk import Inputs
 
 
 def bench_agreed_call(benchmark: Any) -> None:
@@ -21,7 +22,7 @@ def bench_agreed_call(benchmark: Any) -> None:
         (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)
     )
     query, key, value = (torch.zeros(1, 64, 8, 64, requires_grad=True) for _ in range(3))
-    request = attention._request(query, key, value, None, True, None)
+    request = attention._request(Inputs(query, key, value), True, None)
 
     def agree() -> int:
         start = attention._start(request, needs_gradients=request.needs_gradients)

@@ -6,8 +6,9 @@ attended over the whole (LongNet, arXiv 2307.02486; the ring: arXiv 2310.01889).
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -20,8 +21,8 @@ from ring_backends.agreement import Configuration
 from ring_backends.pattern import DilatedPattern, HeadMode, Offset, Padding
 from ring_backends.request import Request, Start, no_hops
 from ring_backends.ring import Ring, Transfer
-from ring_backends.validation import check_dropout, check_scale
-from ring_backends.walk import Hops
+from ring_backends.validation import check_dropout, check_scale, draw_seed
+from ring_backends.walk import Hops, Inputs
 
 
 class RingDilatedAttention(nn.Module, ABC):
@@ -35,7 +36,7 @@ class RingDilatedAttention(nn.Module, ABC):
         ring: the ring, from the adapter's ``initialize``; None is a ring of one.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
         kernel: the block-attention kernel by name, or ``"auto"``.
-        dropout_p: must be 0.
+        dropout_p: probability that an attention weight is dropped while training; below 1. It costs the fast kernels.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -60,7 +61,7 @@ class RingDilatedAttention(nn.Module, ABC):
             raise TypeError(
                 f"ring = {ring!r}: expected what the adapter's initialize() returned, or None for one rank."
             )
-        check_dropout(dropout_p)
+        self.dropout_p = check_dropout(dropout_p)
         self.ring = Ring() if ring is None else ring
         self.scale = check_scale(scale)
         self.kernel = kernel
@@ -96,6 +97,8 @@ class RingDilatedAttention(nn.Module, ABC):
         is_causal: bool = False,
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_seed: int | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend from the local queries to the keys of the whole sequence.
@@ -108,6 +111,11 @@ class RingDilatedAttention(nn.Module, ABC):
             is_causal: whether a query sees only keys at or before its own global position.
             seq_len: length of the global sequence, in tokens; None means local length × ring size.
             key_padding_mask: bool [batch, local seq], True where a key is to be ignored.
+            document_ids: int32 or int64 [batch, local seq], for several documents packed into one sequence: a query
+                sees the keys of its own number only, at the places that the pattern shows it. A row with a negative
+                number belongs to no document: it sees nothing, and nothing sees it.
+            dropout_seed: of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's generator of the CPU. Ranks
+                that have the same, as after ``torch.manual_seed``, drop what one rank would drop.
             return_lse: whether to return the LSE too.
 
         Returns:
@@ -121,42 +129,31 @@ class RingDilatedAttention(nn.Module, ABC):
             RingPeerError: a rank died, stalled or left.
         """
         self.ring.check_connected()
-        tensors = (query, key, value, key_padding_mask)
+        dropout_p = self.dropout_p if self.training else 0.0
+        tensors = (query, key, value, key_padding_mask, document_ids)
         if torch.compiler.is_compiling():
             constants = graph.constants(self.pattern, self.ring, self.scale, self.kernel)
-            return graph.attend(self._handle, *tensors, is_causal, seq_len, return_lse, *constants)
-        request = self._request(*tensors, is_causal, seq_len, return_lse)
+            seed = draw_seed(dropout_seed, dropout_p)
+            return graph.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
+        with self.refusals_told():
+            inputs = Inputs(*tensors, draw_seed(dropout_seed, dropout_p))
+        request = self._request(inputs, is_causal, seq_len, return_lse)
         return request.run(self._start(request, needs_gradients=request.needs_gradients), return_lse)
 
-    def _request(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        is_causal: bool,
-        seq_len: int | None,
-        return_lse: bool = False,
-    ) -> Request:
+    def _request(self, inputs: Inputs, is_causal: bool, seq_len: int | None, return_lse: bool = False) -> Request:
         """The call, checked; the other ranks are told if it is refused."""
-        ring = self.ring
+        options = self.pattern, self.ring, is_causal, seq_len, self.scale, self.kernel, return_lse, self.dropout_p
+        with self.refusals_told():
+            return Request.check(inputs, *options)
+
+    @contextlib.contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """The other ranks hear of a call that this one refuses, and need not wait."""
         try:
-            return Request.check(
-                query,
-                key,
-                value,
-                key_padding_mask,
-                self.pattern,
-                ring,
-                is_causal,
-                seq_len,
-                self.scale,
-                self.kernel,
-                return_lse,
-            )
+            yield
         except (TypeError, ValueError) as error:
-            if ring.agreement is not None:
-                ring.agreement.refuse(error)
+            if self.ring.agreement is not None:
+                self.ring.agreement.refuse(error)
             raise
 
     def _start(self, request: Request, *, needs_gradients: bool) -> Start:
@@ -172,7 +169,7 @@ class RingDilatedAttention(nn.Module, ABC):
         return Hops(self.ring.rank, self.ring_pass, call, agreement, self.ring.traffic)
 
     def extra_repr(self) -> str:
-        options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel}
+        options = asdict(self.pattern) | {"scale": self.scale, "kernel": self.kernel, "dropout_p": self.dropout_p}
         options |= {"ring_size": self.ring.size, "layout": self.ring.layout_kind}
         return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
@@ -191,7 +188,10 @@ def dilated_attention(
     padding: Padding = "masked",
     scale: float | None = None,
     kernel: str = "auto",
+    dropout_p: float = 0.0,
     key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    dropout_seed: int | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Dilated attention on a single device: what :class:`RingDilatedAttention` computes, on a ring of one.
@@ -202,7 +202,9 @@ def dilated_attention(
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
         key, value: [batch, seq, key/value heads, head_dim]; their number of heads divides query's.
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
-        is_causal, scale, kernel, key_padding_mask, return_lse: as in :class:`RingDilatedAttention`.
+        is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, return_lse: as in
+            :class:`RingDilatedAttention`.
+        dropout_p: probability that an attention weight is dropped, in every call; below 1.
 
     Returns:
         out like query, or with ``return_lse`` (out, LSE): [batch, heads, seq], fp32 (fp64 for fp64), detached.
@@ -211,7 +213,8 @@ def dilated_attention(
         ValueError, TypeError: an argument breaks its rule.
     """
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
-    request = Request.check(
-        query, key, value, key_padding_mask, pattern, Ring(), is_causal, None, check_scale(scale), kernel, return_lse
-    )
+    dropout_p = check_dropout(dropout_p)
+    inputs = Inputs(query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
+    options = pattern, Ring(), is_causal, None, check_scale(scale), kernel, return_lse, dropout_p
+    request = Request.check(inputs, *options)
     return request.run(no_hops, return_lse)

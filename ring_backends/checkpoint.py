@@ -2,14 +2,14 @@
 
 A checkpointed region is computed again in the backward, and its attention with it: all hops of the forward are made
 once more. Kept instead are out and LSE of every call of attention in the region, which is as much memory as one
-activation, and the backward makes no hop but its own:
+activation, and the backward makes no hop but its own::
 
->>> checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+    checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
 A policy of one's own names :func:`attention_operators` among what it saves. A checkpoint that takes no ``context_fn``
-(DeepSpeed's, torch's reentrant one) is given a function that remembers:
+(DeepSpeed's, torch's reentrant one) is given a function that remembers::
 
->>> deepspeed.checkpointing.checkpoint(remember_attention(block), x)
+    deepspeed.checkpointing.checkpoint(remember_attention(block), x)
 
 What a policy is asked about are operators. So every call of attention is one, ``ring_backends::attend``; or, where
 ``torch.compile`` has made several of it (:mod:`ring_backends.graph`), ``ring_backends::end_forward`` gives the result.
@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -88,16 +89,22 @@ def attend_as_operator(walk_forward: WalkForward, inputs: Inputs) -> tuple[Tenso
     number = next(_numbers)
     _calls[number] = walk_forward
     try:
-        out, lse, call_number = _operator(inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, number)
+        out, lse, call_number = _operator(*(getattr(inputs, field.name) for field in fields(inputs)), number)
     finally:
         del _calls[number]
     return out, lse, int(call_number)
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None, number: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
+    number: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, call_number = _calls[number](Inputs(query, key, value, key_padding_mask))
+    out, lse, call_number = _calls[number](Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed))
     # A result too: the backward of a call that was not computed again belongs to the forward that was.
     return out, lse, torch.tensor(call_number, device="cpu")
 

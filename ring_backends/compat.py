@@ -57,7 +57,7 @@ class RingDilatedAttentionV2(nn.Module):
 
     Args:
         segment_lengths, dilation_rates: w and r of each branch.
-        dropout: must be 0.
+        dropout: probability that an attention weight is dropped while training.
         ring_size: ranks per ring; None means the whole world.
         ring: instead of ``ring_size``, a ring that an adapter's ``initialize`` made.
         use_flash_attention: False takes the kernel of plain matrix products.

@@ -8,13 +8,23 @@ there are two kinds of randomness, and two seeds, both of which follow from the 
 - What happens to the tokens that a rank holds, such as dropout, takes :func:`rank_seed`
   (``torch.manual_seed(rank_seed(seed, ring))`` once the model is built). Ranks hold different tokens; with one seed
   they would drop the same units at the n-th token of every shard.
+
+Attention dropout belongs to neither: the attention weight of two tokens is dropped or not whichever rank holds them.
+Its call takes a ``dropout_seed``, such as the number of the step: with one that is the same on every rank of a ring,
+what is dropped does not depend on the ring's size.
+
+:func:`document_ids` numbers the documents of a packed sequence.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from ring_backends.ring import Ring
@@ -69,3 +79,34 @@ def rank_seed(seed: int, ring: Ring) -> int:
     # next to each other, since CPU generators read the lowest 32 bits alone, which must not coincide.
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     return (start + ring.ranks[ring.rank]) % 2**63
+
+
+def document_ids(cu_seqlens: Tensor | Sequence[int], seq_len: int) -> Tensor:
+    """Number the documents of a packed sequence, for the ``document_ids`` of an attention's call.
+
+    Args:
+        cu_seqlens: where each document begins, and where the last one ends: 0, then rising, as kernels for sequences of
+            various lengths take them. Equal neighbours are an empty document.
+        seq_len: length of the whole sequence; what is left behind the last document is padding.
+
+    Returns:
+        int32 [1, seq_len], on the device of ``cu_seqlens``: 0 for the rows of the first document, and so on; −1 for
+        padding. Cut it with ``ring.shard`` like the tokens.
+
+    Raises:
+        ValueError, TypeError: the bounds do not rise from 0, or end behind the sequence.
+    """
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}: expected integers [documents + 1].")
+    bounds = torch.as_tensor(cu_seqlens)
+    numbers = bounds.tolist()
+    if not numbers or any(not isinstance(number, int) for number in numbers):
+        raise TypeError(f"cu_seqlens = {cu_seqlens!r}: expected ints, the first of them 0.")
+    if numbers[0] != 0 or any(later < earlier for earlier, later in pairwise(numbers)) or numbers[-1] > seq_len:
+        raise ValueError(
+            f"cu_seqlens = {numbers if len(numbers) < 9 else [*numbers[:4], '…', *numbers[-4:]]} with seq_len = "
+            f"{seq_len}: must begin with 0, never fall, and end at seq_len or before; give where documents begin, and "
+            "where the last one ends."
+        )
+    ids = torch.searchsorted(bounds[1:].contiguous(), torch.arange(seq_len, device=bounds.device), right=True)
+    return ids.masked_fill(ids == len(numbers) - 1, -1).to(torch.int32).unsqueeze(0)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -61,9 +61,12 @@ def attend(
     key: Tensor,
     value: Tensor,
     key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
     is_causal: bool,
     seq_len: int | None,
     return_lse: bool,
+    dropout_p: float,
     segment_lengths: tuple[int, ...],
     dilation_rates: tuple[int, ...],
     head_mode: Any,
@@ -77,14 +80,15 @@ def attend(
 ) -> Any:
     """What torch.compile traces in place of a call of attention, with tensors that hold no numbers."""
     query, key, value = map(_with_constant_sizes, autocast(query, key, value))
-    mask = None if key_padding_mask is None else _with_constant_sizes(key_padding_mask)
+    mask, documents = (None if x is None else _with_constant_sizes(x) for x in (key_padding_mask, document_ids))
+    inputs = Inputs(query, key, value, mask, documents, dropout_seed)
     seq_len = None if seq_len is None else int(seq_len)
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)
     ring = Ring(size=ring_size, rank=ring_rank, ranks=tuple(range(ring_size)), layout_kind=layout)
     # A plan is made of tensors that do hold numbers. What makes torch trace is set per thread, hence another thread.
     with ThreadPoolExecutor(1) as untraced:
         request = untraced.submit(
-            Request.check, query, key, value, mask, pattern, ring, is_causal, seq_len, scale, kernel, return_lse
+            Request.check, inputs, pattern, ring, is_causal, seq_len, scale, kernel, return_lse, dropout_p
         ).result()
     walk = _TracedWalk(handle, request.walk, is_causal, request.schedule.layout.seq_len, request.needs_gradients)
     return attend_under_autograd(request.inputs, walk, no_hops, return_lse)
@@ -106,7 +110,7 @@ class _TracedWalk:
     _forward: Tensor = field(init=False)
 
     def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
-        tensors = [inputs.query, inputs.key, inputs.value, inputs.key_padding_mask]
+        tensors = _tensors(inputs)
         walk = begin_forward(self.module, *tensors, self.is_causal, self.seq_len, self.needs_gradients)
         walk = yield from self._by_hops(walk, self.walk.forward_plan.num_hops(backward=False))
         out, lse, self._forward = end_forward(walk, *tensors)
@@ -115,7 +119,7 @@ class _TracedWalk:
     def backward(
         self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
     ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
-        tensors = [inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, out, lse, grad_out]
+        tensors = [*_tensors(inputs), out, lse, grad_out]
         walk = begin_backward(self._forward, *tensors, self.is_causal, self.seq_len)
         walk = yield from self._by_hops(walk, self.walk.backward_plan.num_hops(backward=True))
         return cast(tuple[Tensor, Tensor, Tensor], end_backward(walk, *tensors))
@@ -125,6 +129,10 @@ class _TracedWalk:
             yield
             walk = post_hop(walk)
         return walk
+
+
+def _tensors(inputs: Inputs) -> list[Any]:
+    return [getattr(inputs, field.name) for field in fields(inputs)]
 
 
 class _WalkUnderWay:
@@ -159,10 +167,10 @@ def _module(number: int) -> RingDilatedAttention:
     return _modules[number]
 
 
-def _request(attention: RingDilatedAttention, *arguments: Any) -> Request:
+def _request(attention: RingDilatedAttention, inputs: Inputs, is_causal: bool, seq_len: int) -> Request:
     """The call, whose tensors were cast while tracing; autocast may be on here where it was off there."""
-    with torch.autocast(arguments[0].device.type, enabled=False):
-        return attention._request(*arguments)
+    with torch.autocast(inputs.query.device.type, enabled=False):
+        return attention._request(inputs, is_causal, seq_len)
 
 
 def _begin(module: int, by_hops: ByHops[Any], call_number: int, device: torch.device) -> Tensor:
@@ -178,13 +186,16 @@ def begin_forward(
     key: Tensor,
     value: Tensor,
     key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
     is_causal: bool,
     seq_len: int,
     needs_gradients: bool,
 ) -> Tensor:
     """Begin the forward of one call."""
     attention = _module(int(module))
-    request = _request(attention, query, key, value, key_padding_mask, is_causal, seq_len)
+    inputs = Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed)
+    request = _request(attention, inputs, is_causal, seq_len)
     hops = attention._start(request, needs_gradients=needs_gradients)("forward")
     call_number = 0 if hops is None else hops.call.number
     return _begin(int(module), request.walk.forward(request.inputs, hops), call_number, query.device)
@@ -197,6 +208,8 @@ def begin_backward(
     key: Tensor,
     value: Tensor,
     key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,
@@ -206,7 +219,8 @@ def begin_backward(
     """Begin the backward of the call whose forward was this one."""
     module, _, call_number = forward.tolist()
     attention = _module(module)
-    request = _request(attention, query, key, value, key_padding_mask, is_causal, seq_len)
+    inputs = Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed)
+    request = _request(attention, inputs, is_causal, seq_len)
     hops = attention._start(request, needs_gradients=True)(backward_of(call_number))
     walk = request.walk.backward(request.inputs, out, lse, grad_out, hops)
     return _begin(module, walk, call_number, query.device)
@@ -227,7 +241,13 @@ def post_hop(walk: Tensor) -> Tensor:
 
 @custom_op("ring_backends::end_forward", mutates_args=())
 def end_forward(
-    walk: Tensor, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None
+    walk: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(out, LSE) of the walk, and its numbers for the backward, which then needs nothing else of the forward."""
     out, lse = _walks.pop(int(walk[1])).result()
@@ -241,6 +261,8 @@ def end_backward(
     key: Tensor,
     value: Tensor,
     key_padding_mask: Tensor | None,
+    document_ids: Tensor | None,
+    dropout_seed: Tensor | None,
     out: Tensor,
     lse: Tensor,
     grad_out: Tensor,

@@ -109,6 +109,8 @@ class RingDilatedMultiheadAttention(nn.Module):
         is_causal: bool = False,
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        dropout_seed: int | None = None,
     ) -> Tensor:
         """Attend over the whole sequence of which ``x`` is this rank's part.
 
@@ -117,6 +119,9 @@ class RingDilatedMultiheadAttention(nn.Module):
             is_causal: a position sees only itself and earlier ones.
             seq_len: length of the global sequence; local length × ring size if None.
             key_padding_mask: bool [batch, local seq], True = ignore this key.
+            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles come
+                from the position in the sequence; their differences, which alone count, are those in the document.
+            dropout_seed: of the attention's dropout, as in its own call.
 
         Returns:
             [batch, local seq, embed_dim].
@@ -138,7 +143,16 @@ class RingDilatedMultiheadAttention(nn.Module):
         if self.rotary:
             cos, sin = self._rotary_table(ring, seq_len, query)
             query, key = _rotate_half(query, cos, sin), _rotate_half(key, cos, sin)
-        out = self.attention(query, key, value, is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask)
+        out = self.attention(
+            query,
+            key,
+            value,
+            is_causal=is_causal,
+            seq_len=seq_len,
+            key_padding_mask=key_padding_mask,
+            document_ids=document_ids,
+            dropout_seed=dropout_seed,
+        )
         out = out.reshape(batch, local_len, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)

@@ -17,17 +17,20 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a parcel holds: [batch, streams, rows, head_dim] twice, and a key padding mask [batch, streams, rows]."""
+    """What a parcel holds: [batch, streams, rows, head_dim] twice, and marks of the keys [batch, streams, rows].
+
+    ``marks`` is their dtype: bool for a key padding mask, an integer for documents, None for none.
+    """
 
     batch: int
     head_dim: int
     dtype: torch.dtype
-    masked: bool = False
+    marks: torch.dtype | None = None
 
     def shapes(self, parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = (self.batch, parcel.num_streams, parcel.rows)
         slices: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, self.head_dim), self.dtype)] * 2
-        return [*slices, (rows, torch.bool)] if self.masked else slices
+        return slices if self.marks is None else [*slices, (rows, self.marks)]
 
     def payload_bytes(self, parcels: Iterable[Parcel]) -> int:
         return sum(_num_bytes(shape, dtype) for parcel in parcels for shape, dtype in self.shapes(parcel))
@@ -66,22 +69,22 @@ class PackedRows:
         return parcel in self._offsets
 
     def slices(self, parcel: Parcel) -> tuple[Tensor, Tensor, Tensor | None]:
-        """K, V and the key padding mask (None without one) of ``parcel``, as views of the buffer."""
+        """K, V and the marks (None without) of ``parcel``, as views of the buffer."""
         views, offset = [], self._offsets[parcel]
         for shape, dtype in self.row_format.shapes(parcel):
             size = _num_bytes(shape, dtype)
             views.append(self.buffer[offset : offset + size].view(dtype).view(shape))
             offset += _aligned(size)
-        return views[0], views[1], views[2] if self.row_format.masked else None
+        return views[0], views[1], None if self.row_format.marks is None else views[2]
 
     def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
         """:meth:`slices` of some streams and rows of a parcel alone."""
         streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
-        key, value, mask = self.slices(rows.parcel)
+        key, value, marks = self.slices(rows.parcel)
         return (
             key[:, streams, row_range],
             value[:, streams, row_range],
-            None if mask is None else mask[:, streams, row_range],
+            None if marks is None else marks[:, streams, row_range],
         )
 
     def stretch(self, parcels: Sequence[Parcel]) -> Tensor:

@@ -18,6 +18,9 @@ class Parcel:
     """The K and V rows of some streams in one piece of a segment: the unit that travels along one route.
 
     A stream is a distinct (key/value head, offset) pair; its rows serve every query head that has both.
+
+    Attributes:
+        first_positions: per stream, the global position of the first row; the others follow ``source.rate`` apart.
     """
 
     branch: int
@@ -28,6 +31,7 @@ class Parcel:
     reach: int
     direction: int
     source: DilatedRows
+    first_positions: tuple[int, ...]
 
     @property
     def key(self) -> tuple[object, ...]:

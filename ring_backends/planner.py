@@ -307,15 +307,19 @@ class _BlockBuilder:
             first, last = rows * share // self.shares, rows * (share + 1) // self.shares
             if hops and last > first:
                 kv_heads, offsets = zip(*streams, strict=True)
+                start = int(branch.crossing.start[piece.index])
                 yield Parcel(
                     branch=branch.index,
-                    start=int(branch.crossing.start[piece.index]),
+                    start=start,
                     streams=tuple(streams),
                     first_row=first,
                     rows=last - first,
                     reach=hops,
                     direction=direction,
                     source=piece.span.rows(kv_heads, offsets, branch.rate, last - first, first),
+                    first_positions=tuple(
+                        start + (offset - piece.span.phase) % branch.rate + first * branch.rate for offset in offsets
+                    ),
                 )
 
     def _pieces(self, branch: BranchSchedule, rank: int) -> list[_Piece]:

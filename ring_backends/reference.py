@@ -38,6 +38,8 @@ def reference_attention(
     padding: str = "masked",
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    weight_factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
 
@@ -52,6 +54,8 @@ def reference_attention(
         padding: ``"masked"`` or ``"zeros"``.
         scale: factor on the scores; None means ``1 / sqrt(D)``.
         key_padding_mask: bool ``[B, n]``, True = ignore this key.
+        document_ids: int ``[B, n]``; a query sees keys of its own number only, and none if that is negative.
+        weight_factors: ``[B, H, n, n]``, what each attention weight is multiplied by after the softmax: dropout.
 
     Returns:
         out, fp64 ``[B, n, H, D]``, and LSE, fp64 ``[B, H, n]``, detached. A query that sees no key has
@@ -91,6 +95,8 @@ def reference_attention(
         phantom_counts=phantom_counts,
         scale=scale,
         key_padding_mask=key_padding_mask,
+        document_ids=document_ids,
+        weight_factors=weight_factors,
     )
 
 
@@ -162,6 +168,8 @@ def dense_attention(
     phantom_counts: Tensor | None = None,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
+    weight_factors: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over a multiset of keys, by one dense score matrix.
@@ -170,7 +178,7 @@ def dense_attention(
     softmax statistics in fp32 at least. Its error against fp64 is the yardstick for kernels of that dtype.
 
     Args:
-        query, key, value, scale, key_padding_mask: as in :func:`reference_attention`.
+        query, key, value, scale, key_padding_mask, document_ids, weight_factors: as in :func:`reference_attention`.
         counts: int ``[H, n, n]``, how often query t sees key u.
         phantom_counts: int ``[H, n]``, how many phantom keys, of score 0 and value 0, query t sees;
             key_padding_mask does not remove them.
@@ -201,6 +209,10 @@ def dense_attention(
     if key_padding_mask is not None:
         ignored = torch.cat([key_padding_mask, key_padding_mask.new_zeros(batch, 1)], dim=1)
         counts = counts.masked_fill(ignored[:, None, None, :], 0)
+    if document_ids is not None:
+        together = (document_ids[:, :, None] == document_ids[:, None, :]) & (document_ids[:, :, None] >= 0)
+        together = torch.cat([together, together.new_ones(batch, seq_len, 1)], dim=2)
+        counts = counts.masked_fill(~together[:, None], 0)
 
     scores = torch.einsum("bthd,buhd->bhtu", query, key) * scale
     scores = scores.to(statistics_dtype) + counts.to(statistics_dtype).log()
@@ -208,8 +220,10 @@ def dense_attention(
     sees_a_key = (counts > 0).any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~sees_a_key, 0)
     weights = torch.softmax(scores, dim=-1).masked_fill(~sees_a_key, 0)
-    out = torch.einsum("bhtu,buhd->bthd", weights.to(dtype), value)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(~sees_a_key[..., 0], float("-inf"))
+    if weight_factors is not None:
+        weights = weights * torch.cat([weight_factors, weight_factors.new_ones(batch, num_heads, seq_len, 1)], dim=3)
+    out = torch.einsum("bhtu,buhd->bthd", weights.to(dtype), value)
     return out, lse.detach()
 
 

@@ -6,7 +6,7 @@ The rule of this file: everything that the ranks have to agree on is in :meth:`R
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ring_backends.agreement import Configuration
 from ring_backends.checkpoint import attend_as_operator
+from ring_backends.dropout import Dropout
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.layout import SequenceLayout
 from ring_backends.pattern import DilatedPattern
@@ -22,7 +23,7 @@ from ring_backends.planner import rank_plan
 from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
 from ring_backends.tiling import max_tile_bytes
-from ring_backends.validation import check_flag, check_layout, check_tensors
+from ring_backends.validation import check_documents, check_flag, check_layout, check_tensors
 from ring_backends.walk import ByHops, Hops, Inputs, Walk, finish
 
 Start = Callable[[str], "Hops | None"]
@@ -49,10 +50,7 @@ class Request:
     @classmethod
     def check(
         cls,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
+        inputs: Inputs,
         pattern: DilatedPattern,
         ring: Ring,
         is_causal: bool,
@@ -60,16 +58,28 @@ class Request:
         scale: float | None,
         kernel: str,
         return_lse: bool = False,
+        dropout_p: float = 0.0,
     ) -> Request:
+        """Check a call with ``inputs`` as they were given. ``dropout_p`` counts where they have a seed."""
         check_flag("is_causal", is_causal)
         check_flag("return_lse", return_lse)
-        query, key, value = autocast(query, key, value)
-        inputs = Inputs(query, key, value, key_padding_mask)
-        check_tensors(query, key, value, key_padding_mask)
+        query, key, value = autocast(inputs.query, inputs.key, inputs.value)
+        inputs = replace(inputs, query=query, key=key, value=value)
+        check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
+        check_documents(inputs.document_ids, pattern)
         batch, local_len, num_heads, head_dim = query.shape
         layout = check_layout(local_len, seq_len, ring)
         schedule = _schedule(pattern, layout, num_heads, key.shape[2], is_causal)
-        needs = KernelInputs(query.device, query.dtype, head_dim, has_key_mask=key_padding_mask is not None)
+        dropout = None
+        if dropout_p and inputs.dropout_seed is not None:
+            dropout = Dropout(dropout_p, layout.positions(ring.rank).to("cpu"), ring.data_rank)
+        needs = KernelInputs(
+            query.device,
+            query.dtype,
+            head_dim,
+            has_key_mask=inputs.key_padding_mask is not None,
+            has_dropout=dropout is not None,
+        )
         forward_plan, backward_plan = (
             rank_plan(
                 schedule,
@@ -83,7 +93,7 @@ class Request:
             for backward in (False, True)
         )
         scale = head_dim**-0.5 if scale is None else scale
-        walk = Walk(forward_plan, backward_plan, select_kernel(kernel, needs), scale)
+        walk = Walk(forward_plan, backward_plan, select_kernel(kernel, needs), scale, dropout)
         return cls(inputs, schedule, walk)
 
     @property
@@ -94,7 +104,7 @@ class Request:
 
     def configuration(self, module_number: int, *, needs_gradients: bool) -> Configuration:
         """What the other ranks have to have in common with this call."""
-        query, mask = self.inputs.query, self.inputs.key_padding_mask
+        query, mask, documents = self.inputs.query, self.inputs.key_padding_mask, self.inputs.document_ids
         return _configuration(
             module_number,
             self.schedule,
@@ -104,6 +114,8 @@ class Request:
             query.device.type,
             self.walk.scale,
             mask is not None,
+            None if documents is None else documents.dtype,
+            0.0 if self.walk.dropout is None else self.walk.dropout.p,
             needs_gradients,
         )
 
@@ -124,7 +136,7 @@ class AnyWalk(Protocol):
 def attend(inputs: Inputs, walk: AnyWalk, start: Start, return_lse: bool) -> Any:
     """out, or with ``return_lse`` (out, LSE [batch, heads, local seq]), under autograd."""
     out, lse = _Attend.apply(  # type: ignore[no-untyped-call]
-        inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, walk, start
+        *(getattr(inputs, field.name) for field in fields(inputs)), walk, start
     )
     return (out, lse.transpose(1, 2)) if return_lse else out
 
@@ -134,36 +146,44 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, walk: AnyWalk, start: Start
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        documents: Tensor | None,
+        seed: Tensor | None,
+        walk: AnyWalk,
+        start: Start,
     ) -> tuple[Tensor, Tensor]:
         def walk_forward(inputs: Inputs) -> tuple[Tensor, Tensor, int]:
             hops = start("forward")
             return *finish(walk.forward(inputs, hops)), 0 if hops is None else hops.call.number
 
-        inputs = Inputs(query, key, value, mask)
+        inputs = Inputs(query, key, value, mask, documents, seed)
         ctx.walk, ctx.start = walk, start
         with torch.autocast(query.device.type, enabled=False):
             # A walk that torch.compile traces is made of operators already.
             out, lse, ctx.call_number = (
                 attend_as_operator(walk_forward, inputs) if isinstance(walk, Walk) else walk_forward(inputs)
             )
-        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.save_for_backward(query, key, value, mask, documents, seed, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mask, out, lse = ctx.saved_tensors
+        query, key, value, *others, out, lse = ctx.saved_tensors
         with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
             hops = ctx.start(backward_of(ctx.call_number))
-            grads = finish(ctx.walk.backward(Inputs(query, key, value, mask), out, lse, grad_out, hops))
+            grads = finish(ctx.walk.backward(Inputs(query, key, value, *others), out, lse, grad_out, hops))
         if torch.is_grad_enabled():
             grads = tuple(
                 _OnlyOnce.apply(grad, query, key, value, grad_out)  # type: ignore[no-untyped-call]
                 for grad in grads
             )
         needed = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad, strict=False))
-        return *needed, None, None, None
+        return *needed, None, None, None, None, None
 
 
 class _OnlyOnce(torch.autograd.Function):
@@ -215,6 +235,8 @@ def _configuration(
     device_type: str,
     scale: float,
     masked: bool,
+    documents: torch.dtype | None,
+    dropout_p: float,
     gradients: bool,
 ) -> Configuration:
     return Configuration(
@@ -232,6 +254,8 @@ def _configuration(
             "is_causal": schedule.is_causal,
             "scale": scale,
             "key_padding_mask": "given" if masked else "none",
+            "document_ids": "none" if documents is None else f"given, {documents}",
+            "dropout_p": dropout_p,
             "gradients": "needed" if gradients else "not needed",
         }
     )

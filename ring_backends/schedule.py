@@ -191,7 +191,15 @@ class RingSchedule:
         return whole * segment_rows**2 + rows * num_covered(length_here, branch.offsets, branch.rate)
 
     def wire_bytes(
-        self, rank: int, *, batch: int, head_dim: int, itemsize: int, backward: bool = False, masked: bool = False
+        self,
+        rank: int,
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize: int,
+        backward: bool = False,
+        masked: bool = False,
+        document_bytes: int = 0,
     ) -> int:
         """Payload bytes that ``rank`` sends in one forward, or in one backward alone.
 
@@ -199,8 +207,10 @@ class RingSchedule:
             batch, head_dim: as of the inputs.
             itemsize: bytes per element of K and V. In backward dK and dV travel beside them at 4 bytes (8 for fp64).
             masked: whether a key padding mask travels along, one byte per key and head.
+            document_bytes: of one of the document numbers that travel along, per key and head; the mask is then part
+                of them. 0 without documents.
         """
-        row_bytes = 2 * head_dim * itemsize + masked
+        row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
         sent = int(self.rows_sent[rank]) * row_bytes
         if backward:
             sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * max(itemsize, 4)

@@ -8,12 +8,15 @@ import torch
 from torch import Tensor
 
 from ring_backends.layout import SequenceLayout
+from ring_backends.pattern import DilatedPattern
 from ring_backends.ring import Ring
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_tensors(query: object, key: object, value: object, key_padding_mask: object) -> None:
+def check_tensors(
+    query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
+) -> None:
     """Refuse tensors that do not fit each other: [batch, local seq, heads, head_dim], one dtype, one device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
@@ -57,23 +60,30 @@ def check_tensors(query: object, key: object, value: object, key_padding_mask: o
     if query.shape[3] < 1:
         raise ValueError(f"query has shape {list(query.shape)}: head_dim must be at least 1.")
     if key_padding_mask is not None:
-        _check_mask(key_padding_mask, query)
+        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True where a key is ignored")
+    if document_ids is not None:
+        _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
 
 
-def _check_mask(mask: object, query: Tensor) -> None:
-    if not isinstance(mask, Tensor):
-        raise TypeError(f"key_padding_mask = {mask!r}: expected a bool tensor [batch, seq], or None.")
-    if mask.dtype != torch.bool:
+def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
+    """Refuse what is no [batch, seq] tensor that fits ``query``."""
+    if not isinstance(marks, Tensor):
+        raise TypeError(f"{name} = {marks!r}: expected a tensor [batch, seq] of dtype {expected}, or None.")
+    if marks.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {marks.dtype}: expected {expected}; convert it with .to({dtypes[-1]}).")
+    if marks.shape != query.shape[:2]:
+        raise ValueError(f"{name} has shape {list(marks.shape)}: expected [batch, seq] = {list(query.shape[:2])}.")
+    if marks.device != query.device:
+        raise ValueError(f"{name} is on {marks.device} and query on {query.device}: move it to one device.")
+
+
+def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> None:
+    """Refuse documents with a padding that belongs to none of them."""
+    if document_ids is not None and pattern.padding == "zeros":
         raise ValueError(
-            f"key_padding_mask has dtype {mask.dtype}: expected bool, True where a key is to be ignored; convert it "
-            "with .bool()."
+            "document_ids with padding = 'zeros': the zero keys behind the sequence belong to no document, and "
+            "torchscale, which has them, has no documents; use padding='masked'."
         )
-    if mask.shape != query.shape[:2]:
-        raise ValueError(
-            f"key_padding_mask has shape {list(mask.shape)}: expected [batch, seq] = {list(query.shape[:2])}."
-        )
-    if mask.device != query.device:
-        raise ValueError(f"key_padding_mask is on {mask.device} and query on {query.device}: move it to one device.")
 
 
 def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLayout:
@@ -111,12 +121,27 @@ def check_scale(scale: object) -> float | None:
     return float(scale)
 
 
-def check_dropout(dropout_p: object) -> None:
-    """Attention dropout is not offered: it would have to be the same for every ring size."""
+def check_dropout(dropout_p: object) -> float:
+    """A probability below 1."""
     if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
-        raise TypeError(f"dropout_p = {dropout_p!r}: expected the number 0.")
-    if dropout_p != 0:
-        raise ValueError(
-            f"dropout_p = {dropout_p}: attention dropout is not supported; use 0, and apply dropout after the output "
-            "projection."
-        )
+        raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout.")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p = {dropout_p}: must be at least 0 and below 1; 0 is no dropout.")
+    return float(dropout_p)
+
+
+def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
+    """The seed of one call's dropout, int64 [1]; None where nothing is dropped.
+
+    Where ``dropout_seed`` is None it is drawn from the generator of the CPU, so that activation checkpointing, which
+    puts that generator back, draws the same again.
+    """
+    if dropout_seed is None:
+        if not dropout_p:
+            return None
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool):
+        raise TypeError(f"dropout_seed = {dropout_seed!r}: expected an int, or None to draw one.")
+    if not 0 <= dropout_seed < 2**63:
+        raise ValueError(f"dropout_seed = {dropout_seed}: must be at least 0 and below 2**63.")
+    return torch.tensor([dropout_seed], dtype=torch.int64, device="cpu") if dropout_p else None

@@ -15,18 +15,19 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ring_backends.agreement import Agreement, Call
+from ring_backends.dropout import Dropout
 from ring_backends.gather import DilatedRows, gather, gather_into, gathered_shape, scatter, scatter_add, scatter_merge
-from ring_backends.kernels import Kernel
+from ring_backends.kernels import Kernel, PairRule, pairwise
 from ring_backends.packing import PackedRows, RowFormat
-from ring_backends.plan import HeadBlock, Message, Phantom, RankPlan, Tile
+from ring_backends.plan import HeadBlock, Message, ParcelRows, Phantom, RankPlan, Tile
 from ring_backends.ring import Traffic, Transfer
 from ring_backends.softmax import statistics_dtype
 
@@ -39,20 +40,78 @@ TILE_SPAN, POST_SPAN, WAIT_SPAN = (f"ring_backends::{span}" for span in ("tile",
 
 @dataclass(frozen=True)
 class Inputs:
-    """What one call attends over, on this rank."""
+    """What one call attends over, on this rank.
+
+    Attributes:
+        key_padding_mask: bool [batch, local seq].
+        document_ids: int [batch, local seq].
+        dropout_seed: int64 [1], on the CPU; None without dropout.
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
-    key_padding_mask: Tensor | None
+    key_padding_mask: Tensor | None = None
+    document_ids: Tensor | None = None
+    dropout_seed: Tensor | None = None
 
-    def block(self, block: HeadBlock) -> Inputs:
-        """The heads of one block; the mask as one per key/value head, without a copy."""
-        mask = self.key_padding_mask
-        if mask is not None:
-            mask = mask.unsqueeze(2).expand(-1, -1, block.kv_heads.stop - block.kv_heads.start)
-        kv_heads = block.kv_heads
-        return Inputs(self.query[:, :, block.heads], self.key[:, :, kv_heads], self.value[:, :, kv_heads], mask)
+
+@dataclass(frozen=True)
+class MarkedRows:
+    """The rows of one call, with what tells them apart beyond what the plan knows; marks as one per head.
+
+    Attributes:
+        key_marks: [batch, local seq, key/value heads]; bool, True for a key to be ignored, or with documents an
+            integer, the key's document, or −1 for a key to be ignored.
+        query_documents: [batch, local seq, heads]; −2 for a query that is of no document.
+        query_words, key_words: as of ``dropout``.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_marks: Tensor | None = None
+    query_documents: Tensor | None = None
+    dropout: Dropout | None = None
+    dropout_seed: int = 0
+    query_words: Tensor | None = None
+    key_words: Tensor | None = None
+
+    @classmethod
+    def of(cls, inputs: Inputs, dropout: Dropout | None) -> MarkedRows:
+        query, key, marks, documents = inputs.query, inputs.key, inputs.key_padding_mask, None
+        if inputs.document_ids is not None:
+            ids = inputs.document_ids
+            ignored = ids < 0 if marks is None else marks | (ids < 0)
+            marks = ids.masked_fill(ignored, -1)
+            documents = ids.masked_fill(ids < 0, -2).unsqueeze(2).expand(-1, -1, query.shape[2])
+        if marks is not None:
+            marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
+        if dropout is None:
+            return cls(query, key, inputs.value, marks, documents)
+        assert inputs.dropout_seed is not None
+        seed = int(inputs.dropout_seed)
+        query_words = dropout.query_words(seed, query.shape[0], query.shape[2], query.device)
+        key_words = dropout.key_words(seed, dropout.positions).to(key.device)[:, None].expand(*key.shape[:3])
+        return cls(query, key, inputs.value, marks, documents, dropout, seed, query_words, key_words)
+
+    def block(self, block: HeadBlock) -> MarkedRows:
+        """The heads of one block."""
+        heads, kv_heads = block.heads, block.kv_heads
+        return replace(
+            self,
+            query=self.query[:, :, heads],
+            key=self.key[:, :, kv_heads],
+            value=self.value[:, :, kv_heads],
+            key_marks=_heads(self.key_marks, kv_heads),
+            query_documents=_heads(self.query_documents, heads),
+            query_words=_heads(self.query_words, heads),
+            key_words=_heads(self.key_words, kv_heads),
+        )
+
+
+def _heads(tensor: Tensor | None, heads: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, :, heads]
 
 
 Result = TypeVar("Result")
@@ -137,12 +196,16 @@ class Hops:
 
 @dataclass(frozen=True)
 class Walk:
-    """One rank's plans, of a forward and of a backward, with the kernel and the score scale that carry them out."""
+    """One rank's plans, of a forward and of a backward, with the kernel and the score scale that carry them out.
+
+    ``dropout`` is None, or its inputs hold a seed.
+    """
 
     forward_plan: RankPlan
     backward_plan: RankPlan
     kernel: Kernel
     scale: float
+    dropout: Dropout | None
 
     def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
         """Attend.
@@ -164,12 +227,12 @@ class Walk:
         query = inputs.query
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-        workspace = Workspace(self.kernel)
+        marked, workspace = MarkedRows.of(inputs, self.dropout), Workspace(self.kernel)
         arriving = NOTHING
         for index, (block, step) in enumerate(self.forward_plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
-            arriving = yield from self._post_keys(self.forward_plan, index + 1, inputs, arrived, hops)
-            here = inputs.block(block)
+            arriving = yield from self._post_keys(self.forward_plan, index + 1, marked, arrived, hops)
+            here = marked.block(block)
             block_lse = lse[:, :, block.heads]
             if step is block.steps[0]:
                 block_out = _accumulator(out[:, :, block.heads])
@@ -192,18 +255,18 @@ class Walk:
         query_grad, key_grad, value_grad = (
             torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.query, inputs.key, inputs.value)
         )
-        grads = Inputs(query_grad, key_grad, value_grad, None)
-        workspace = Workspace(self.kernel)
+        grads = MarkedRows(query_grad, key_grad, value_grad)
+        marked, workspace = MarkedRows.of(inputs, self.dropout), Workspace(self.kernel)
         arriving = NOTHING
         grad_hop: _GradHop | None = None
         for index, (block, step) in enumerate(self.backward_plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
-            arriving = yield from self._post_keys(self.backward_plan, index + 1, inputs, arrived, hops)
+            arriving = yield from self._post_keys(self.backward_plan, index + 1, marked, arrived, hops)
             if step is block.steps[0]:
                 sums = _BlockSums.of(grads, block)
-            here = inputs.block(block)
+            here = marked.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
-            passed_on = _grad_rows(step.grad_sends, inputs, zeroed=True)
+            passed_on = _grad_rows(step.grad_sends, marked, zeroed=True)
             for tile in step.tiles:
                 with record_function(TILE_SPAN):
                     tile_grads = self._tile_backward(
@@ -215,7 +278,7 @@ class Walk:
                 grad_hop.settle(passed_on, grads)
             arrival = NOTHING
             if hops is not None:
-                incoming = _grad_rows(step.grad_receives, inputs)
+                incoming = _grad_rows(step.grad_receives, marked)
                 arrival = yield from hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
             grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
         if grad_hop is not None:
@@ -223,17 +286,19 @@ class Walk:
         return grads.query, grads.key, grads.value
 
     def _tile_forward(
-        self, tile: Tile, here: Inputs, arrived: PackedRows | None, workspace: Workspace
+        self, tile: Tile, here: MarkedRows, arrived: PackedRows | None, workspace: Workspace
     ) -> tuple[Tensor, Tensor]:
         rows = _TileRows.gather(tile, here, arrived, workspace)
-        return self.kernel.forward(
-            rows.query, rows.key, rows.value, is_causal=tile.is_causal, scale=self.scale, key_mask=rows.key_mask
-        )
+        tensors = rows.query, rows.key, rows.value
+        options: dict[str, Any] = {"is_causal": tile.is_causal, "scale": self.scale, "key_mask": rows.key_mask}
+        if rows.rule is not None:
+            return pairwise.forward(self.kernel, rows.rule, *tensors, **options)
+        return self.kernel.forward(*tensors, **options)
 
     def _tile_backward(
         self,
         tile: Tile,
-        here: Inputs,
+        here: MarkedRows,
         arrived: PackedRows | None,
         out: Tensor,
         lse: Tensor,
@@ -241,40 +306,41 @@ class Walk:
         workspace: Workspace,
     ) -> tuple[Tensor, Tensor, Tensor]:
         rows = _TileRows.gather(tile, here, arrived, workspace)
-        grad_query, grad_key, grad_value = self.kernel.backward(
+        tensors = (
             workspace.gather("grad_out", grad_out, tile.queries),
             rows.query,
             rows.key,
             rows.value,
             workspace.gather("out", out, tile.queries),
             workspace.gather("lse", lse, tile.queries),
-            is_causal=tile.is_causal,
-            scale=self.scale,
-            key_mask=rows.key_mask,
         )
+        options: dict[str, Any] = {"is_causal": tile.is_causal, "scale": self.scale, "key_mask": rows.key_mask}
+        if rows.rule is not None:
+            grad_query, grad_key, grad_value = pairwise.backward(self.kernel, rows.rule, *tensors, **options)
+        else:
+            grad_query, grad_key, grad_value = self.kernel.backward(*tensors, **options)
         return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
 
     def _post_keys(
-        self, plan: RankPlan, index: int, inputs: Inputs, arrived: PackedRows | None, hops: Hops | None
+        self, plan: RankPlan, index: int, marked: MarkedRows, arrived: PackedRows | None, hops: Hops | None
     ) -> ByHops[Arrival]:
         """Send on what ``arrived``, or send this rank's own K and V off, and receive what step ``index`` needs."""
         if hops is None or index == len(plan.steps):
             return NOTHING
         block, step = plan.steps[index]
-        inputs = inputs.block(block)
-        batch, head_dim, masked = inputs.key.shape[0], inputs.key.shape[-1], inputs.key_padding_mask is not None
-        row_format = RowFormat(batch, head_dim, inputs.key.dtype, masked)
+        own = marked.block(block)
+        marks = None if own.key_marks is None else own.key_marks.dtype
+        row_format = RowFormat(own.key.shape[0], own.key.shape[-1], own.key.dtype, marks)
         if arrived is not None and all(parcel in arrived for message in step.sends for parcel in message.parcels):
             outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
         else:
-            packed = PackedRows(row_format, step.sends, inputs.key.device)
+            packed = PackedRows(row_format, step.sends, own.key.device)
             for parcel in packed.parcels:
-                own = (inputs.key, inputs.value, inputs.key_padding_mask)
-                for destination, tensor in zip(packed.slices(parcel), own, strict=True):
+                for destination, tensor in zip(packed.slices(parcel), (own.key, own.value, own.key_marks), strict=True):
                     if destination is not None and tensor is not None:
                         gather_into(destination, tensor, parcel.source)
             outgoing = packed.by_peer
-        incoming = PackedRows(row_format, step.receives, inputs.key.device)
+        incoming = PackedRows(row_format, step.receives, own.key.device)
         return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
 
 
@@ -293,7 +359,7 @@ def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse:
 
 
 def add_tile_grads(
-    tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: Inputs | _BlockSums, parcels: PackedRows
+    tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: MarkedRows | _BlockSums, parcels: PackedRows
 ) -> None:
     """Add a tile's dQ, and its dK and dV: to this rank's own sums, or to those of the parcel that they belong to."""
     grad_query, grad_key, grad_value = tile_grads
@@ -308,8 +374,8 @@ def add_tile_grads(
         parcel_value += grad_value
 
 
-def _grad_rows(messages: tuple[Message, ...], inputs: Inputs, *, zeroed: bool = False) -> PackedRows:
-    key = inputs.key
+def _grad_rows(messages: tuple[Message, ...], marked: MarkedRows, *, zeroed: bool = False) -> PackedRows:
+    key = marked.key
     row_format = RowFormat(key.shape[0], key.shape[-1], statistics_dtype(key.dtype))
     return PackedRows(row_format, messages, key.device, zeroed=zeroed)
 
@@ -330,7 +396,7 @@ class _BlockSums:
     value: Tensor
 
     @classmethod
-    def of(cls, grads: Inputs, block: HeadBlock) -> _BlockSums:
+    def of(cls, grads: MarkedRows, block: HeadBlock) -> _BlockSums:
         part = grads.block(block)
         sums = cls(block, _accumulator(part.query), _accumulator(part.key), _accumulator(part.value))
         if not block.is_opened:
@@ -338,7 +404,7 @@ class _BlockSums:
                 tensor.zero_()
         return sums
 
-    def store(self, grads: Inputs) -> None:
+    def store(self, grads: MarkedRows) -> None:
         """Round the sums to the gradients' dtype, where they are not the gradients themselves."""
         if self.query.dtype != grads.query.dtype:
             part = grads.block(self.block)
@@ -355,7 +421,7 @@ class _GradHop:
     sums: _BlockSums
     ends_block: bool
 
-    def settle(self, passed_on: PackedRows | None, grads: Inputs) -> None:
+    def settle(self, passed_on: PackedRows | None, grads: MarkedRows) -> None:
         """Add what arrived to what this rank passes on next, or, where it came home, to this rank's own sums."""
         arrived = self.arrival.wait()
         if arrived is not None:
@@ -410,22 +476,34 @@ class _TileRows:
     key: Tensor
     value: Tensor
     key_mask: Tensor | None
+    rule: PairRule | None
 
     @classmethod
-    def gather(cls, tile: Tile, inputs: Inputs, arrived: PackedRows | None, workspace: Workspace) -> _TileRows:
-        mask: Tensor | None
+    def gather(cls, tile: Tile, here: MarkedRows, arrived: PackedRows | None, workspace: Workspace) -> _TileRows:
+        marks: Tensor | None
+        words: Tensor | None
         if isinstance(tile.keys, DilatedRows):
-            key = workspace.gather("key", inputs.key, tile.keys)
-            value = workspace.gather("value", inputs.value, tile.keys)
-            mask = None if inputs.key_padding_mask is None else gather(inputs.key_padding_mask, tile.keys)
+            key = workspace.gather("key", here.key, tile.keys)
+            value = workspace.gather("value", here.value, tile.keys)
+            marks, words = (None if x is None else gather(x, tile.keys) for x in (here.key_marks, here.key_words))
         else:
             assert arrived is not None
-            key, value, mask = arrived.rows(tile.keys)
+            key, value, marks = arrived.rows(tile.keys)
+            words = _key_words(here, tile.keys)
         if not tile.streams_are_grouped:
             index = torch.tensor(tile.stream_of_head, device=key.device)
             key, value = key.index_select(1, index), value.index_select(1, index)
-            mask = None if mask is None else mask.index_select(1, index)
-        return cls(tile, workspace.gather("query", inputs.query, tile.queries), key, value, mask)
+            marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
+        query = workspace.gather("query", here.query, tile.queries)
+        if here.query_documents is None and here.dropout is None:
+            return cls(tile, query, key, value, marks, None)
+        documents, query_words = (
+            None if x is None else gather(x, tile.queries) for x in (here.query_documents, here.query_words)
+        )
+        if documents is None:
+            return cls(tile, query, key, value, marks, PairRule(None, None, here.dropout, query_words, words))
+        rule = PairRule(documents, marks, here.dropout, query_words, words)
+        return cls(tile, query, key, value, None, rule)
 
     def sum_over_heads(self, grad: Tensor) -> Tensor:
         """The gradient of each stream, from that of each key/value head the kernel saw."""
@@ -435,6 +513,16 @@ class _TileRows:
         grad = grad.to(statistics_dtype(grad.dtype))
         sums = grad.new_zeros((grad.shape[0], self.tile.keys.num_heads, *grad.shape[2:]))
         return sums.index_add_(1, index, grad)
+
+
+def _key_words(here: MarkedRows, rows: ParcelRows) -> Tensor | None:
+    """What dropout takes of keys that came from another rank: it follows from where they are. [B, streams, rows]."""
+    if here.dropout is None:
+        return None
+    first = torch.tensor(rows.parcel.first_positions, device=here.key.device)[rows.streams.start : rows.streams.stop]
+    indices = torch.arange(rows.row_range.start, rows.row_range.stop, device=here.key.device)
+    words = here.dropout.key_words(here.dropout_seed, first[:, None] + rows.parcel.source.rate * indices)
+    return words.expand(here.key.shape[0], -1, -1)
 
 
 def _merge_phantom(out: Tensor, lse: Tensor, phantom: Phantom) -> None:

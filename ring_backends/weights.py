@@ -18,6 +18,7 @@ from ring_backends.layout import SequenceLayout
 from ring_backends.pattern import DilatedPattern
 from ring_backends.request import Request
 from ring_backends.softmax import statistics_dtype
+from ring_backends.walk import Inputs
 
 __all__ = ["attention_weights", "draw_pattern", "draw_weights"]
 
@@ -32,6 +33,7 @@ def attention_weights(
     is_causal: bool = False,
     seq_len: int | None = None,
     key_padding_mask: Tensor | None = None,
+    document_ids: Tensor | None = None,
 ) -> Tensor:
     """The attention weights of the queries at some positions, as ``attention`` would use them. Without gradients.
 
@@ -42,7 +44,7 @@ def attention_weights(
         query: [batch, local seq, heads, head_dim].
         key: [batch, local seq, key/value heads, head_dim].
         positions: global positions of the chosen queries, the same on every rank.
-        is_causal, seq_len, key_padding_mask: as in the call of ``attention``.
+        is_causal, seq_len, key_padding_mask, document_ids: as in the call of ``attention``; nothing is dropped.
 
     Returns:
         [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): what each of this
@@ -63,14 +65,10 @@ def attention_weights(
     """
     ring = attention.ring
     ring.check_connected()
-    request = attention._request(query, key, key, key_padding_mask, is_causal, seq_len)
+    request = attention._request(Inputs(query, key, key, key_padding_mask, document_ids), is_causal, seq_len)
     layout, inputs = request.schedule.layout, request.inputs
-    try:
+    with attention.refusals_told():
         chosen = _check_positions(positions, layout.seq_len)
-    except (TypeError, ValueError) as error:
-        if ring.agreement is not None:
-            ring.agreement.refuse(error)
-        raise
     gather = _gathering(attention, request, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
     with torch.autocast(query.device.type, enabled=False):
@@ -81,6 +79,10 @@ def attention_weights(
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
+        if document_ids is not None:
+            of_queries = gather(_rows_here(document_ids[:, :, None, None] + 1, here, chosen)).sum(0)[:, None, :, 0, :]
+            hidden = (of_queries != document_ids[:, None, None] + 1) | (of_queries < 1)
+            scores = scores.masked_fill(hidden, -torch.inf)
         sums = gather(scores.logsumexp(3))
         phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores).log()
         lse = torch.cat([sums, phantoms.expand_as(sums[:1])]).logsumexp(0).unsqueeze(3)

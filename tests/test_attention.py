@@ -24,10 +24,14 @@ Results = dict[str, Tensor]
 def reference_results(case: AttentionCase) -> Results:
     query, key, value, grad_out, mask = case.tensors()
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask)
+    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask, **marks_of_reference(case))
     return dict(
         zip(NAMES, (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out.double())), strict=True)
     )
+
+
+def marks_of_reference(case: AttentionCase) -> dict[str, Tensor | None]:
+    return {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
 
 
 def plain_results(case: AttentionCase) -> Results:
@@ -41,13 +45,22 @@ def plain_results(case: AttentionCase) -> Results:
         phantoms = reference_phantom_counts(*pattern, **options)
     leaves = [x.requires_grad_() for x in (query, key, value)]
     _, lse = dense_attention(
-        *leaves, counts, phantom_counts=phantoms, scale=case.scale, key_padding_mask=mask, dtype=case.dtype
+        *leaves,
+        counts,
+        phantom_counts=phantoms,
+        scale=case.scale,
+        key_padding_mask=mask,
+        document_ids=case.document_ids(),
+        dtype=case.dtype,
     )
 
     # A key that counts c times stands there c times, and so does a phantom key of zeros.
     counts = counts.expand(case.batch, -1, -1, -1)
     if mask is not None:
         counts = counts.masked_fill(mask[:, None, None, :], 0)
+    ids = case.document_ids()
+    if ids is not None:
+        counts = counts * ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
     repeats = int(counts.max())
     seen = [counts > c for c in range(repeats)]
     if phantoms is not None:
@@ -71,6 +84,7 @@ def plain_results(case: AttentionCase) -> Results:
 def single_device_results(case: AttentionCase, **options: Any) -> Results:
     query, key, value, grad_out, mask = case.tensors()
     leaves = [x.requires_grad_() for x in (query, key, value)]
+    options |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
     out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
     assert not lse.requires_grad
     return dict(zip(NAMES, (out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out)), strict=True))
@@ -82,14 +96,16 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
     options = {name: value for name, value in case.options().items() if name != "is_causal"}
 
     def attend(ring: ThreadRing) -> tuple[list[Tensor], ThreadRing]:
-        attention = ThreadRingDilatedAttention(ring=ring, **options)
+        attention = ThreadRingDilatedAttention(ring=ring, dropout_p=case.dropout_p, **options)
         leaves = [ring.shard(x).detach().requires_grad_() for x in (query, key, value)]
-        local_mask = None if mask is None else ring.shard(mask)
+        local_mask, local_ids = (None if x is None else ring.shard(x) for x in (mask, case.document_ids()))
         out, lse = attention(
             *leaves,
             is_causal=case.is_causal,
             seq_len=case.seq_len,
             key_padding_mask=local_mask,
+            document_ids=local_ids,
+            dropout_seed=case.seed,
             return_lse=True,
         )
         grads = torch.autograd.grad(out, leaves, ring.shard(grad_out))
@@ -129,7 +145,7 @@ def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
 
 # Large enough that the ratio of two error norms is not a matter of luck.
 LOW_PRECISION_CASES = attention_cases(
-    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32]
+    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32], dropout_ps=[0.0]
 ).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
 
 
@@ -172,6 +188,7 @@ def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
                 itemsize=8,
                 backward=backward,
                 masked=case.masked is not None,
+                document_bytes=0 if case.documents is None else 8,
             )
             for backward in (False, True)
         )

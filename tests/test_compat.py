@@ -128,11 +128,19 @@ def test_a_configuration_as_an_object() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_dropout() -> None:
+    attention = compat.RingDilatedAttentionV2(SEGMENT_LENGTHS, DILATION_RATES, dropout=0.5)
+    query, key, value, _ = tensors(requires_grad=False)
+    assert not torch.allclose(attention(query, key, value), expected(False)[0])
+    check([attention.eval()(query, key, value)], expected(False)[:1])
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_what_it_does_not_take() -> None:
     with pytest.raises(TypeError, match="RingDilatedAttentionV2 has no argument enable_magic"):
         compat.RingDilatedAttentionV2([4], [1], enable_magic=True)
-    with pytest.raises(ValueError, match=r"dropout_p = 0\.1"):
-        compat.RingDilatedAttentionV2([4], [1], dropout=0.1)
+    with pytest.raises(ValueError, match=r"dropout_p = 1\.5"):
+        compat.RingDilatedAttentionV2([4], [1], dropout=1.5)
     with pytest.raises(TypeError, match="attention_type = 3"):
         compat.create_dilated_attention(3)  # type: ignore[arg-type]
 

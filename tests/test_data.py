@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from ring_backends.data import rank_seed, ring_sampler
+from ring_backends import dilated_attention
+from ring_backends.data import document_ids, rank_seed, ring_sampler
 from ring_backends.ring import Ring
 
 
@@ -93,3 +94,42 @@ def test_rank_seeds_differ_everywhere_and_stay_the_same() -> None:
 def test_a_seed_is_an_int() -> None:
     with pytest.raises(TypeError, match=r"seed = 1\.5: expected an int"):
         rank_seed(1.5, Ring())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens", "expected"),
+    [
+        ([0, 3, 5], [0, 0, 0, 1, 1, -1]),
+        ([0, 2, 2, 6], [0, 0, 2, 2, 2, 2]),
+        ([0], [-1] * 6),
+        (torch.tensor([0, 6], dtype=torch.int32), [0] * 6),
+    ],
+)
+def test_documents_are_numbered(cu_seqlens: Tensor | list[int], expected: list[int]) -> None:
+    ids = document_ids(cu_seqlens, 6)
+    assert ids.dtype == torch.int32
+    assert ids.tolist() == [expected]
+
+
+@pytest.mark.parametrize("cu_seqlens", [[1, 3], [0, 4, 3], [0, 7], [], [0.0, 3.0], torch.zeros(2, 2).int()])
+def test_bounds_that_are_none_are_refused(cu_seqlens: Tensor | list[int]) -> None:
+    with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
+        document_ids(cu_seqlens, 6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_document_in_a_pack_is_what_it_is_alone(is_causal: bool) -> None:
+    """Where documents begin at multiples of the segment lengths, the pattern shows each what it shows it alone."""
+    lengths = (24, 40, 9)
+    query, key, value = torch.randn(3, 1, 80, 4, 8, dtype=torch.float64)
+    ids = torch.full((1, 80), -1)
+    starts = (0, 24, 64)
+    for number, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        ids[:, start : start + length] = number
+    options = {"segment_lengths": [4, 8], "dilation_rates": [1, 2], "is_causal": is_causal}
+    packed = dilated_attention(query, key, value, **options, document_ids=ids)
+    for start, length in zip(starts, lengths, strict=True):
+        rows = slice(start, start + length)
+        alone = dilated_attention(query[:, rows], key[:, rows], value[:, rows], **options)
+        torch.testing.assert_close(packed[:, rows], alone, rtol=0, atol=1e-12)
+    assert not packed[:, 73:].any()

@@ -65,13 +65,15 @@ JUNK = st.one_of(
 ARGUMENTS = (
     *("query", "key", "value", "segment_lengths", "dilation_rates"),
     *("is_causal", "head_mode", "offset", "padding", "scale", "kernel", "key_padding_mask", "return_lse"),
+    *("document_ids", "dropout_p", "dropout_seed"),
 )
 
 
 def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
     """A right call in which some arguments are replaced by anything."""
     query, key, value, _, mask = case.tensors()
-    arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options(), **changes}
+    arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options()}
+    arguments |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, **changes}
     try:
         result = dilated_attention(**arguments)
     except DOCUMENTED:

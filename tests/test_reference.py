@@ -57,6 +57,7 @@ def walked_keys(case: AttentionCase, head: int, query_position: int) -> list[int
 
 def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     query, key, value, _, mask = case.tensors()
+    ids, factors = case.document_ids(), case.weight_factors()
     scale = case.scale or case.head_dim**-0.5
     out = torch.zeros(query.shape, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
@@ -67,24 +68,32 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
                 pairs = []
                 for u in walked_keys(case, h, t):
                     if u is None:
-                        pairs.append((0.0, [0.0] * case.head_dim))
-                    elif mask is None or not mask[b, u]:
+                        pairs.append((0.0, 1.0, [0.0] * case.head_dim))
+                        continue
+                    ignored = mask is not None and mask[b, u]
+                    elsewhere = ids is not None and (ids[b, t] < 0 or ids[b, t] != ids[b, u])
+                    if not ignored and not elsewhere:
                         products = zip(query[b, t, h].tolist(), key[b, u, kv_head].tolist(), strict=True)
                         score = scale * sum(x * y for x, y in products)
-                        pairs.append((score, value[b, u, kv_head].tolist()))
-                total = sum(math.exp(score) for score, _ in pairs)
+                        factor = 1.0 if factors is None else float(factors[b, h, t, u])
+                        pairs.append((score, factor, value[b, u, kv_head].tolist()))
+                total = sum(math.exp(score) for score, _, _ in pairs)
                 if pairs:
                     lse[b, h, t] = math.log(total)
-                for score, row in pairs:
-                    out[b, t, h] += math.exp(score) / total * torch.tensor(row, dtype=torch.float64)
+                for score, factor, row in pairs:
+                    out[b, t, h] += factor * math.exp(score) / total * torch.tensor(row, dtype=torch.float64)
     return out, lse
+
+
+def marks(case: AttentionCase) -> dict[str, Tensor | None]:
+    return {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
 
 
 @settings(max_examples=150, deadline=None)
 @given(case=attention_cases(**SMALL))
 def test_equals_the_walk_over_rows(case):
     query, key, value, _, mask = case.tensors()
-    out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
+    out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask, **marks(case))
     walked_out, walked_lse = walked_attention(case)
     torch.testing.assert_close(out, walked_out, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, walked_lse, rtol=1e-12, atol=1e-12)
@@ -98,7 +107,7 @@ def test_gradients_are_the_derivative(case):
     inputs = [x.requires_grad_() for x in (query, key, value)]
 
     def out(*qkv: Tensor) -> Tensor:
-        return reference_attention(*qkv, **case.options(), key_padding_mask=mask)[0]
+        return reference_attention(*qkv, **case.options(), key_padding_mask=mask, **marks(case))[0]
 
     assert torch.autograd.gradcheck(out, inputs, fast_mode=True)
     grads = torch.autograd.grad(out(*inputs), inputs, grad_out)

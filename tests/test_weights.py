@@ -39,8 +39,9 @@ def weights_of(case: AttentionCase, ring: Ring, positions: Any) -> Tensor:
     options = case.options()
     call = {"is_causal": options.pop("is_causal"), "seq_len": case.seq_len}
     attention = native.RingDilatedAttention(**options, ring=ring)
-    mask = None if mask is None else ring.shard(mask)
-    return attention_weights(attention, ring.shard(query), ring.shard(key), positions, key_padding_mask=mask, **call)
+    marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
+    marks = {name: None if x is None else ring.shard(x) for name, x in marks.items()}
+    return attention_weights(attention, ring.shard(query), ring.shard(key), positions, **marks, **call)
 
 
 def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
@@ -53,7 +54,7 @@ def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(attention_cases(max_n=40))
+@given(attention_cases(max_n=40, dropout_ps=[0.0]))
 def test_with_the_values_they_make_up_the_output(case: AttentionCase) -> None:
     case = replace(case, dtype=torch.float64)
     positions = tuple(range(case.seq_len))
@@ -73,9 +74,10 @@ def around_the_ring(case: AttentionCase, layout: Any) -> Tensor:
     [
         CASE,
         replace(CASE, is_causal=True, masked="random"),
+        replace(CASE, documents="some"),
         replace(CASE, segment_lengths=(8, 40), dilation_rates=(2, 5), padding="zeros", offset="block"),
     ],
-    ids=["all", "causal, masked", "zero padding"],
+    ids=["all", "causal, masked", "documents", "zero padding"],
 )
 def test_around_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
     for whole in pair.run(around_the_ring, case, layout):

@@ -25,7 +25,7 @@ from ring_backends.ring import Ring
 from ring_backends.schedule import RingSchedule
 from ring_backends.softmax import statistics_dtype
 from ring_backends.tiling import max_tile_bytes
-from ring_backends.walk import ByHops, Hops, Inputs, Walk, Workspace, add_tile_grads, merge_tile
+from ring_backends.walk import ByHops, Hops, Inputs, MarkedRows, Walk, Workspace, add_tile_grads, merge_tile
 
 
 class _Rows(PackedRows):
@@ -73,7 +73,7 @@ class AllGatherWalk(Walk):
         )
         kernel = select_kernel("auto", KernelInputs(query.device, query.dtype, head_dim))
         own_plans = forward_plans[ring.rank], backward_plans[ring.rank]
-        return cls(*own_plans, kernel, head_dim**-0.5, ring, forward_plans, backward_plans)
+        return cls(*own_plans, kernel, head_dim**-0.5, None, ring, forward_plans, backward_plans)
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
         """What the collectives make each rank send, by the ring algorithm of gloo and NCCL: computed, not measured.
@@ -94,10 +94,10 @@ class AllGatherWalk(Walk):
         dtype = statistics_dtype(query.dtype)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        workspace = Workspace(self.kernel)
-        collected = self._collect(inputs, self.forward_plans)
+        marked, workspace = MarkedRows.of(inputs, None), Workspace(self.kernel)
+        collected = self._collect(marked, self.forward_plans)
         for block in self.forward_plan.blocks:
-            here, block_lse = inputs.block(block), lse[:, :, block.heads]
+            here, block_lse = marked.block(block), lse[:, :, block.heads]
             block_out = torch.zeros_like(here.query, dtype=dtype)
             for tile in _tiles(block):
                 merge_tile(tile, block_out, block_lse, *self._tile_forward(tile, here, collected, workspace))
@@ -112,16 +112,16 @@ class AllGatherWalk(Walk):
         query, key, value = inputs.query, inputs.key, inputs.value
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         dtype = statistics_dtype(query.dtype)
-        grads = Inputs(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype), None)
-        workspace = Workspace(self.kernel)
-        collected = self._collect(inputs, self.backward_plans)
+        grads = MarkedRows(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype))
+        marked, workspace = MarkedRows.of(inputs, None), Workspace(self.kernel)
+        collected = self._collect(marked, self.backward_plans)
         _, grad_format = self._formats(key)
         size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
         remote = self._collected(
             grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device), self.backward_plans
         )
         for block in self.backward_plan.blocks:
-            here, part = inputs.block(block), grads.block(block)
+            here, part = marked.block(block), grads.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
             for tile in _tiles(block):
@@ -132,20 +132,20 @@ class AllGatherWalk(Walk):
         self._bring_home(remote, grads)
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
 
-    def _collect(self, inputs: Inputs, plans: Sequence[RankPlan]) -> PackedRows:
+    def _collect(self, marked: MarkedRows, plans: Sequence[RankPlan]) -> PackedRows:
         """All ranks' rows, by one all-gather."""
-        row_format, _ = self._formats(inputs.key)
+        row_format, _ = self._formats(marked.key)
         size = _contribution_bytes(row_format, plans)
         plan = plans[self.ring.rank]
-        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=inputs.key.device), plan)
+        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=marked.key.device), plan)
         for index, parcel in _starting_at(plan):
-            here = inputs.block(plan.blocks[index])
+            here = marked.block(plan.blocks[index])
             key, value, _ = own.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
         return self._collected(row_format, self.ring.all_gather(own.buffer).flatten(), plans) if size else own
 
-    def _bring_home(self, remote: PackedRows, grads: Inputs) -> None:
+    def _bring_home(self, remote: PackedRows, grads: MarkedRows) -> None:
         """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
         if not remote.buffer.numel():
             return
@@ -226,5 +226,5 @@ def all_gather_attention(
         out like query, with exact gradients.
     """
     walk = AllGatherWalk.of(query, key, pattern, ring, is_causal=is_causal, seq_len=seq_len)
-    out: Tensor = attend(Inputs(query, key, value, None), walk, no_hops, return_lse=False)
+    out: Tensor = attend(Inputs(query, key, value), walk, no_hops, return_lse=False)
     return out

@@ -17,6 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from ring_backends.dropout import Dropout
 from ring_backends.softmax import statistics_dtype
 
 
@@ -25,7 +26,7 @@ class KernelInputs:
     """What one attention call asks of a kernel.
 
     device, dtype: of query, key and value. head_dim: D, in elements. has_key_mask: whether some tile comes
-    with a key mask. needs_grad: whether the backward will be called.
+    with a key mask. needs_grad: whether the backward will be called. has_dropout: whether weights are dropped.
     """
 
     device: torch.device
@@ -33,11 +34,38 @@ class KernelInputs:
     head_dim: int
     has_key_mask: bool = False
     needs_grad: bool = True
+    has_dropout: bool = False
 
     def __str__(self) -> str:
         mask = "with" if self.has_key_mask else "without"
         grad = "with" if self.needs_grad else "without"
-        return f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {mask} key mask, {grad} gradient"
+        dropout = ", dropout" if self.has_dropout else ""
+        return (
+            f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {mask} key mask, {grad} gradient"
+            f"{dropout}"
+        )
+
+
+@dataclass(frozen=True)
+class PairRule:
+    """What decides about a query row and a key together: documents, and dropout.
+
+    query_documents: int [B, Hq, Sq]; key_documents: int [B, Hk, Sk]; a query sees the keys of its own number. None
+    for both means that all are of one. query_words: [B, Hq, Sq, 2]; key_words: [B, Hk, Sk]; as of `dropout`.
+    """
+
+    query_documents: Tensor | None = None
+    key_documents: Tensor | None = None
+    dropout: Dropout | None = None
+    query_words: Tensor | None = None
+    key_words: Tensor | None = None
+
+    def part(self, batch: slice, rows: slice, keys: slice) -> PairRule:
+        """The rule for some of the batch, some query rows and some keys alone."""
+        rows_of = (None if x is None else x[batch, :, rows] for x in (self.query_documents, self.query_words))
+        keys_of = (None if x is None else x[batch, :, keys] for x in (self.key_documents, self.key_words))
+        (query_documents, query_words), (key_documents, key_words) = rows_of, keys_of
+        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
 
 
 class Kernel(ABC):
@@ -53,6 +81,8 @@ class Kernel(ABC):
     unverified: ClassVar[str | None] = None
     prefers_contiguous: ClassVar[bool] = False
     """Whether contiguous rows are worth a copy of strided ones."""
+    has_dropout: ClassVar[bool] = False
+    """Whether it takes a `PairRule`."""
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         """Why this kernel cannot run such a call, one sentence each; an empty list means that it can."""
@@ -61,6 +91,8 @@ class Kernel(ABC):
             reasons.append(f"it runs on {' and '.join(self.device_types)} tensors only")
         if inputs.dtype not in self.dtypes:
             reasons.append(f"it takes {', '.join(str(dtype) for dtype in self.dtypes)} only")
+        if inputs.has_dropout and not self.has_dropout:
+            reasons.append("it has no dropout that is the same however the sequence is sharded")
         return reasons
 
     @abstractmethod

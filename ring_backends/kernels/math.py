@@ -5,9 +5,9 @@ statistics are fp32 (fp64 for fp64 inputs) whatever the inputs are, autocast inc
 
 A row never feels a key it does not see, not even a NaN or inf there: scores are masked by masked_fill; masked
 keys and values are set to 0 before use; and where rows of one block see different keys (the diagonal of a
-causal tile) a matrix product would turn 0 * NaN into NaN, so its operand keeps only its finite part there,
-and the non-finite part is added by a cumulative sum over the rows or keys that do see it. The same holds in
-the backward for a NaN in a row (query or grad_out) that a key is not seen by.
+causal tile, documents) a matrix product would turn 0 * NaN into NaN, so NaN and inf take a way of their own
+there (`_product`). The same holds in the backward for a NaN in a row (query or grad_out) that a key is not
+seen by.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel, check_tile
+from ring_backends.kernels.base import Kernel, PairRule, check_tile
 from ring_backends.softmax import statistics_dtype
 
 
@@ -36,6 +36,7 @@ class MathKernel(Kernel):
     name = "math"
     device_types = None
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    has_dropout = True
 
     def __init__(self, block: int = 256) -> None:
         self.block = block
@@ -49,13 +50,15 @@ class MathKernel(Kernel):
         is_causal: bool,
         scale: float,
         key_mask: Tensor | None,
+        rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor]:
+        """As Kernel.forward, and with a rule about pairs."""
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with _without_autocast(query.device):
             for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
-                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, pairs)
+                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, pairs)
         return out, lse
 
     def backward(
@@ -70,8 +73,9 @@ class MathKernel(Kernel):
         is_causal: bool,
         scale: float,
         key_mask: Tensor | None,
+        rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As Kernel.backward; all three gradients are in the statistics dtype."""
+        """As Kernel.backward, and with a rule about pairs; all three gradients are in the statistics dtype."""
         check_tile(query, key, value, is_causal, key_mask)
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
@@ -80,7 +84,7 @@ class MathKernel(Kernel):
         with _without_autocast(query.device):
             for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
                 grad_query[:, :, rows] = _backward_rows(
-                    grad_out, query, key, value, out, lse, scale, key_mask, pairs, grad_key, grad_value
+                    grad_out, query, key, value, out, lse, scale, key_mask, rule, pairs, grad_key, grad_value
                 )
         if key_mask is not None:
             grad_key.masked_fill_(key_mask.unsqueeze(-1), 0.0)
@@ -109,6 +113,7 @@ def _forward_rows(
     value: Tensor,
     scale: float,
     key_mask: Tensor | None,
+    rule: PairRule | None,
     pairs: list[_BlockPair],
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, b, D] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
@@ -121,7 +126,7 @@ def _forward_rows(
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         scores = q @ k.transpose(-1, -2)
-        hidden = _hidden(pair, repeats, key_mask, scores)
+        hidden = _hidden(pair, repeats, key_mask, rule, scores)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
@@ -130,12 +135,10 @@ def _forward_rows(
         weights = torch.exp(scores - shift)
         rescale = torch.exp(maximum - shift)
         total = total * rescale + weights.sum(-1, keepdim=True)
-        weighted = weighted * rescale
-        if pair.diagonal:
-            finite, rest = _split_finite(v)
-            weighted = weighted + weights @ finite + rest.cumsum(2).repeat(1, 1, repeats, 1)
-        else:
-            weighted = weighted + weights @ v
+        dropout = _dropout(pair, num_kv_heads, rule, weights.dtype)
+        if dropout is not None:
+            weights = weights * dropout
+        weighted = weighted * rescale + _product(weights, v, hidden)
         maximum = new_maximum
     blind = maximum == -torch.inf
     out = (weighted / total).masked_fill(blind, 0.0)
@@ -152,6 +155,7 @@ def _backward_rows(
     lse: Tensor,
     scale: float,
     key_mask: Tensor | None,
+    rule: PairRule | None,
     pairs: list[_BlockPair],
     grad_key: Tensor,
     grad_value: Tensor,
@@ -171,24 +175,19 @@ def _backward_rows(
     grad_q = torch.zeros_like(q)
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
-        hidden = blind
-        masked = _hidden(pair, repeats, key_mask, q)
-        if masked is not None:
-            hidden = hidden | masked
+        hidden = _hidden(pair, repeats, key_mask, rule, q)
+        hidden = blind if hidden is None else hidden | blind
         p = torch.exp((q * scale) @ k.transpose(-1, -2) - row_lse).masked_fill(hidden, 0.0)
-        ds = (p * (do @ v.transpose(-1, -2) - delta) * scale).masked_fill(hidden, 0.0)
-        keys = pair.keys
-        if pair.diagonal:
-            # A NaN in q or k is already in the scores, hence in ds, of every pair that sees it.
-            finite_do, rest = _split_finite(do)
-            seen_by = rest.unflatten(2, (repeats, -1)).sum(2).flip(2).cumsum(2).flip(2)
-            grad_q += ds @ _split_finite(k)[0]
-            grad_key[:, :, keys] += ds.transpose(-1, -2) @ _split_finite(q)[0]
-            grad_value[:, :, keys] += p.transpose(-1, -2) @ finite_do + seen_by
-        else:
-            grad_q += ds @ k
-            grad_key[:, :, keys] += ds.transpose(-1, -2) @ q
-            grad_value[:, :, keys] += p.transpose(-1, -2) @ do
+        grad_p = do @ v.transpose(-1, -2)
+        dropout = _dropout(pair, num_kv_heads, rule, p.dtype)
+        if dropout is not None:
+            grad_p = grad_p * dropout
+        ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
+        weights = p if dropout is None else p * dropout
+        keys, seen_by = pair.keys, hidden.transpose(-1, -2)
+        grad_q += _product(ds, k, hidden)
+        grad_key[:, :, keys] += _product(ds.transpose(-1, -2), q, seen_by)
+        grad_value[:, :, keys] += _product(weights.transpose(-1, -2), do, seen_by)
     return _unfold(grad_q.masked_fill(blind, 0.0), repeats)
 
 
@@ -210,20 +209,47 @@ def _key_block(x: Tensor, key_mask: Tensor | None, pair: _BlockPair) -> Tensor:
     return block if key_mask is None else block.masked_fill(key_mask[:, :, pair.keys].unsqueeze(-1), 0.0)
 
 
-def _hidden(pair: _BlockPair, repeats: int, key_mask: Tensor | None, like: Tensor) -> Tensor | None:
+def _hidden(
+    pair: _BlockPair, repeats: int, key_mask: Tensor | None, rule: PairRule | None, like: Tensor
+) -> Tensor | None:
     """Bool, broadcastable to [B, Hk, repeats * rows, keys]: who does not see whom; None if all see all."""
     hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
     if pair.diagonal:
         size = pair.rows.stop - pair.rows.start
         future = torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1).repeat(repeats, 1)
         hidden = future if hidden is None else hidden | future
+    if rule is not None and rule.query_documents is not None and rule.key_documents is not None:
+        keys = rule.key_documents[:, :, None, pair.keys]
+        rows = _fold(rule.query_documents[:, :, pair.rows, None], keys.shape[1], keys.dtype)
+        hidden = rows != keys if hidden is None else hidden | (rows != keys)
     return hidden
 
 
-def _split_finite(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as a sum of a finite tensor and one that holds only its infinities and NaNs."""
-    finite = torch.isfinite(x)
-    return x.masked_fill(~finite, 0.0), x.masked_fill(finite, 0.0)
+def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: torch.dtype) -> Tensor | None:
+    """What the weights of the pair are multiplied by, [B, Hk, repeats * rows, keys]; None without dropout."""
+    if rule is None or rule.dropout is None:
+        return None
+    assert rule.query_words is not None
+    assert rule.key_words is not None
+    rows = _fold(rule.query_words[:, :, pair.rows], num_kv_heads, torch.int32)
+    return rule.dropout.weights(rows, rule.key_words[:, :, pair.keys], dtype)
+
+
+def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
+    """weights @ x, into which NaN and inf come from pairs that are not hidden alone.
+
+    weights: [B, Hk, m, k], 0 where ``hidden``, which broadcasts to it. x: [B, Hk, k, D].
+    """
+    finite = x.isfinite()
+    if hidden is None or bool(finite.all()):
+        return weights @ x
+    seen = (~hidden).to(x.dtype).expand(weights.shape)
+    has_nan, has_inf, has_minus_inf = (
+        seen @ found.to(x.dtype) > 0 for found in (x.isnan(), x == torch.inf, x == -torch.inf)
+    )
+    product = weights @ x.masked_fill(~finite, 0.0)
+    product = product.masked_fill(has_inf, torch.inf)
+    return product.masked_fill(has_minus_inf, -torch.inf).masked_fill(has_nan | (has_inf & has_minus_inf), torch.nan)
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

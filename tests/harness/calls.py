@@ -71,6 +71,7 @@ def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **option
         offset=case.offset,
         padding=case.padding,
         scale=case.scale,
+        dropout_p=case.dropout_p,
         **options,
     )
 
@@ -80,7 +81,8 @@ def local_call(
 ) -> LocalCall:
     """This rank's part of a case, ready to be called. ``attention`` None makes a new module."""
     rows = rows_of_ranks(case.seq_len, ring.size, ring.layout_kind)[ring.rank]
-    query, key, value, grad_out, mask = (None if x is None else x[:, rows].to(device) for x in case.tensors())
+    tensors = (*case.tensors(), case.document_ids())
+    query, key, value, grad_out, mask, documents = (None if x is None else x[:, rows].to(device) for x in tensors)
     assert query is not None
     assert key is not None
     assert value is not None
@@ -88,6 +90,7 @@ def local_call(
     for tensor in (query, key, value):
         tensor.requires_grad_(gradients)
     options = {"is_causal": case.is_causal, "seq_len": case.seq_len, "key_padding_mask": mask}
+    options |= {"document_ids": documents, "dropout_seed": case.seed}
     if attention is None:
         attention = new_attention(adapter, ring, case)
     return LocalCall(attention, query, key, value, grad_out, options)
@@ -95,7 +98,7 @@ def local_call(
 
 def of_ring(case: AttentionCase, index: int) -> AttentionCase:
     """The case with the numbers of ring ``index``."""
-    return replace(case, seed=case.seed + 7919 * index)
+    return replace(case, seed=case.seed + 7919 * index, replica=case.replica + index)
 
 
 def answer_here(
@@ -157,7 +160,15 @@ def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
     """What the definition gives, in fp64."""
     *tensors, grad_out, mask = case.tensors()
     query, key, value = leaves = [tensor.double().requires_grad_(gradients) for tensor in tensors]
-    out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
+    out, lse = reference_attention(
+        query,
+        key,
+        value,
+        **case.options(),
+        key_padding_mask=mask,
+        document_ids=case.document_ids(),
+        weight_factors=case.weight_factors(),
+    )
     grads = torch.autograd.grad(out, leaves, grad_out.double()) if gradients else ()
     return Results(out.detach(), lse, *grads)
 
@@ -172,7 +183,16 @@ def plain(case: AttentionCase) -> Results:
     phantoms = reference_phantom_counts(case.seq_len, case.num_heads, **options) if padding == "zeros" else None
     leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
     out, lse = dense_attention(
-        query, key, value, counts, phantom_counts=phantoms, scale=scale, key_padding_mask=mask, dtype=case.dtype
+        query,
+        key,
+        value,
+        counts,
+        phantom_counts=phantoms,
+        scale=scale,
+        key_padding_mask=mask,
+        document_ids=case.document_ids(),
+        weight_factors=case.weight_factors(),
+        dtype=case.dtype,
     )
     return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
 

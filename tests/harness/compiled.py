@@ -31,6 +31,8 @@ CASES = {
     "all": _CASE,
     "causal": replace(_CASE, is_causal=True),
     "masked": replace(_CASE, masked="random"),
+    "documents": replace(_CASE, documents="some", is_causal=True),
+    "dropout": replace(_CASE, dropout_p=0.3),
     "within shards": replace(_CASE, seq_len=64, segment_lengths=(4, 16), dilation_rates=(1, 2)),
 }
 
@@ -166,9 +168,9 @@ class CompileTests(AdapterSuite):
     ) -> None:
         case = CASES[name]
         by_rank = world.run(compiled_call, self.adapter, rings, layout, case)
-        for ranks in rings.rings:
+        for index, ranks in enumerate(rings.rings):
             got = whole([by_rank[rank][0] for rank in ranks], case.seq_len, layout)
-            check_results(got, expected(case), 1e-10, case)
+            check_results(got, expected(replace(case, replica=index)), 1e-10, case)
             for ring_rank, rank in enumerate(ranks):
                 forward, backward = by_rank[rank][1]
                 for graph, direction in ((forward, "forward"), (backward, "backward")):

@@ -82,6 +82,15 @@ EDGE_CASES = {
     "rows that no branch covers": replace(_CASE, segment_lengths=(12,), dilation_rates=(5,), num_heads=3),
     "a scale": replace(_CASE, scale=1.7, num_kv_heads=4),
     "a negative scale": replace(_CASE, scale=-0.5, num_kv_heads=4),
+    "documents": replace(
+        _CASE, documents="some", batch=2, num_kv_heads=2, segment_lengths=(16, 26), dilation_rates=(1, 2)
+    ),
+    "documents, causal, masked": replace(_CASE, documents="some", batch=2, is_causal=True, masked="random"),
+    "documents in no order": replace(_CASE, documents="shuffled", num_kv_heads=4, dilation_rates=(2,)),
+    "dropout": replace(_CASE, dropout_p=0.4, batch=2, num_kv_heads=2, segment_lengths=(16, 26), dilation_rates=(1, 2)),
+    "dropout, causal, masked": replace(_CASE, dropout_p=0.2, is_causal=True, masked="random", num_kv_heads=4),
+    "dropout of a key seen twice": replace(_CASE, dropout_p=0.5, segment_lengths=(9, 9), dilation_rates=(2, 2)),
+    "dropout in documents": replace(_CASE, dropout_p=0.3, documents="some", batch=2, masked="random"),
     "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
 }
 
@@ -97,6 +106,8 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(64, 163), dilation_rates=(1, 4), head_mode="grouped", masked="random", seed=3),
     replace(_LONGER, segment_lengths=(64, 163), dilation_rates=(2, 4), offset="block", padding="zeros", seed=4),
     replace(_LONGER, segment_lengths=(80,), dilation_rates=(1,), scale=1.0, masked="rows", batch=4, seed=5),
+    replace(_LONGER, segment_lengths=(80, 163), dilation_rates=(1, 2), documents="some", batch=2, seed=6),
+    replace(_LONGER, is_causal=True, dropout_p=0.3, num_kv_heads=2, seed=7),
 )
 
 

@@ -7,16 +7,22 @@ from collections.abc import Iterator
 from unittest import mock
 
 from ring_backends import planner, tiling
+from ring_backends.kernels import pairwise
 from ring_backends.planner import rank_plan
 
 
 @contextlib.contextmanager
 def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
-    """Within this context nothing is too small to be cut: hops and blocks to ``min_bytes``, tiles to two rows."""
+    """Within this context nothing is too small to be cut.
+
+    Hops and blocks of heads are cut to ``min_bytes``, tiles to two rows, and these, for documents, to blocks of three
+    rows, or where documents of two rows end.
+    """
     with (
         mock.patch.multiple(planner, MIN_HOP_BYTES=min_bytes, MIN_BLOCK_BYTES=min_bytes),
         mock.patch.multiple(tiling, MIN_TILE_BYTES=3 * min_bytes, MIN_TILE_ROWS=2),
         mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
+        mock.patch.multiple(pairwise, BLOCK=3, MIN_MEAN_RUN=2),
     ):
         rank_plan.cache_clear()
         yield

@@ -102,7 +102,29 @@ BAD_CALLS = {
     "padding": Bad(ValueError, ("padding = 'ones'", "'zeros'"), {"padding": "ones"}),
     "kernel": Bad(ValueError, ("kernel = 'abacus'", "'auto'"), {"kernel": "abacus"}),
     "kernel of another device": Bad(ValueError, ("kernel = 'aten_cuda_flash'", "cuda"), {"kernel": "aten_cuda_flash"}),
-    "dropout": Bad(ValueError, ("dropout_p = 0.1",), {"dropout_p": 0.1}),
+    "dropout of everything": Bad(ValueError, ("dropout_p = 1",), {"dropout_p": 1}),
+    "dropout below 0": Bad(ValueError, ("dropout_p = -0.1",), {"dropout_p": -0.1}),
+    "dropout by a kernel without": Bad(
+        ValueError,
+        ("kernel = 'aten_cpu_flash'", "dropout", "kernel='auto'"),
+        {"dropout_p": 0.1, "kernel": "aten_cpu_flash"},
+    ),
+    "dropout seed a float": Bad(TypeError, ("dropout_seed = 1.0",), {}, {"dropout_seed": 1.0}),
+    "dropout seed below 0": Bad(ValueError, ("dropout_seed = -1",), {}, {"dropout_seed": -1}),
+    "documents a list": Bad(TypeError, ("document_ids = [",), {}, {"document_ids": [[0] * 4] * 2}),
+    "documents of floats": Bad(ValueError, ("document_ids", "float32"), {}, {"document_ids": torch.zeros(2, 4)}),
+    "documents of another shape": Bad(
+        ValueError, ("document_ids", "[2, 5]", "[2, 4]"), {}, {"document_ids": torch.zeros(2, 5).int()}
+    ),
+    "documents elsewhere": Bad(
+        ValueError, ("document_ids", "meta"), {}, {"document_ids": torch.zeros(2, 4, device="meta").int()}
+    ),
+    "documents with zero padding": Bad(
+        ValueError,
+        ("document_ids", "padding = 'zeros'"),
+        {"padding": "zeros"},
+        {"document_ids": torch.zeros(2, 4).int()},
+    ),
     "dropout a string": Bad(TypeError, ("dropout_p = 'no'",), {"dropout_p": "no"}),
     "scale nan": Bad(ValueError, ("scale = nan",), {"scale": float("nan")}),
     "scale infinite": Bad(ValueError, ("scale = inf",), {"scale": float("inf")}),
@@ -255,6 +277,8 @@ DIFFERENCES = {
     "is_causal": Difference("is_causal", "False", "True", {"is_causal": True}),
     "scale": Difference("scale", "0.35", "0.5", {"scale": 0.5}),
     "mask": Difference("key_padding_mask", "none", "given", {"masked": "random"}),
+    "documents": Difference("document_ids", "none", "given, torch.int64", {"documents": "some"}),
+    "dropout": Difference("dropout_p", "0.0", "0.5", {"dropout_p": 0.5}),
     "gradients": Difference("gradients", "needed", "not needed", gradients=False),
     "order of two modules": Difference("order of the modules' calls", "", "", modules=(1, 0)),
 }

@@ -40,6 +40,13 @@ _CASE = AttentionCase(
 )
 _POSITION = 20  # neither end of a segment or a shard, and in a causal call seen by some and not by others
 
+SPOILED = {
+    "all": _CASE,
+    "causal": replace(_CASE, is_causal=True),
+    "documents": replace(_CASE, batch=1, documents="some"),
+    "documents in no order, causal": replace(_CASE, batch=1, documents="shuffled", is_causal=True),
+}
+
 LARGE = {
     "scores of 1e4": replace(_CASE, scale=1e3),
     "scores of 1e4, causal": replace(_CASE, scale=1e3, is_causal=True),
@@ -59,7 +66,12 @@ def sees(case: AttentionCase) -> Tensor:
     """bool [heads, n, n]: whether query t sees key u."""
     options = case.options()
     del options["scale"], options["padding"]
-    return reference_counts(case.seq_len, case.num_heads, **options) > 0
+    seen = reference_counts(case.seq_len, case.num_heads, **options) > 0
+    ids = case.document_ids()
+    if ids is None:
+        return seen
+    assert case.batch == 1
+    return seen & (ids[0, :, None] == ids[0]) & (ids[0] >= 0)
 
 
 def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
@@ -89,12 +101,12 @@ class NumberTests(AdapterSuite):
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")], ids=str)
     @pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
-    @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
+    @pytest.mark.parametrize("what", SPOILED)
     @every_layout
     def test_who_has_no_part_in_a_number_does_not_feel_it(
-        self, world: World, layout: LayoutKind, is_causal: bool, name: str, number: float
+        self, world: World, layout: LayoutKind, what: str, name: str, number: float
     ) -> None:
-        case = replace(_CASE, is_causal=is_causal)
+        case = SPOILED[what]
         spoiled = replace(case, spoiled=((name, _POSITION, number),))
         got = self.whole_of(world, layout, spoiled)
         wanted, part = expected(case), has_part_in(name, _POSITION, case)

@@ -16,6 +16,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_backends.dropout import Dropout
+
 # Small, prime, powers of two and their neighbours: where index arithmetic goes wrong.
 _TELLING_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)
 
@@ -29,7 +31,10 @@ class AttentionCase:
     ``masked`` says which keys are ignored: None, no mask at all; ``"random"``, each with probability a third;
     ``"rows"``, all keys of every other batch entry (the first among them), and a tail of the others;
     ``"all"``, every key. ``spoiled`` are (tensor, position, number): all heads and components of that row of
-    ``"query"``, ``"key"``, ``"value"`` or ``"grad_out"`` are this number instead.
+    ``"query"``, ``"key"``, ``"value"`` or ``"grad_out"`` are this number instead. ``documents`` says which are
+    packed: None, no word of documents; ``"some"``, of random lengths, with rows of none between them, one after the
+    other; ``"shuffled"``, the same in no order. ``replica`` is the ring's place among those beside it, of which
+    dropout, at ``dropout_p``, depends.
     """
 
     seq_len: int
@@ -45,6 +50,9 @@ class AttentionCase:
     padding: str = "masked"
     scale: float | None = None
     masked: str | None = None
+    documents: str | None = None
+    dropout_p: float = 0.0
+    replica: int = 0
     dtype: torch.dtype = torch.float32
     seed: int = 0
     spoiled: tuple[tuple[str, int, float], ...] = ()
@@ -85,6 +93,26 @@ class AttentionCase:
         for name, position, number in self.spoiled:
             named[name][:, position] = number
         return query, key, value, grad_out, self._key_padding_mask(generator)
+
+    def document_ids(self) -> Tensor | None:
+        """int64 ``[batch, seq_len]``, the same at every call, or None."""
+        if self.documents is None:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 1)
+        ids = torch.randint(-1, 4, (self.batch, self.seq_len), generator=generator)
+        if self.documents == "shuffled":
+            return ids
+        if self.documents == "some":
+            return ids.sort(dim=1).values.roll(self.seq_len // 5, 1)
+        raise ValueError(f'documents = {self.documents!r}: it must be None, "some" or "shuffled".')
+
+    def weight_factors(self) -> Tensor | None:
+        """What dropout multiplies the attention weights by, ``[batch, num_heads, seq_len, seq_len]``, or None."""
+        if not self.dropout_p:
+            return None
+        dropout = Dropout(self.dropout_p, torch.arange(self.seq_len), self.replica)
+        queries = dropout.query_words(self.seed, self.batch, self.num_heads, torch.device("cpu")).transpose(1, 2)
+        return dropout.weights(queries, dropout.key_words(self.seed, dropout.positions), torch.float64)
 
     def _key_padding_mask(self, generator: torch.Generator) -> Tensor | None:
         shape = (self.batch, self.seq_len)
@@ -153,6 +181,8 @@ def attention_cases(
     paddings: Sequence[str] = ("masked", "zeros"),
     causal: Sequence[bool] = (False, True),
     masks: Sequence[str | None] = (None, "random", "rows", "all"),
+    documents: Sequence[str | None] = (None, "some", "shuffled"),
+    dropout_ps: Sequence[float] = (0.0, 0.0, 0.3),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> AttentionCase:
     """Valid :class:`AttentionCase` values; each option shrinks towards the first of its choices."""
@@ -179,6 +209,8 @@ def attention_cases(
         padding=padding,
         scale=draw(st.sampled_from([None, 1.0, 0.1])),
         masked=draw(st.sampled_from(masks)),
+        documents=draw(st.sampled_from(documents)) if padding == "masked" else None,
+        dropout_p=draw(st.sampled_from(dropout_ps)),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
     )

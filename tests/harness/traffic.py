@@ -77,7 +77,13 @@ def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKin
                 (False, answer.forward_bytes, answer.forward_messages),
                 (True, answer.backward_bytes, answer.backward_messages),
             ):
-                promised = schedule.wire_bytes(rank, **sizes, backward=backward, masked=case.masked is not None)
+                promised = schedule.wire_bytes(
+                    rank,
+                    **sizes,
+                    backward=backward,
+                    masked=case.masked is not None,
+                    document_bytes=0 if case.documents is None else 8,
+                )
                 what = f"{case} on rank {rank} of {rings}, backward={backward}"
                 assert sent == promised, f"{what}: {sent} bytes sent, {promised} promised"
                 assert (messages > 0) == (sent > 0), f"{what}: {messages} messages of {sent} bytes"

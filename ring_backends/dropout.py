@@ -1,0 +1,96 @@
+"""Attention dropout whose mask follows from a seed and from who attends to whom, and from nothing else.
+
+Whether the attention weight of a query and a key is dropped is a hash of the seed, the data-parallel replica, the batch
+row, the head and the two global positions: a counter-based generator (Salmon et al., SC 2011), so that a rank needs no
+other rank to know its part of the mask, and one rank has the same as sixteen. Branches share it: a key that several
+branches show to a query is dropped from all of them, as one attention weight.
+
+The 64-bit mixing is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It is done once for each row. What is done
+for each pair takes 32-bit words, which processors multiply side by side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+_PAIR_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+
+
+@dataclass(frozen=True, eq=False)
+class Dropout:
+    """Dropout of one rank's calls.
+
+    Attributes:
+        p: probability that a weight is dropped, 0 < p < 1. The others are divided by 1 − p.
+        positions: int64 [local seq]; global positions of this rank's rows, on the CPU.
+        replica: rank along the data axis, whose batch rows are others.
+    """
+
+    p: float
+    positions: Tensor
+    replica: int
+
+    def query_words(self, seed: int, batch: int, num_heads: int, device: torch.device) -> Tensor:
+        """int32 [batch, local seq, heads, 2]: what the hash takes of a query."""
+        of_rows = torch.arange(batch, dtype=torch.int64, device="cpu")[:, None, None]
+        of_heads = torch.arange(num_heads, dtype=torch.int64, device="cpu")
+        start = _mix(torch.tensor(_signed(seed + self.replica * _GOLDEN, 64), device="cpu"))
+        words = _mix(_mix(_mix(start + of_rows) + of_heads) + self.positions[:, None])
+        return words.to(device).unsqueeze(3).view(torch.int32)
+
+    def key_words(self, seed: int, positions: Tensor) -> Tensor:
+        """int32, shaped as ``positions``: what the hash takes of keys."""
+        start = _mix(torch.tensor(_signed(~seed, 64), device="cpu"))
+        return _mix(positions + start.to(positions.device)).to(torch.int32)
+
+    def weights(self, query_words: Tensor, key_words: Tensor, dtype: torch.dtype) -> Tensor:
+        """0 or 1 / (1 − p) for every pair.
+
+        Args:
+            query_words: int32 [..., queries, 2].
+            key_words: int32 [..., keys].
+
+        Returns:
+            [..., queries, keys], of ``dtype``.
+        """
+        first, second = (_signed(multiplier, 32) for multiplier in _PAIR_MULTIPLIERS)
+        word = query_words[..., :1] ^ key_words.unsqueeze(-2)
+        word ^= (word >> 16) & 0xFFFF
+        word *= first
+        word ^= (word >> 15) & 0x1FFFF
+        word += query_words[..., 1:]  # without it, queries whose first words differ like two keys' would share drops
+        word *= second
+        # Kept is what is below a threshold; the sign of the difference makes the bits of the weight, or 0. Comparing
+        # and converting takes three times as long.
+        word = (word >> 1) & 0x7FFFFFFF
+        word -= min(round((1 - self.p) * 2**31), 2**31 - 1)
+        word >>= 31
+        weight = torch.tensor(1 / (1 - self.p), dtype=dtype, device="cpu")
+        if dtype != torch.float32:
+            return (word & 1).to(dtype).mul_(weight)
+        word &= int(weight.view(torch.int32))
+        return word.view(torch.float32)
+
+
+def _mix(word: Tensor) -> Tensor:
+    """One step of SplitMix64, on int64."""
+    word = word + _signed(_GOLDEN, 64)
+    for shift, multiplier in _SPLITMIX:
+        word = (word ^ _shifted(word, shift)) * _signed(multiplier, 64)
+    return word ^ _shifted(word, 31)
+
+
+def _shifted(word: Tensor, bits: int) -> Tensor:
+    """A logical shift to the right: torch's fills up with the sign."""
+    return (word >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int, bits: int) -> int:
+    """The two's complement integer of the lowest ``bits`` bits of ``number``."""
+    number %= 1 << bits
+    return number - (1 << bits) if number >> (bits - 1) else number

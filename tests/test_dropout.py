@@ -1,0 +1,162 @@
+"""Attention dropout: the mask is the counter-based one that is written down, is random enough, and is drawn anew."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends import dilated_attention
+from ring_backends.adapters.native import RingDilatedAttention
+from ring_backends.dropout import Dropout
+
+P = 0.3
+SIZE = 512
+
+
+def mask(
+    p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0, size: int = SIZE
+) -> Tensor:
+    """[batch, heads, queries, keys]."""
+    dropout = Dropout(p, torch.arange(SIZE), replica)
+    queries = dropout.query_words(seed, batch, num_heads, torch.device("cpu")).transpose(1, 2)
+    return dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
+
+
+def splitmix(word: int) -> int:
+    word = (word + 0x9E3779B97F4A7C15) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
+def is_kept(p: float, seed: int, replica: int, row: int, head: int, query: int, key: int) -> bool:
+    """The mask once more, of one pair, in Python's integers."""
+    word = splitmix((seed + replica * 0x9E3779B97F4A7C15) % 2**64)
+    for number in (row, head, query):
+        word = splitmix((word + number) % 2**64)
+    first, second = word % 2**32, word >> 32
+    of_key = splitmix((splitmix(~seed % 2**64) + key) % 2**64) % 2**32
+    pair = first ^ of_key
+    pair = (pair ^ (pair >> 16)) * 0x7FEB352D % 2**32
+    pair = ((pair ^ (pair >> 15)) + second) * 0x846CA68B % 2**32
+    return pair >> 1 < min(round((1 - p) * 2**31), 2**31 - 1)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
+def test_the_mask_is_the_one_that_is_written_down(p: float, seed: int) -> None:
+    positions = torch.tensor([0, 1, 17, 2**31, 2**40 + 3])
+    dropout = Dropout(p, positions, replica=3)
+    queries = dropout.query_words(seed, 2, 3, torch.device("cpu")).transpose(1, 2)
+    factors = dropout.weights(queries, dropout.key_words(seed, positions), torch.float64)
+    for row in range(2):
+        for head in range(3):
+            for i, query in enumerate(positions.tolist()):
+                for j, key in enumerate(positions.tolist()):
+                    kept = is_kept(p, seed, 3, row, head, query, key)
+                    assert factors[row, head, i, j] == (1 / (1 - p) if kept else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_weight_is_one(dtype: torch.dtype) -> None:
+    dropout = Dropout(1e-12, torch.arange(64), 0)
+    words = dropout.query_words(1, 1, 1, torch.device("cpu")).transpose(1, 2), dropout.key_words(1, dropout.positions)
+    assert (dropout.weights(*words, dtype) == 1 / (1 - torch.tensor(1e-12, dtype=dtype))).all()
+    for p in (0.1, P, 0.9):
+        factors = mask(p, num_heads=4)
+        deviation = (p / (1 - p) / factors.numel()) ** 0.5
+        assert abs(float(factors.mean()) - 1) < 5 * deviation
+
+
+def test_masks_of_other_rows_heads_seeds_and_replicas_are_independent() -> None:
+    """No correlation of more than five standard deviations, be it between neighbours or around rectangles."""
+    centred = (mask(batch=2, num_heads=3) > 0).double() - (1 - P)
+    centred /= centred.square().mean().sqrt()
+    others = {
+        "queries": centred[:, :, 1:] * centred[:, :, :-1],
+        "keys": centred[..., 1:] * centred[..., :-1],
+        "query and key swapped": centred.triu(1) * centred.transpose(2, 3).triu(1),
+        "diagonal": centred[:, :, 1:, 1:] * centred[:, :, :-1, :-1],
+        "heads": centred[:, 1:] * centred[:, :-1],
+        "rows of the batch": centred[1:] * centred[:-1],
+        "rectangles": centred[:, :, 1:, 1:] * centred[:, :, :-1, :-1] * centred[:, :, 1:, :-1] * centred[:, :, :-1, 1:],
+    }
+    for name, changes in {"seed": {"seed": 1}, "replica": {"replica": 1}}.items():
+        others[name] = centred * ((mask(batch=2, num_heads=3, **changes) > 0).double() - (1 - P)) / (P * (1 - P)) ** 0.5
+    for name, products in others.items():
+        assert abs(float(products.mean())) < 5 * products.numel() ** -0.5, name
+
+
+def test_every_query_and_every_key_drops_its_share() -> None:
+    """Counts along rows and columns scatter as those of a binomial distribution do: chi-squared, five deviations."""
+    kept = mask(num_heads=4) > 0
+    for dim in (2, 3):
+        counts = kept.sum(dim).double()
+        chi_squared = float(((counts - SIZE * (1 - P)) ** 2 / (SIZE * P * (1 - P))).sum())
+        assert abs(chi_squared - counts.numel()) < 5 * (2 * counts.numel()) ** 0.5
+
+
+def tensors(**options: object) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(1, 40, 2, 8, generator=generator, **options) for _ in range(3)]  # type: ignore[call-overload]
+
+
+def test_a_module_drops_while_it_trains() -> None:
+    attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
+    query, key, value = tensors()
+    without = dilated_attention(query, key, value, [16, 40], [1, 2])
+    assert not torch.allclose(attention(query, key, value), without)
+    assert torch.equal(attention.eval()(query, key, value), without)
+    assert attention.eval()(query, key, value, return_lse=True)[1].isfinite().all()
+
+
+def test_the_seed_is_drawn_from_the_generator_of_the_cpu() -> None:
+    attend = partial(dilated_attention, *tensors(), [16], [1], dropout_p=P)
+    torch.manual_seed(3)
+    first, second = attend(), attend()
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(attend(), first)
+    assert torch.equal(attend(dropout_seed=7), attend(dropout_seed=7))
+    state = torch.get_rng_state()
+    attend(dropout_seed=7)
+    dilated_attention(*tensors(), [16], [1])
+    assert torch.equal(torch.get_rng_state(), state)  # where none is needed, none is drawn
+
+
+def test_lse_is_that_without_dropout() -> None:
+    (_, lse), (_, without) = (
+        dilated_attention(*tensors(), [16, 40], [1, 2], dropout_p=p, return_lse=True) for p in (P, 0.0)
+    )
+    torch.testing.assert_close(lse, without)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputed_call_drops_the_same(use_reentrant: bool) -> None:
+    attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
+    grads = []
+    for attend in (attention, partial(checkpoint, attention, use_reentrant=use_reentrant)):
+        leaves = [x.requires_grad_() for x in tensors()]
+        torch.manual_seed(5)
+        attend(*leaves).square().sum().backward()
+        grads.append([x.grad for x in leaves])
+    for plain, recomputed in zip(*grads, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_a_compiled_module_draws_anew_in_one_graph() -> None:
+    attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    assert isinstance(compiled, nn.Module)
+    query, key, value = (x.requires_grad_() for x in tensors())
+    first, second = compiled(query, key, value), compiled(query, key, value)
+    assert not torch.equal(first, second)
+    # The backward drops what the forward dropped: with values of ones, a row of out is the sum of its weights.
+    ones = torch.ones_like(value).requires_grad_()
+    out = compiled(query, key, ones)
+    (grad,) = torch.autograd.grad(out.sum(), ones)
+    torch.testing.assert_close(grad.sum(), out.sum())
