@@ -53,14 +53,25 @@ napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # of its own accord it takes "size, rank" for a type
 
 # Names of other projects, whose inventories a build without a network cannot ask; ours have to be found.
-_ELSEWHERE = ("torch", "collections", "datetime", "types", "os", "pathlib", "typing", "typing_extensions", "pytest")
+_ELSEWHERE = (
+    "torch",
+    "collections",
+    "contextlib",
+    "datetime",
+    "types",
+    "os",
+    "pathlib",
+    "typing",
+    "typing_extensions",
+    "pytest",
+)
 _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
     *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals, which the texts beside them spell out
 }
-_INTERNAL = ("agreement.Agreement", "schedule.BranchSchedule", "testing.capabilities.Test")
+_INTERNAL = ("agreement.Agreement", "longnet._Model", "schedule.BranchSchedule", "testing.capabilities.Test")
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
     ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),
@@ -72,6 +83,11 @@ nitpick_ignore_regex = [
 # Where a file of the repository is a page.
 PAGES = {
     "ADAPTERS.md": "adapters.md",
+    "docs/index.md": "index.md",
+    "docs/packed-documents.md": "packed-documents.md",
+    "docs/dropout.md": "dropout.md",
+    "docs/activation-checkpointing.md": "activation-checkpointing.md",
+    "docs/longnet.md": "longnet.md",
     "SECURITY.md": "security.md",
     "bench/README.md": "benchmarks.md",
     "bench/results": "performance.md",

@@ -22,7 +22,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.layout import LayoutKind
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, new_ring, ring_here
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import Outcome, World
 
@@ -418,7 +418,7 @@ class ErrorTests(AdapterSuite):
 
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_disagree_are_told_at_once(self, world: World, name: str) -> None:
-        world.run(dist.is_initialized)  # started by now, if it was not
+        world.run(get_ready, self.adapter)
         start = time.monotonic()
         outcomes = world.run_collect(disagree, self.adapter, name)
         assert time.monotonic() - start < AT_ONCE
@@ -480,7 +480,7 @@ class ErrorTests(AdapterSuite):
 
     @requires("a lost rank")
     def test_a_rank_that_dies_is_told_at_once(self, world: World) -> None:
-        world.run(dist.is_initialized)
+        world.run(get_ready, self.adapter)
         start = time.monotonic()
         *survivors, dead = world.run_collect(die, self.adapter)
         assert time.monotonic() - start < 5 + AT_ONCE

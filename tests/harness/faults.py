@@ -36,7 +36,7 @@ from ring_backends.testing.calls import (
 )
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, new_ring
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 from ring_backends.walk import Walk
@@ -213,7 +213,7 @@ class FaultTests(AdapterSuite):
         ("rings", "fault"), [pytest.param(*loss, id=f"{loss[0]}-{loss[1]}", marks=marks_of(loss)) for loss in LOSSES]
     )
     def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
-        world.run(dist.is_initialized)  # started by now, if it was not
+        world.run(get_ready, self.adapter)
         patience = 5 * BOUND if fault.kind == "stopped" else 60.0  # who is stopped never answers
         outcomes = world.run_collect(suffer, self.adapter, rings, fault, timeout=patience)
         ring, *others = rings.rings

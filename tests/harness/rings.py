@@ -118,6 +118,11 @@ def backend(adapter: str) -> Any:
     return import_module(adapter)
 
 
+def get_ready(adapter: str) -> None:
+    """Import the adapter, which on a busy machine takes its time, before a test counts seconds."""
+    backend(adapter)
+
+
 @cache
 def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
     """This rank's ring, made once; None where it looks on. All ranks of the world make this call alike."""
