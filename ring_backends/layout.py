@@ -53,7 +53,7 @@ class SequenceLayout:
 
     def chunk_start(self, chunk: int) -> int:
         """First global position of ``chunk``; of ``num_chunks``, the length of the sequence."""
-        size, extra = divmod(self.seq_len, self.num_chunks)
+        size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile has no divmod
         return chunk * size + min(chunk, extra)
 
     def chunk_starts(self) -> Tensor:
@@ -79,8 +79,9 @@ class SequenceLayout:
 
     def local_len(self, rank: int) -> int:
         """How many positions ``rank`` holds."""
-        return sum(map(len, self.pieces(rank)))
+        return sum(self.chunk_start(chunk + 1) - self.chunk_start(chunk) for chunk in self.chunks(rank))
 
     def positions(self, rank: int) -> Tensor:
         """The global position of each local row of ``rank``: int64 [local seq]."""
-        return torch.cat([torch.arange(piece.start, piece.stop, device="cpu") for piece in self.pieces(rank)])
+        bounds = [(self.chunk_start(chunk), self.chunk_start(chunk + 1)) for chunk in self.chunks(rank)]
+        return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in bounds])

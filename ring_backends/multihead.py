@@ -184,19 +184,26 @@ class RingDilatedMultiheadAttention(nn.Module):
     def _rotary_table(self, ring: Ring, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], fp32, or fp64 where ``like`` is."""
         dtype = torch.promote_types(like.dtype, torch.float32)
+        if torch.compiler.is_compiling():
+            return self._new_rotary_table(ring, seq_len, like.device, dtype)
         key = (ring.layout(seq_len), ring.rank, like.device, dtype)
         if key in self._rotary_tables:
             return self._rotary_tables[key]
         # A table made under inference_mode could not be saved for a later backward.
         with torch.inference_mode(False), torch.no_grad():
-            # Angles in fp64: in fp32 the angle of position 10⁶ is already off by a twentieth of a radian.
-            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
-            angle = ring.positions(seq_len).to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
-            table = angle.cos().to(like.device, dtype), angle.sin().to(like.device, dtype)
+            table = self._new_rotary_table(ring, seq_len, like.device, dtype)
         while len(self._rotary_tables) >= _MAX_CACHED_TABLES:
             del self._rotary_tables[next(iter(self._rotary_tables))]
         self._rotary_tables[key] = table
         return table
+
+    def _new_rotary_table(
+        self, ring: Ring, seq_len: int, device: torch.device, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        # Angles in fp64: in fp32 the angle of position 10⁶ is already off by a twentieth of a radian.
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
+        angle = ring.positions(seq_len).to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
+        return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rotary_tables": {}}

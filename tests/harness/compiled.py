@@ -13,10 +13,13 @@ import torch
 from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import GraphModule
 
 import ring_backends
 from ring_backends.layout import LayoutKind
+from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.ring import Ring
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.rings import FOUR, ONE, RingSpec, ring_here
@@ -159,6 +162,51 @@ def by_inductor(adapter: str) -> Results:
     return Results(out.detach(), lse, *grads)
 
 
+class Decoder(nn.Module):
+    """Tokens to logits, through two attention layers with everything around them."""
+
+    def __init__(self, adapter: str, ring: Ring) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 16, dtype=torch.float64)
+        self.layers = nn.ModuleList(
+            RingDilatedMultiheadAttention(
+                16, 4, new_attention(adapter, ring, _CASE), num_kv_heads=2, rotary=True, dtype=torch.float64
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(16, 11, dtype=torch.float64)
+
+    def forward(self, tokens: torch.Tensor, seq_len: int) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = x + layer(x, is_causal=True, seq_len=seq_len)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def compiled_model(
+    adapter: str, layout: LayoutKind, compiler: str, lengths: tuple[int, ...]
+) -> list[tuple[int, float]]:
+    """After each call of a compiled model, with other tokens: how many graphs it needed, and the largest error."""
+    torch.compiler.reset()
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    model, counter = Decoder(adapter, ring), CompileCounterWithBackend(compiler)
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    found = []
+    for seed, seq_len in enumerate(lengths):
+        tokens = ring.shard(torch.randint(11, (2, seq_len), generator=torch.Generator().manual_seed(seed)))
+        results = []
+        for attend in (model, compiled):
+            logits = attend(tokens, seq_len)
+            results.append([logits, *torch.autograd.grad(logits.square().sum(), list(model.parameters()))])
+        error = max(float((x - y).detach().abs().max()) for x, y in zip(*results, strict=True))
+        found.append((counter.frame_count, error))
+    return found
+
+
 class CompileTests(AdapterSuite):
     @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
     @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
@@ -177,6 +225,20 @@ class CompileTests(AdapterSuite):
                     planned = planned_hops(case, rings, layout, ring_rank, backward=direction == "backward")
                     assert graph["post_hop"] == planned
                     assert graph[f"begin_{direction}"] == graph[f"end_{direction}"] == 1
+
+    @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+    def test_a_compiled_model_has_a_graph_per_length(self, world: World, layout: LayoutKind) -> None:
+        """One graph, without a break, whatever the tokens; another for a sequence of another length."""
+        for found in world.run(compiled_model, self.adapter, layout, "aot_eager", (61, 61, 30, 30, 61)):
+            assert [graphs for graphs, _ in found] == [1, 1, 2, 2, 2]
+            assert max(error for _, error in found) < 1e-9
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
+    def test_a_model_by_inductor(self, world: World) -> None:
+        for found in world.run(compiled_model, self.adapter, "zigzag", "inductor", (61, 61), timeout=280):
+            assert [graphs for graphs, _ in found] == [1, 1]
+            assert max(error for _, error in found) < 1e-9
 
     @pytest.mark.slow
     def test_blocks_that_are_alike_share_one_graph(self, world: World) -> None:
