@@ -27,6 +27,7 @@ from ring_backends.layout import LayoutKind
 from ring_backends.pattern import DilatedPattern
 from ring_backends.rendezvous import connect
 from ring_backends.ring import Ring
+from ring_backends.validation import draw_seed
 from ring_backends.walk import Inputs
 
 
@@ -170,6 +171,7 @@ class UlyssesAttention:
         with self.module.refusals_told():
             _check_trade(query.shape[2], key.shape[2], seq_len, ring)
             _check_no_dropout(self.module)
+            draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused
         needs_gradients = request.needs_gradients
         ring.agreement.begin(request.configuration(self.module.module_number, needs_gradients=needs_gradients))
         statistics: list[Tensor] = []

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.library import custom_op
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ring_backends.walk import Inputs
@@ -38,6 +39,9 @@ Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractCont
 WalkForward = Callable[[Inputs], tuple[Tensor, Tensor, int]]
 """What computes one call of attention: (out, LSE, its number among the ring's calls)."""
 
+Forward = tuple[Tensor, Tensor, int, "Tensor | None"]
+"""out, LSE, the call's number, and its dropout's seed: those of the forward that was computed, for its backward."""
+
 _calls: dict[int, WalkForward] = {}
 _numbers = itertools.count()
 
@@ -48,6 +52,8 @@ def attention_operators() -> list[Any]:
     A list, as ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes it, or for a policy that asks
     whether an operator is in it. Whoever saves one of them saves both out and LSE.
     """
+    import ring_backends.graph  # noqa: F401, which registers the second; it imports this module itself
+
     operators = torch.ops.ring_backends
     return [operators.attend.default, operators.end_forward.default]
 
@@ -74,25 +80,37 @@ def remember_attention(
     Args:
         function: to be checkpointed; a module, say.
         context_fn: what to keep.
+
+    Raises:
+        RuntimeError: by the function, which is called a second time and not by a backward.
     """
     contexts = [*context_fn()]
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
+        # By the number of the backward that runs, as torch's own checkpoint tells.
+        if len(contexts) == 1 and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                "what remember_attention() made is called a second time, and not by a backward, which would be given "
+                "the attention of the first call; make one for each checkpointed call: "
+                "checkpoint(remember_attention(block), x)."
+            )
         with contexts.pop(0) if contexts else contextlib.nullcontext():
             return function(*args, **kwargs)
 
     return remembering
 
 
-def attend_as_operator(walk_forward: WalkForward, inputs: Inputs) -> tuple[Tensor, Tensor, int]:
+def attend_as_operator(walk_forward: WalkForward, inputs: Inputs) -> Forward:
     """Compute one call of attention where a policy sees it, which may hand out an earlier result instead."""
+    if not is_in_torch_dispatch_mode():  # nobody looks on
+        return *walk_forward(inputs), inputs.dropout_seed
     number = next(_numbers)
     _calls[number] = walk_forward
     try:
-        out, lse, call_number = _operator(*(getattr(inputs, field.name) for field in fields(inputs)), number)
+        out, lse, numbers = _operator(*(getattr(inputs, field.name) for field in fields(inputs)), number)
     finally:
         del _calls[number]
-    return out, lse, int(call_number)
+    return out, lse, int(numbers[0]), None if inputs.dropout_seed is None else numbers[1:]
 
 
 def _attend(
@@ -105,8 +123,9 @@ def _attend(
     number: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, call_number = _calls[number](Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed))
-    # A result too: the backward of a call that was not computed again belongs to the forward that was.
-    return out, lse, torch.tensor(call_number, device="cpu")
+    # Results too: the backward of a call that was not computed again belongs to the forward that was.
+    seed = 0 if dropout_seed is None else int(dropout_seed)
+    return out, lse, torch.tensor([call_number, seed], dtype=torch.int64, device="cpu")
 
 
 # Without an autograd formula: it runs within an autograd.Function, which has the backward.

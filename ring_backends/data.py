@@ -96,12 +96,17 @@ def document_ids(cu_seqlens: Tensor | Sequence[int], seq_len: int) -> Tensor:
     Raises:
         ValueError, TypeError: the bounds do not rise from 0, or end behind the sequence.
     """
-    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point()):
-        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}: expected integers [documents + 1].")
+    if not isinstance(seq_len, int) or isinstance(seq_len, bool):
+        raise TypeError(f"seq_len = {seq_len!r}: expected an int; convert it with int().")
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
+        raise ValueError(
+            f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}: expected int32 or int64 [documents + 1]."
+        )
+    numbers = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    is_sequence = isinstance(numbers, Sequence) and not isinstance(numbers, str) and len(numbers) > 0
+    if not is_sequence or any(not isinstance(number, int) or isinstance(number, bool) for number in numbers):
+        raise TypeError(f"cu_seqlens = {cu_seqlens!r}: expected ints, the first of them 0; convert them with int().")
     bounds = torch.as_tensor(cu_seqlens)
-    numbers = bounds.tolist()
-    if not numbers or any(not isinstance(number, int) for number in numbers):
-        raise TypeError(f"cu_seqlens = {cu_seqlens!r}: expected ints, the first of them 0.")
     if numbers[0] != 0 or any(later < earlier for earlier, later in pairwise(numbers)) or numbers[-1] > seq_len:
         raise ValueError(
             f"cu_seqlens = {numbers if len(numbers) < 9 else [*numbers[:4], '…', *numbers[-4:]]} with seq_len = "

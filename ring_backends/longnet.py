@@ -10,7 +10,8 @@ saved; with ``DilatedPattern.torchscale`` the outputs are theirs too, on one dev
 - torchscale's encoder sets the embeddings of pads to zero, and its attention lets every query see them. A
   ``key_padding_mask`` here ignores them.
 - The activation is computed in fp32 there. Here in fp32 at least, which differs in fp64 alone.
-- Dropout, drop path and attention dropout, which eval() switches off there, do not exist here.
+- Dropout and drop path, which eval() switches off there, do not exist here; attention dropout does if the attention is
+  made with ``dropout_p``.
 - Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs, and ``DilatedPattern`` refuses.
 
 Not supported, and refused by name where a checkpoint has it: mixture of experts, multiway, cross attention, xPos,
@@ -147,6 +148,10 @@ class LongNet(nn.Module):
                 raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
             if value < 1:
                 raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+        if not isinstance(layer_norm_eps, (int, float)) or isinstance(layer_norm_eps, bool):
+            raise TypeError(f"layer_norm_eps = {layer_norm_eps!r}: expected a float; convert it with float().")
+        if not layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps = {layer_norm_eps}: must be above 0; 1e-5 is usual.")
         if activation not in _ACTIVATIONS:
             raise ValueError(f"activation = {activation!r}: unknown option; choose 'gelu' or 'relu'.")
         if tied and (vocab_size is None or output_size != vocab_size):
@@ -235,6 +240,8 @@ class LongNet(nn.Module):
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None) -> tuple[Tensor, int]:
         """Scaled embeddings with their positions, and the length of the global sequence."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
         is_tokens = x.dtype in (torch.int64, torch.int32)
         if is_tokens and self.embed_tokens is None:
             raise TypeError(

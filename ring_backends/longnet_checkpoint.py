@@ -53,6 +53,13 @@ def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
                 raise ValueError(
                     f"state_dict has {name}: {what}, which is not supported; give a model that was trained without."
                 )
+    for name, value in state_dict.items():
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() not in (1, 2):
+            what = f"{value.dtype} {[*value.shape]}" if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(
+                f"state_dict has {name}, which is {what}: expected floating vectors and matrices; give the parameters "
+                "of the encoder or decoder alone."
+            )
     numbers = {int(found[1]) for name in state_dict if (found := re.match(r"layers\.(\d+)\.", name))}
     if numbers != set(range(len(numbers))) or not numbers:
         raise ValueError(

@@ -164,9 +164,10 @@ class _Attend(torch.autograd.Function):
         ctx.walk, ctx.start = walk, start
         with torch.autocast(query.device.type, enabled=False):
             # A walk that torch.compile traces is made of operators already.
-            out, lse, ctx.call_number = (
-                attend_as_operator(walk_forward, inputs) if isinstance(walk, Walk) else walk_forward(inputs)
-            )
+            if isinstance(walk, Walk):
+                out, lse, ctx.call_number, seed = attend_as_operator(walk_forward, inputs)
+            else:
+                out, lse, ctx.call_number = walk_forward(inputs)
         ctx.save_for_backward(query, key, value, mask, documents, seed, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse

@@ -124,7 +124,7 @@ def check_scale(scale: object) -> float | None:
 def check_dropout(dropout_p: object) -> float:
     """A probability below 1."""
     if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
-        raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout.")
+        raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout; convert it with float().")
     if not 0 <= dropout_p < 1:
         raise ValueError(f"dropout_p = {dropout_p}: must be at least 0 and below 1; 0 is no dropout.")
     return float(dropout_p)
@@ -141,7 +141,11 @@ def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
             return None
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
     if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool):
-        raise TypeError(f"dropout_seed = {dropout_seed!r}: expected an int, or None to draw one.")
+        raise TypeError(
+            f"dropout_seed = {dropout_seed!r}: expected an int, or None to draw one; convert it with int()."
+        )
     if not 0 <= dropout_seed < 2**63:
-        raise ValueError(f"dropout_seed = {dropout_seed}: must be at least 0 and below 2**63.")
+        raise ValueError(
+            f"dropout_seed = {dropout_seed}: must be at least 0 and below 2**63; give such, or None to draw one."
+        )
     return torch.tensor([dropout_seed], dtype=torch.int64, device="cpu") if dropout_p else None

@@ -80,8 +80,8 @@ def attention_weights(
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
         if document_ids is not None:
-            of_queries = gather(_rows_here(document_ids[:, :, None, None] + 1, here, chosen)).sum(0)[:, None, :, 0, :]
-            hidden = (of_queries != document_ids[:, None, None] + 1) | (of_queries < 1)
+            of_queries = gather(_rows_here(document_ids[:, :, None, None], here, chosen)).sum(0)[:, None, :, 0, :]
+            hidden = (of_queries != document_ids[:, None, None]) | (of_queries < 0)
             scores = scores.masked_fill(hidden, -torch.inf)
         sums = gather(scores.logsumexp(3))
         phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores).log()

@@ -62,8 +62,30 @@ def test_kept_are_out_and_lse() -> None:
         region(*inputs(torch.bfloat16))
     for wrapped in forward.storage[attention_operators()[0]].values():
         kept += [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
-    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, ())]
+    of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (2,))]
     assert kept == 2 * of_call
+
+
+def test_dropout_is_that_of_the_forward_that_was() -> None:
+    """Even where torch is told not to put its generator back, out of which the seed came."""
+    attention = native.RingDilatedAttention(*BRANCHES, dropout_p=0.4)
+    grads = []
+    for run in (
+        lambda *tensors: attention(*tensors),
+        partial(checkpoint, attention, use_reentrant=False, context_fn=keep_attention, preserve_rng_state=False),
+    ):
+        tensors = inputs()
+        torch.manual_seed(1)
+        grads.append(torch.autograd.grad(run(*tensors).square().sum(), tensors))
+    for kept, right in zip(*grads, strict=True):
+        torch.testing.assert_close(kept, right, rtol=0, atol=0)
+
+
+def test_what_remembers_is_of_one_call() -> None:
+    remembering = remember_attention(region)
+    remembering(*inputs())
+    with pytest.raises(RuntimeError, match=r"called a second time.*checkpoint\(remember_attention\(block\), x\)"):
+        remembering(*inputs())
 
 
 def test_operations_inside_are_counted() -> None:

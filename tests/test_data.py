@@ -111,7 +111,9 @@ def test_documents_are_numbered(cu_seqlens: Tensor | list[int], expected: list[i
     assert ids.tolist() == [expected]
 
 
-@pytest.mark.parametrize("cu_seqlens", [[1, 3], [0, 4, 3], [0, 7], [], [0.0, 3.0], torch.zeros(2, 2).int()])
+@pytest.mark.parametrize(
+    "cu_seqlens", [[1, 3], [0, 4, 3], [0, 7], [], [0.0, 3.0], torch.zeros(2, 2).int(), None, ["a"], [[0], [1]], 5]
+)
 def test_bounds_that_are_none_are_refused(cu_seqlens: Tensor | list[int]) -> None:
     with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
         document_ids(cu_seqlens, 6)

@@ -247,6 +247,8 @@ def test_the_score_scale_is_that_of_the_model() -> None:
 def test_arguments() -> None:
     with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
         register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dropout_p = 0\.1: .*dropout_p=0"):
+        register(native.RingDilatedAttention(*DILATED, dropout_p=0.1))
     with pytest.raises(TypeError, match="name = 3"):
         register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="position_ids is given: it follows from the ring"):

@@ -78,6 +78,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
 
     Raises:
         TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` no string.
+        ValueError: ``attention`` drops weights: it would not hear of the model's ``eval()``.
     """
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(
@@ -86,6 +87,11 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         )
     if not isinstance(name, str):
         raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
+    if attention.dropout_p:
+        raise ValueError(
+            f"dropout_p = {attention.dropout_p}: the attention is no part of the model, and would drop weights after "
+            "model.eval() too; make it with dropout_p=0."
+        )
     ring = attention.ring
 
     def forward(

@@ -82,7 +82,7 @@ class Kernel(ABC):
     prefers_contiguous: ClassVar[bool] = False
     """Whether contiguous rows are worth a copy of strided ones."""
     has_dropout: ClassVar[bool] = False
-    """Whether it takes a `PairRule`."""
+    """Whether calls with dropout are its own. The math kernel's are, to which `pairwise` gives what has a rule."""
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         """Why this kernel cannot run such a call, one sentence each; an empty list means that it can."""

@@ -138,7 +138,7 @@ def _forward_rows(
         dropout = _dropout(pair, num_kv_heads, rule, weights.dtype)
         if dropout is not None:
             weights = weights * dropout
-        weighted = weighted * rescale + _product(weights, v, hidden)
+        weighted = weighted * rescale + _product(weights, v, hidden if _is_pairwise(pair, rule) else None)
         maximum = new_maximum
     blind = maximum == -torch.inf
     out = (weighted / total).masked_fill(blind, 0.0)
@@ -175,8 +175,8 @@ def _backward_rows(
     grad_q = torch.zeros_like(q)
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
-        hidden = _hidden(pair, repeats, key_mask, rule, q)
-        hidden = blind if hidden is None else hidden | blind
+        masked = _hidden(pair, repeats, key_mask, rule, q)
+        hidden = blind if masked is None else masked | blind
         p = torch.exp((q * scale) @ k.transpose(-1, -2) - row_lse).masked_fill(hidden, 0.0)
         grad_p = do @ v.transpose(-1, -2)
         dropout = _dropout(pair, num_kv_heads, rule, p.dtype)
@@ -184,10 +184,13 @@ def _backward_rows(
             grad_p = grad_p * dropout
         ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
         weights = p if dropout is None else p * dropout
-        keys, seen_by = pair.keys, hidden.transpose(-1, -2)
-        grad_q += _product(ds, k, hidden)
-        grad_key[:, :, keys] += _product(ds.transpose(-1, -2), q, seen_by)
-        grad_value[:, :, keys] += _product(weights.transpose(-1, -2), do, seen_by)
+        # Blind rows of q and do are 0 already, and so are masked keys: what is left is who hides from whom.
+        unseen = masked if _is_pairwise(pair, rule) else None
+        unseen_by = None if unseen is None else unseen.transpose(-1, -2)
+        keys = pair.keys
+        grad_q += _product(ds, k, unseen)
+        grad_key[:, :, keys] += _product(ds.transpose(-1, -2), q, unseen_by)
+        grad_value[:, :, keys] += _product(weights.transpose(-1, -2), do, unseen_by)
     return _unfold(grad_q.masked_fill(blind, 0.0), repeats)
 
 
@@ -235,21 +238,26 @@ def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: 
     return rule.dropout.weights(rows, rule.key_words[:, :, pair.keys], dtype)
 
 
+def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
+    """Whether rows of the pair differ in which of its keys they see."""
+    return pair.diagonal or (rule is not None and rule.query_documents is not None)
+
+
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """weights @ x, into which NaN and inf come from pairs that are not hidden alone.
+    """weights @ x, into which NaN and inf come from pairs that are not hidden alone; these at their full weight.
 
     weights: [B, Hk, m, k], 0 where ``hidden``, which broadcasts to it. x: [B, Hk, k, D].
     """
+    if hidden is None:
+        return weights @ x
     finite = x.isfinite()
-    if hidden is None or bool(finite.all()):
+    if bool(finite.all()):
         return weights @ x
     seen = (~hidden).to(x.dtype).expand(weights.shape)
-    has_nan, has_inf, has_minus_inf = (
-        seen @ found.to(x.dtype) > 0 for found in (x.isnan(), x == torch.inf, x == -torch.inf)
-    )
     product = weights @ x.masked_fill(~finite, 0.0)
-    product = product.masked_fill(has_inf, torch.inf)
-    return product.masked_fill(has_minus_inf, -torch.inf).masked_fill(has_nan | (has_inf & has_minus_inf), torch.nan)
+    for number, found in ((torch.nan, x.isnan()), (torch.inf, x == torch.inf), (-torch.inf, x == -torch.inf)):
+        product = product + torch.zeros_like(product).masked_fill(seen @ found.to(x.dtype) > 0, number)
+    return product
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:

@@ -97,46 +97,60 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
     """(batch, rows, keys, whether the causal diagonal runs through them, whether several documents meet there)."""
     assert rule.query_documents is not None
     assert rule.key_documents is not None
-    for batch in _alike(rule.query_documents, rule.key_documents):
+    everything = slice(None)
+    for batch, is_of_one in _alike(rule.query_documents, rule.key_documents):
+        if is_of_one:
+            yield batch, everything, everything, is_causal, False
+            continue
         queries, keys = rule.query_documents[batch], rule.key_documents[batch]
         both = (queries, keys)
-        row_blocks = _bounds(queries, _cuts(*both if is_causal else (queries,)))
-        key_blocks = _bounds(keys, _cuts(*both if is_causal else (keys,)))
-        for index, (first, last, rows) in enumerate(row_blocks):
-            met = []
-            for key_index, (first_key, last_key, block) in enumerate(
-                key_blocks[: index + 1] if is_causal else key_blocks
-            ):
-                if last >= first_key and first <= last_key:
-                    is_mixed = not first == last == first_key == last_key
-                    met.append((is_causal and key_index == index, is_mixed, block))
-            for (on_diagonal, is_mixed), group in groupby(met, key=lambda block: block[:2]):
-                for stretch in _joined([block for _, _, block in group]):
-                    yield batch, rows, stretch, on_diagonal, is_mixed
+        first, last, row_blocks = _bounds(queries, *(both if is_causal else (queries,)))
+        first_key, last_key, key_blocks = _bounds(keys, *(both if is_causal else (keys,)))
+        meet = (last[:, None] >= first_key) & (first[:, None] <= last_key)
+        if is_causal:
+            meet = meet.tril()
+        mixed = (first != last)[:, None] | (first_key != last_key) | (first[:, None] != first_key)
+        where = meet.nonzero()
+        met = zip(where.tolist(), mixed[where[:, 0], where[:, 1]].tolist(), strict=True)
+        blocks = ((row, is_causal and row == key, is_mixed, key_blocks[key]) for (row, key), is_mixed in met)
+        for (row, on_diagonal, is_mixed), group in groupby(blocks, key=lambda block: block[:3]):
+            for stretch in _joined([block for *_, block in group]):
+                yield batch, row_blocks[row], stretch, on_diagonal, is_mixed
 
 
-def _alike(*documents: Tensor) -> list[slice]:
-    """The batch as one where all of it has the same documents, else one by one."""
-    if all(bool((x[1:] == x[:-1]).all()) for x in documents):
-        return [slice(None)]
-    return [slice(index, index + 1) for index in range(len(documents[0]))]
+def _alike(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
+    """Parts of the batch with whether all in them is of one document each, the same for queries and keys.
+
+    The whole batch where all of it has the same documents; else runs of such, and the others one by one.
+    """
+    if all(bool((x[1:] == x[:-1]).all()) for x in (queries, keys)):
+        return [(slice(None), False)]
+    both = torch.cat([queries.flatten(1), keys.flatten(1)], 1)
+    parts: list[tuple[slice, bool]] = []
+    for index, is_of_one in enumerate((both == both[:, :1]).all(1).tolist()):
+        if is_of_one and parts and parts[-1][1]:
+            parts[-1] = slice(parts[-1][0].start, index + 1), True
+        else:
+            parts.append((slice(index, index + 1), is_of_one))
+    return parts
 
 
-def _cuts(*documents: Tensor) -> list[int]:
-    """Where some head's document changes, of [B, H, S] equally long; or evenly, where they change often."""
-    length = documents[0].shape[2]
-    changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in documents]).any(0)
+def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, list[slice]]:
+    """Blocks of [B, H, S], cut where some head's document changes in any of ``all_documents``, equally long.
+
+    Cut evenly where they change often. Lowest and highest document per block: on the CPU.
+    """
+    length = documents.shape[2]
+    changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in all_documents]).any(0)
     cuts: list[int] = (changes.nonzero().squeeze(1) + 1).tolist()
     if len(cuts) * MIN_MEAN_RUN > length:
         cuts = [*range(BLOCK, length, BLOCK)]
-    return [0, *cuts, length]
-
-
-def _bounds(documents: Tensor, cuts: list[int]) -> list[tuple[int, int, slice]]:
-    """Per block of [B, H, S]: the lowest and the highest document, and the block."""
-    blocks = [slice(start, stop) for start, stop in pairwise(cuts)]
-    ends = torch.stack([torch.stack(documents[:, :, block].aminmax()) for block in blocks]).tolist()
-    return [(first, last, block) for (first, last), block in zip(ends, blocks, strict=True)]
+        ends = [torch.stack(block.aminmax()) for block in documents.split(BLOCK, dim=2)]
+        first, last = torch.stack(ends).cpu().unbind(1)
+    else:  # which leaves each head one document per block
+        starts = torch.tensor([0, *cuts], device=documents.device)
+        first, last = (bound.cpu() for bound in documents.index_select(2, starts).flatten(0, 1).aminmax(dim=0))
+    return first, last, [slice(start, stop) for start, stop in pairwise([0, *cuts, length])]
 
 
 def _joined(slices: list[slice]) -> list[slice]:
