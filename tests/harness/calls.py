@@ -37,9 +37,10 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Answer:
-    """One rank's results, and what it sent for them."""
+    """One rank's results, and what it sent for them; and which of the rings beside each other it is in."""
 
     results: Results
+    data_rank: int
     forward_bytes: int
     forward_messages: int
     backward_bytes: int = 0
@@ -98,7 +99,13 @@ def local_call(
 
 def of_ring(case: AttentionCase, index: int) -> AttentionCase:
     """The case with the numbers of ring ``index``."""
-    return replace(case, seed=case.seed + 7919 * index, replica=case.replica + index)
+    return replace(case, seed=case.seed + 7919 * index)
+
+
+def answered_case(case: AttentionCase, index: int, answers: Sequence[Answer]) -> AttentionCase:
+    """The case that the ranks of ring ``index`` have answered."""
+    (replica,) = {answer.data_rank for answer in answers}
+    return replace(of_ring(case, index), replica=replica)
 
 
 def answer_here(
@@ -118,7 +125,7 @@ def answer_here(
     ring.traffic.reset()
     grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out) if gradients else (None,) * 3
     results = Results(*(None if x is None else x.detach().cpu() for x in (out, lse, *grads)))  # type: ignore[arg-type]
-    return Answer(results, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages)
+    return Answer(results, ring.data_rank, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages)
 
 
 def answers_here(
@@ -233,7 +240,7 @@ def check_exact(
     for case, by_ring in zip(cases, answers, strict=True):
         for index, ring_answers in enumerate(by_ring):
             got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            wanted = expected(of_ring(case, index), gradients=gradients)
+            wanted = expected(answered_case(case, index, ring_answers), gradients=gradients)
             check_results(got, wanted, FP64_TOLERANCE, f"{case} on ring {index}")
     return answers
 
@@ -256,7 +263,8 @@ def check_rounding(
     for case, by_ring in zip(cases, answers, strict=True):
         for index, ring_answers in enumerate(by_ring):
             got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            exact, yardstick = expected(of_ring(case, index)), plain(of_ring(case, index))
+            answered = answered_case(case, index, ring_answers)
+            exact, yardstick = expected(answered), plain(answered)
             lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
             for name, tensor in got._asdict().items():
                 assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"

@@ -92,7 +92,7 @@ def soak(
         tokens = torch.randint(_VOCABULARY, (alike.randint(1, 3), seq_len), generator=of_ring)
         if alike.random() < 0.5:
             call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=of_ring) < 0.3)
-        if alike.random() < 0.3:
+        if alike.random() < 0.3 and "padding" not in PATTERNS[which // len(LAYOUTS)]:
             call["document_ids"] = ring.shard(torch.randint(-1, 3, tokens.shape, generator=of_ring))
         tokens, labels = ring.shard(tokens), ring.shard(tokens.flip(1))
         logits = state.model(tokens, ring.positions(seq_len), which, call)
