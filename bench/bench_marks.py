@@ -28,8 +28,9 @@ def bench_marks(benchmark: Any, request: pytest.FixtureRequest, branches: Branch
     options: dict[str, Any] = dict(MARKS[marks])
     if "documents" in options:
         count = options.pop("documents")
-        bounds = [seq_len * number // count + 37 * (0 < number < count) for number in range(count + 1)]
-        options["document_ids"] = document_ids(sorted(bounds), seq_len)
+        shift = seq_len // count // 8  # documents begin where no segment does
+        bounds = [seq_len * number // count + shift * (0 < number < count) for number in range(count + 1)]
+        options["document_ids"] = document_ids(bounds, seq_len)
     query, key, value = (torch.randn(1, seq_len, 8, 64, requires_grad=True) for _ in range(3))
     grad_out = torch.randn(1, seq_len, 8, 64)
 
