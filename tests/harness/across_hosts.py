@@ -34,11 +34,10 @@ NEEDS_HOSTS = "RING_BACKENDS_NEEDS_HOSTS"
 
 PORT = "29517"
 TIMEOUT = 6.0
+"""Seconds that a ring waits for its peers where they will not come."""
 
 PATIENCE = 120.0
-"""For which a rank may take to start and to end. What the contract bounds, the rank itself measures."""
-
-"""Seconds that a ring waits for its peers where they will not come."""
+"""Seconds that a rank may take to start, or to end. What the contract bounds, the rank itself measures."""
 
 _LARGE = replace(CASE, seq_len=2048, segment_lengths=(2048,), head_dim=32)
 """Hops of 256 KiB, which take a tenth of a second at 20 Mbit/s."""
