@@ -6,9 +6,8 @@ attended over the whole (LongNet, arXiv 2307.02486; the ring: arXiv 2310.01889).
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -135,7 +134,7 @@ class RingDilatedAttention(nn.Module, ABC):
             constants = graph.constants(self.pattern, self.ring, self.scale, self.kernel)
             seed = draw_seed(dropout_seed, dropout_p)
             return graph.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
-        with self.refusals_told():
+        with self.ring.refusals_told():
             inputs = Inputs(*tensors, draw_seed(dropout_seed, dropout_p))
         request = self._request(inputs, is_causal, seq_len, return_lse)
         return request.run(self._start(request, needs_gradients=request.needs_gradients), return_lse)
@@ -143,18 +142,8 @@ class RingDilatedAttention(nn.Module, ABC):
     def _request(self, inputs: Inputs, is_causal: bool, seq_len: int | None, return_lse: bool = False) -> Request:
         """The call, checked; the other ranks are told if it is refused."""
         options = self.pattern, self.ring, is_causal, seq_len, self.scale, self.kernel, return_lse, self.dropout_p
-        with self.refusals_told():
+        with self.ring.refusals_told():
             return Request.check(inputs, *options)
-
-    @contextlib.contextmanager
-    def refusals_told(self) -> Iterator[None]:
-        """The other ranks hear of a call that this one refuses, and need not wait."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            if self.ring.agreement is not None:
-                self.ring.agreement.refuse(error)
-            raise
 
     def _start(self, request: Request, *, needs_gradients: bool) -> Start:
         if self.ring.agreement is None:

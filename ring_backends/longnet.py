@@ -40,12 +40,6 @@ _FIRST_POSITION = 2  # of embed_positions; the rows before it are fairseq's symb
 _Model = TypeVar("_Model", bound="LongNet")
 
 
-def _tell(ring: Ring, error: Exception) -> None:
-    """Tell the other ranks that this one refuses, as the attention itself does, so that they need not wait."""
-    if ring.agreement is not None:
-        ring.agreement.refuse(error)
-
-
 class _FeedForward(nn.Module):
     def __init__(
         self, embed_dim: int, ffn_dim: int, activation: str, sub_layer_norm: bool, eps: float, factory: dict[str, Any]
@@ -80,11 +74,10 @@ class _Layer(nn.Module):
         # Here and not where x comes in, since a wrapper that shards the layer may convert what it is given.
         weight = self.self_attn_layer_norm.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            error = TypeError(
-                f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
-            )
-            _tell(cast(Ring, self.self_attn.attention.ring), error)
-            raise error
+            with cast(Ring, self.self_attn.attention.ring).refusals_told():
+                raise TypeError(
+                    f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
+                )
         x = x + self.self_attn(
             self.self_attn_layer_norm(x), is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask
         )
@@ -222,11 +215,8 @@ class LongNet(nn.Module):
                 attention itself raises.
         """
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
-        try:
+        with ring.refusals_told():
             x, seq_len = self._embed(x, ring, seq_len)
-        except (TypeError, ValueError) as error:
-            _tell(ring, error)
-            raise
         states = [x]
         for layer in self.layers:
             x = layer(x, self._is_causal, seq_len, key_padding_mask)

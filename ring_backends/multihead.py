@@ -130,12 +130,8 @@ class RingDilatedMultiheadAttention(nn.Module):
             ValueError: the shape of x; TypeError: its dtype; and what the attention itself raises.
         """
         ring = cast(Ring, self.attention.ring)
-        try:
+        with ring.refusals_told():
             seq_len = self._check(x, ring, seq_len)
-        except (TypeError, ValueError) as error:
-            if ring.agreement is not None:
-                ring.agreement.refuse(error)  # as the attention itself does, so that the other ranks need not wait
-            raise
         batch, local_len = x.shape[:2]
         query = self.q_proj(x).view(batch, local_len, self.num_heads, self.head_dim)
         key = self.k_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)

@@ -5,9 +5,10 @@ A :class:`Ring` belongs to one rank. Adapters make it (``initialize``); attentio
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -83,6 +84,16 @@ class Ring:
 
     def __post_init__(self) -> None:
         SequenceLayout(1, self.size, self.layout_kind)
+
+    @contextlib.contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """The other ranks hear of a TypeError or ValueError by which this one refuses a call, and need not wait."""
+        try:
+            yield
+        except (TypeError, ValueError) as error:
+            if self.agreement is not None:
+                self.agreement.refuse(error)
+            raise
 
     def with_layout(self, kind: LayoutKind) -> Ring:
         """The same ranks, group and traffic, with the sequence laid out as ``kind``."""

@@ -500,10 +500,9 @@ class _TileRows:
         documents, query_words = (
             None if x is None else gather(x, tile.queries) for x in (here.query_documents, here.query_words)
         )
-        if documents is None:
-            return cls(tile, query, key, value, marks, PairRule(None, None, here.dropout, query_words, words))
-        rule = PairRule(documents, marks, here.dropout, query_words, words)
-        return cls(tile, query, key, value, None, rule)
+        mask, key_documents = (marks, None) if documents is None else (None, marks)
+        rule = PairRule(documents, key_documents, here.dropout, query_words, words)
+        return cls(tile, query, key, value, mask, rule)
 
     def sum_over_heads(self, grad: Tensor) -> Tensor:
         """The gradient of each stream, from that of each key/value head the kernel saw."""

@@ -12,8 +12,6 @@ embedding by ``position_ids``) needs no more; the attention goes around the ring
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,7 +106,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         **options: Any,
     ) -> tuple[Tensor, None]:
         """As transformers calls it: [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
-        with _told(ring):
+        with ring.refusals_told():
             mask = _check_mask(attention_mask, is_causal)
             _check_options(options, dropout)
             _check_scaling(scaling, attention.scale, query.shape[-1])
@@ -137,7 +135,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> _RingMask:
-        with _told(ring):
+        with ring.refusals_told():
             if q_length != kv_length or kv_offset:
                 raise ValueError(
                     f"a mask of {q_length} queries and {kv_length} keys: key/value caches and cross-attention are not "
@@ -154,17 +152,6 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
-
-
-@contextlib.contextmanager
-def _told(ring: Ring) -> Iterator[None]:
-    """The other ranks hear of what this one refuses, and need not wait for it."""
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if ring.agreement is not None:
-            ring.agreement.refuse(error)
-        raise
 
 
 def shard_inputs(
