@@ -212,6 +212,37 @@ def test_a_stopped_rank_is_told_too(pair):
     assert "no stacks" in stopped.detail
 
 
+def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
+    pair.run(process_ids)
+    start = time.monotonic()
+    stopped, returned = pair.run_collect(stop_on_rank, 0, silent=[0], timeout=60)
+    assert (stopped.status, returned.status) == ("no answer", "returned")
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server on Linux alone")
+def test_ranks_have_what_their_server_has_imported(tmp_path):
+    script = tmp_path / "parent.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import sys
+            from ring_backends.testing.world import World
+
+            def has(name):
+                return name in sys.modules
+
+            if __name__ == "__main__":
+                with World(1, preload=["colorsys", "not_installed"]) as world:
+                    print(world.run(has, "colorsys"), "colorsys" in sys.modules)
+            """
+        )
+    )
+    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
+    told = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert told.stdout == "[True] False\n"
+
+
 @pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"

@@ -73,7 +73,7 @@ class AdapterSuite:
 
     @pytest.fixture(autouse=True)
     def _skip_what_the_adapter_lacks(self, request: pytest.FixtureRequest) -> None:
-        reason = _why_unavailable(self.adapter)
+        reason = why_unavailable(self.adapter)
         if reason is not None:
             pytest.skip(reason)
         needed = set(getattr(request.function, "required_capabilities", ()))
@@ -91,7 +91,8 @@ def _check_known(capabilities: Any) -> None:
 
 
 @lru_cache
-def _why_unavailable(adapter: str) -> str | None:
+def why_unavailable(adapter: str) -> str | None:
+    """Its own words, where its framework is not installed."""
     try:
         import_module(adapter)
     except AdapterUnavailableError as error:

@@ -7,6 +7,7 @@ another order, not always, or not at all, which a kernel without netem cannot. N
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import heapq
 import itertools
@@ -20,10 +21,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
+from ring_backends.testing.world import process_context
+
+_CLONE_NEWNET = 0x40000000
+_NAMESPACES = Path("/run/netns")  # where `ip netns add` makes them
 _TUNSETIFF, _IFF_TUN, _IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 _MTU = 9000
 _SEEN = itertools.count()
@@ -47,7 +54,7 @@ class Hosts:
         self.delay, self.jitter, self.loss = 0.0, 0.0, 0.0
         self.cut: set[int] = set()
         self._files: list[int] = []
-        self._processes: list[tuple[int, subprocess.Popen[bytes]]] = []
+        self._processes: list[tuple[int, subprocess.Popen[bytes] | BaseProcess]] = []
         self._ended = threading.Event()
         self._carrier = threading.Thread(target=self._carry, name="network", daemon=True)
 
@@ -71,7 +78,7 @@ class Hosts:
         with said.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], *command],
-                env={**os.environ, "GLOO_SOCKET_IFNAME": self.device(host), **environment},
+                env={**os.environ, **self._environment(host), **environment},
                 cwd=said.parent,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -79,6 +86,27 @@ class Hosts:
             )
         self._processes.append((host, process))
         return process
+
+    def call(
+        self,
+        host: int,
+        function: Callable[..., None],
+        args: Sequence[Any],
+        environment: Mapping[str, str],
+        said: Path,
+        preload: Sequence[str],
+    ) -> BaseProcess:
+        """Call a function on a host, in a process forked from a server that has imported the modules ``preload``."""
+        settings = {**self._environment(host), **environment}
+        process = process_context(preload).Process(
+            target=_call_there, args=(self.names[host], settings, said, function, *args), daemon=True
+        )
+        process.start()
+        self._processes.append((host, process))
+        return process
+
+    def _environment(self, host: int) -> dict[str, str]:
+        return {"GLOO_SOCKET_IFNAME": self.device(host)}
 
     def lose(self, host: int) -> None:
         """A host is gone at once: its programs say nothing any more, not even that they have ended."""
@@ -175,8 +203,26 @@ def _run(*command: str) -> None:
         raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}.")
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a program and all that it has started."""
+def _call_there(
+    name: str, environment: Mapping[str, str], said: Path, function: Callable[..., None], *args: Any
+) -> None:
+    with said.open("wb") as file:
+        for output in (1, 2):
+            os.dup2(file.fileno(), output)
+    libc = ctypes.CDLL(None, use_errno=True)  # os.setns is in Python 3.12 and later
+    with (_NAMESPACES / name).open() as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWNET):
+            raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+    os.environ.update(environment)
+    function(*args)
+
+
+def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
+    """End a program and all that it has started, or a call, which starts nothing."""
+    if isinstance(process, BaseProcess):
+        process.kill()
+        process.join()
+        return
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

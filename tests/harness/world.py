@@ -57,15 +57,26 @@ class World:
         start_timeout: seconds that all ranks together have for importing torch and joining.
         call_timeout: seconds for a call, unless it says otherwise.
         grace: seconds that the other ranks still have once one of them has failed in :meth:`run`.
+        preload: modules, by their dotted names, that ranks will import. On Linux the server that they are forked from
+            does so once, for this process's first world.
     """
 
-    def __init__(self, size: int, *, start_timeout: float = 120, call_timeout: float = 120, grace: float = 5) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        start_timeout: float = 120,
+        call_timeout: float = 120,
+        grace: float = 5,
+        preload: Iterable[str] = (),
+    ) -> None:
         if size < 1:
             raise ValueError(f"size = {size}: a world has at least 1 rank.")
         self.size = size
         self.start_timeout = start_timeout
         self.call_timeout = call_timeout
         self.grace = grace
+        self.preload = tuple(preload)
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
@@ -103,14 +114,16 @@ class World:
         function: Callable[..., Any],
         *args: Any,
         ranks: Iterable[int] | None = None,
+        silent: Iterable[int] = (),
         timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
         """As :meth:`run`, for calls that are meant to fail: one :class:`Outcome` for each rank, and no error.
 
-        Every rank has the whole of ``timeout``, whatever becomes of the others.
+        Every rank has the whole of ``timeout``, whatever becomes of the others; but those meant to be ``silent`` are
+        not waited for once all others have answered.
         """
-        return self._call(function, args, kwargs, ranks, timeout, None)
+        return self._call(function, args, kwargs, ranks, timeout, None, frozenset(silent))
 
     def close(self) -> None:
         """Ask the ranks to leave, and end those that do not. The next call starts new ones."""
@@ -136,6 +149,7 @@ class World:
         ranks: Iterable[int] | None,
         timeout: float | None,
         grace: float | None,
+        silent: frozenset[int] = frozenset(),
     ) -> list[Outcome]:
         request = pickle.dumps((reference_to(function), pickle.dumps((args, kwargs))))
         asked = sorted(range(self.size) if ranks is None else set(ranks))
@@ -152,13 +166,13 @@ class World:
             for rank in asked:
                 with contextlib.suppress(BrokenPipeError):  # it died just now, as the wait will find
                     self._connections[rank].send_bytes(request)
-            return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace)
+            return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace, silent)
         except BaseException:  # Ctrl-C, say: answers would come late, and be taken for those of the next call
             self._abandon()
             raise
 
     def _start(self) -> None:
-        context = _context()
+        context = process_context(self.preload)
         # Hosted here, so that no rank's end takes the store from the others.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stack_folder = tempfile.TemporaryDirectory(prefix="world-")
@@ -179,13 +193,15 @@ class World:
         if any(outcome.status != "returned" for outcome in outcomes):
             raise RanksFailedError(f"starting a world of {self.size}", outcomes)
 
-    def _wait_for(self, asked: list[int], timeout: float, grace: float | None) -> list[Outcome]:
+    def _wait_for(
+        self, asked: list[int], timeout: float, grace: float | None, silent: frozenset[int] = frozenset()
+    ) -> list[Outcome]:
         """One outcome per rank. A rank that died or did not answer costs the world its life."""
         outcomes = {r: Outcome(r, "not asked") for r in range(self.size) if r not in asked}
         waiting = set(asked)
         deadline = time.monotonic() + timeout
         limit = f"within {timeout:g} s"
-        while waiting:
+        while waiting - silent:
             sources = [source for r in waiting for source in (self._connections[r], self._processes[r].sentinel)]
             ready = wait_for_any(sources, max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -200,9 +216,11 @@ class World:
                         deadline = time.monotonic() + grace
                         limit = f"within {grace:g} s of the failure of rank {rank}"
                     grace = None
-        if waiting:
+        if waiting - silent:
             for rank, stacks in self._stacks(sorted(waiting)).items():
                 outcomes[rank] = Outcome(rank, "no answer", message=limit, detail=stacks)
+        elif waiting:
+            outcomes |= {rank: Outcome(rank, "no answer", message="as was expected") for rank in waiting}
         if any(outcome.status in ("no answer", "died") for outcome in outcomes.values()):
             self._abandon()
         return [outcomes[rank] for rank in range(self.size)]
@@ -253,12 +271,15 @@ class World:
             self._stack_folder = None
 
 
-def _context() -> SpawnContext | ForkServerContext:
-    """Where ranks come from: on Linux a server that has imported torch, so that a new world is there in a second."""
+def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
+    """Where ranks come from: on Linux a server that has imported torch, so that a new world is there in a second.
+
+    There is one server to a process: what the first who asks has it ``preload`` is what it has.
+    """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([rank_main.__module__])
+    context.set_forkserver_preload([rank_main.__module__, *preload])
     return context
 
 
