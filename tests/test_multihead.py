@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from ring_backends.adapters.native import NativeRingDilatedAttention
@@ -208,3 +209,19 @@ def test_bad_inputs_are_named(x: Tensor, options: dict[str, Any], error: type[Ex
     layer = make(full_attention(), rotary=True, dtype=torch.float32)
     with pytest.raises(error, match=named):
         layer(x, **options)
+
+
+def test_compiled_it_is_one_graph_per_length() -> None:
+    """On one device; the harness compiles models around a ring's attention."""
+    torch.compiler.reset()
+    layer, counter = make(full_attention(), rotary=True, num_kv_heads=2), CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(layer, fullgraph=True, backend=counter)
+    for seq_len, num_graphs in ((11, 1), (11, 1), (6, 2), (6, 2), (11, 2)):
+        x = torch.randn(2, seq_len, EMBED_DIM, dtype=torch.float64, requires_grad=True)
+        answers = []
+        for function in (layer, compiled):
+            out = function(x, is_causal=True)
+            answers.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+        assert counter.frame_count == num_graphs
+        for got, wanted in zip(*answers, strict=True):
+            torch.testing.assert_close(got, wanted)

@@ -22,7 +22,7 @@ from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring import Ring
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.rings import FOUR, ONE, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.world import World
@@ -226,9 +226,15 @@ class CompileTests(AdapterSuite):
                     assert graph["post_hop"] == planned
                     assert graph[f"begin_{direction}"] == graph[f"end_{direction}"] == 1
 
-    @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
+    def test_a_compiled_model_is_one_graph(self, world: World) -> None:
+        """Without a break, whatever the tokens."""
+        for found in world.run(compiled_model, self.adapter, "contiguous", "aot_eager", (61, 61)):
+            assert [graphs for graphs, _ in found] == [1, 1]
+            assert max(error for _, error in found) < 1e-9
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("layout", LAYOUTS)
     def test_a_compiled_model_has_a_graph_per_length(self, world: World, layout: LayoutKind) -> None:
-        """One graph, without a break, whatever the tokens; another for a sequence of another length."""
         for found in world.run(compiled_model, self.adapter, layout, "aot_eager", (61, 61, 30, 30, 61)):
             assert [graphs for graphs, _ in found] == [1, 1, 2, 2, 2]
             assert max(error for _, error in found) < 1e-9

@@ -11,7 +11,7 @@ from torch import Tensor
 from ring_backends.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.rings import FOUR, every_layout, ring_here
+from ring_backends.testing.rings import FOUR, in_every_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -115,8 +115,7 @@ def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
 
 
 class ContiguityTests(AdapterSuite):
-    @pytest.mark.parametrize("view", VIEWS)
-    @every_layout
+    @in_every_layout("view", VIEWS)
     def test_views_give_what_copies_give(self, world: World, layout: LayoutKind, view: str) -> None:
         for rank, (views, copies) in enumerate(world.run(memory_layout_here, self.adapter, layout, [view] * 4)):
             check_results(views, copies, 1e-12, f"{view} on rank {rank}")

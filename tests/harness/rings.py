@@ -7,7 +7,7 @@ package under test.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -88,20 +88,20 @@ SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
 
-def _in_every_layout(rings: Sequence[RingSpec]) -> pytest.MarkDecorator:
-    """Each ring in each layout; always in one of them, of which neighbours in the list have different ones."""
+def in_every_layout(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Each value of an argument in each layout; always in one of them, in which neighbours in the list differ."""
     pairs = [
-        pytest.param(spec, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{spec}")
-        for index, spec in enumerate(rings)
+        pytest.param(value, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{value}")
+        for index, value in enumerate(values)
         for second, layout in enumerate(LAYOUTS)
     ]
-    return pytest.mark.parametrize(("rings", "layout"), pairs)
+    return pytest.mark.parametrize((name, "layout"), pairs)
 
 
 every_ring = pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-every_ring_and_layout = _in_every_layout(ALL_RINGS)
-every_size_and_layout = _in_every_layout(SIZES)
+every_ring_and_layout = in_every_layout("rings", ALL_RINGS)
+every_size_and_layout = in_every_layout("rings", SIZES)
 
 
 def rows_of_ranks(seq_len: int, ring_size: int, layout: LayoutKind) -> list[Tensor]:

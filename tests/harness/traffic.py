@@ -20,7 +20,16 @@ from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.recording import Event, no_collectives, recorded
-from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, every_layout, every_size_and_layout, ring_here
+from ring_backends.testing.rings import (
+    FOUR,
+    THREE,
+    TWO,
+    RingSpec,
+    every_layout,
+    every_size_and_layout,
+    in_every_layout,
+    ring_here,
+)
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -139,8 +148,7 @@ class TrafficTests(AdapterSuite):
     ) -> None:
         check_promise(world, self.adapter, rings, layout, case)
 
-    @pytest.mark.parametrize("name", EDGE_CASES)
-    @every_layout
+    @in_every_layout("name", EDGE_CASES)
     def test_ranks_send_what_the_schedule_says_of_edge_cases(self, world: World, layout: LayoutKind, name: str) -> None:
         check_promise(world, self.adapter, FOUR, layout, EDGE_CASES[name])
 
