@@ -25,6 +25,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from ring_backends.testing.rank import LEAVE, STACK_SIGNAL, Outcome, rank_main, reference_to
@@ -58,7 +59,7 @@ class World:
         call_timeout: seconds for a call, unless it says otherwise.
         grace: seconds that the other ranks still have once one of them has failed in :meth:`run`.
         preload: modules, by their dotted names, that ranks will import. On Linux the server that they are forked from
-            does so once, for this process's first world.
+            does so once, for this process's first world, unless there is a GPU.
     """
 
     def __init__(
@@ -274,12 +275,13 @@ class World:
 def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
     """Where ranks come from: on Linux a server that has imported torch, so that a new world is there in a second.
 
-    There is one server to a process: what the first who asks has it ``preload`` is what it has.
+    There is one server to a process: what the first who asks has it ``preload`` is what it has. Where there is a GPU it
+    has torch alone, since a framework that looks for one as it is imported would leave it unusable to who is forked.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([rank_main.__module__, *preload])
+    context.set_forkserver_preload([rank_main.__module__, *(() if torch.cuda.is_available() else preload)])
     return context
 
 
