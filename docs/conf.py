@@ -64,6 +64,7 @@ _ELSEWHERE = (
     "typing",
     "typing_extensions",
     "pytest",
+    "_pytest",  # where its names are found to be from
 )
 _SHORT = {
     *dir(builtins),

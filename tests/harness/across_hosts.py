@@ -114,7 +114,6 @@ class Ranks:
                     **{"MASTER_ADDR": hosts.address(0), "MASTER_PORT": PORT},
                 },
                 folder / f"{host}.log",
-                preload=[__name__, adapter],
             )
             for host in range(self.size)
         ]
@@ -158,10 +157,10 @@ _slow = pytest.mark.slow
 
 
 @pytest.fixture
-def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts]:
     """As many as the test's parameter ``num_hosts`` says."""
     try:
-        with Hosts(request.node.callspec.params["num_hosts"]) as made:
+        with Hosts(request.node.callspec.params["num_hosts"], preload=[__name__, *adapters]) as made:
             yield made
     except NoHostsError as error:
         if NEEDS_HOSTS in os.environ:

@@ -47,12 +47,16 @@ class Hosts:
         delay, jitter: seconds that every packet takes, and at most so many more, by chance, which changes their order.
         loss: the share of packets that never arrive.
         cut: hosts whose packets go nowhere, either way.
+
+    Args:
+        preload: modules, by their dotted names, that the server has imported from which calls are forked.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, preload: Sequence[str] = ()) -> None:
         self.names = [f"ring{os.getpid()}x{next(_SEEN)}" for _ in range(count)]
         self.delay, self.jitter, self.loss = 0.0, 0.0, 0.0
         self.cut: set[int] = set()
+        self._preload = tuple(preload)
         self._files: list[int] = []
         self._processes: list[tuple[int, subprocess.Popen[bytes] | BaseProcess]] = []
         self._ended = threading.Event()
@@ -88,17 +92,11 @@ class Hosts:
         return process
 
     def call(
-        self,
-        host: int,
-        function: Callable[..., None],
-        args: Sequence[Any],
-        environment: Mapping[str, str],
-        said: Path,
-        preload: Sequence[str],
+        self, host: int, function: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], said: Path
     ) -> BaseProcess:
-        """Call a function on a host, in a process forked from a server that has imported the modules ``preload``."""
+        """Call a function on a host, in a process of its own; what it says goes to a file."""
         settings = {**self._environment(host), **environment}
-        process = process_context(preload).Process(
+        process = process_context(self._preload).Process(
             target=_call_there, args=(self.names[host], settings, said, function, *args), daemon=True
         )
         process.start()

@@ -16,22 +16,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "soak: minutes of steps, or of faults; run on its own by -m soak")
 
 
-def _adapters(session: pytest.Session) -> list[str]:
+@pytest.fixture(scope="session")
+def adapters(request: pytest.FixtureRequest) -> list[str]:
     """Those that the tests of this session are about, and that this environment has."""
-    suites = {item.cls for item in session.items if isinstance(item, pytest.Function) and item.cls is not None}
-    adapters = {suite.adapter for suite in suites if issubclass(suite, AdapterSuite)}
-    return sorted(adapter for adapter in adapters if why_unavailable(adapter) is None)
+    suites = {item.cls for item in request.session.items if isinstance(item, pytest.Function) and item.cls is not None}
+    found = {suite.adapter for suite in suites if issubclass(suite, AdapterSuite)}
+    return sorted(adapter for adapter in found if why_unavailable(adapter) is None)
 
 
 @pytest.fixture(scope="session")
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
+def world(adapters: list[str]) -> Iterator[World]:
     """Four ranks on gloo for the whole session; started by the first test that runs something on them."""
-    with World(4, preload=_adapters(request.session)) as ranks:
+    with World(4, preload=adapters) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
-def pair(request: pytest.FixtureRequest) -> Iterator[World]:
+def pair(adapters: list[str]) -> Iterator[World]:
     """Two ranks, likewise."""
-    with World(2, preload=_adapters(request.session)) as ranks:
+    with World(2, preload=adapters) as ranks:
         yield ranks
