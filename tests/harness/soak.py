@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -49,6 +50,30 @@ class Held:
         return cls(pages * os.sysconf("SC_PAGE_SIZE"), files, threads, len(dist.distributed_c10d._world.pg_names))
 
 
+@dataclass(frozen=True)
+class _Step:
+    """What all ranks draw alike."""
+
+    seq_len: int
+    batch: int
+    which: int
+    is_causal: bool
+    masked: bool
+    documents: bool
+
+    @classmethod
+    def draw(cls, alike: random.Random) -> _Step:
+        which = alike.randrange(len(PATTERNS) * len(LAYOUTS))
+        return cls(
+            seq_len=alike.randint(1, MAX_LEN),
+            batch=alike.randint(1, 3),
+            which=which,
+            is_causal=alike.random() < 0.5,
+            masked=alike.random() < 0.5,
+            documents=alike.random() < 0.3 and "padding" not in PATTERNS[which // len(LAYOUTS)],
+        )
+
+
 class _Model(nn.Module):
     """One block whose attention is another one from step to step."""
 
@@ -84,18 +109,19 @@ def soak(
 
     state = backend(adapter).parallelize(model, make_optimizer, ring, **options)
     alike, of_ring = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
+    # All that there are come in the first quarter, so that whatever is remembered of them is known by its end.
+    steps = [_Step.draw(alike) for _ in range(num_steps // 4)]
     held, losses = [], []
-    for _ in range(num_steps):
-        seq_len, which = alike.randint(1, MAX_LEN), alike.randrange(len(PATTERNS) * len(LAYOUTS))
-        ring = ring.with_layout(LAYOUTS[which % len(LAYOUTS)])
-        call: dict[str, Any] = {"is_causal": alike.random() < 0.5, "seq_len": seq_len}
-        tokens = torch.randint(_VOCABULARY, (alike.randint(1, 3), seq_len), generator=of_ring)
-        if alike.random() < 0.5:
+    for step in itertools.islice(itertools.cycle(steps), num_steps):
+        ring = ring.with_layout(LAYOUTS[step.which % len(LAYOUTS)])
+        call: dict[str, Any] = {"is_causal": step.is_causal, "seq_len": step.seq_len}
+        tokens = torch.randint(_VOCABULARY, (step.batch, step.seq_len), generator=of_ring)
+        if step.masked:
             call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=of_ring) < 0.3)
-        if alike.random() < 0.3 and "padding" not in PATTERNS[which // len(LAYOUTS)]:
+        if step.documents:
             call["document_ids"] = ring.shard(torch.randint(-1, 3, tokens.shape, generator=of_ring))
         tokens, labels = ring.shard(tokens), ring.shard(tokens.flip(1))
-        logits = state.model(tokens, ring.positions(seq_len), which, call)
+        logits = state.model(tokens, ring.positions(step.seq_len), step.which, call)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         scaled = state.loss(loss, labels.numel())
         state.backward(scaled)
