@@ -5,7 +5,8 @@ data size or the loss knows of Ulysses. Within a call, each group of ``ulysses_s
 DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509): every rank gets the rows of its whole group for its share of
 the heads. With those it takes part in a ring of every ``ulysses_size``-th rank, the outer axis of the mesh. The rows of
 a group are the shard of that smaller ring if all ranks hold equally many, hence the rule for ``seq_len``.
-``traffic`` counts hops alone. A rank lost while its group trades shows as torch's own error, after 300 s at least.
+``traffic`` counts hops alone. A rank lost while its group trades is told within the ring's timeout: in a forward by
+RingPeerError, in a backward by torch's own error.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.layout import LayoutKind
 from ring_backends.pattern import DilatedPattern
 from ring_backends.rendezvous import connect
@@ -173,7 +175,28 @@ class UlyssesAttention:
             _check_no_dropout(self.module)
             draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused
         needs_gradients = request.needs_gradients
-        ring.agreement.begin(request.configuration(self.module.module_number, needs_gradients=needs_gradients))
+        call = ring.agreement.begin(request.configuration(self.module._module_number, needs_gradients=needs_gradients))
+        try:
+            return self._trade_and_attend(
+                query, key, value, is_causal, seq_len, key_padding_mask, document_ids, return_lse
+            )
+        except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            ring.agreement.fail(call, f"rank {ring.rank} waited for its Ulysses group to trade heads for rows", error)
+
+    def _trade_and_attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        is_causal: bool,
+        seq_len: int,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        return_lse: bool,
+    ) -> Any:
+        ring = self.ring
         statistics: list[Tensor] = []
         # Made anew for each call, since it holds a process group, with which a model could not be copied.
         trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)

@@ -21,10 +21,10 @@ from ring_backends.attention import RingDilatedAttention as _RingDilatedAttentio
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world, start_world_of_one
-from ring_backends.ring import Ring, Transfer
+from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import MakeOptimizer, TrainingState
-from ring_backends.transfer import transfer_of_works
+from ring_backends.transfer import Transfer, transfer_of_works
 
 try:
     from fairscale.nn.model_parallel import initialize as model_parallel
@@ -65,7 +65,8 @@ def initialize(
             Otherwise the world is cut into rings of neighbouring ranks; None means the whole world, ``"auto"`` chooses.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
+            has at least 300 s.
         ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
             attention will be called with is for ``ring_size="auto"``. Neither with ``group``,
             nor where ``fairscale.nn.model_parallel`` is initialised.

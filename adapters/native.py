@@ -16,10 +16,10 @@ from ring_backends.arrange import AutoOptions, RingSize
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import join_ring
-from ring_backends.ring import Ring, Transfer
+from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import ReplicatedTraining, TrainingState
-from ring_backends.transfer import transfer_of_works
+from ring_backends.transfer import Transfer, batch_of_works, transfer_of_works
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -65,19 +65,7 @@ class NativeRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         group = self.ring.group
         assert group is not None
-
-        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
-            receives = [
-                dist.P2POp(dist.irecv, buffer, group=group, tag=tag, group_peer=peer)
-                for peer, buffer in incoming.items()
-            ]
-            sends = [
-                dist.P2POp(dist.isend, buffer, group=group, tag=tag, group_peer=peer)
-                for peer, buffer in outgoing.items()
-            ]
-            return dist.batch_isend_irecv([*receives, *sends])
-
-        return transfer_of_works(group, post, outgoing, incoming)
+        return transfer_of_works(group, lambda out, into: batch_of_works(group, out, into, tag), outgoing, incoming)
 
 
 RingDilatedAttention = NativeRingDilatedAttention

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from ring_backends.layout import SequenceLayout
     from ring_backends.pattern import DilatedPattern
     from ring_backends.registry import available_adapters, create_attention
-    from ring_backends.ring import Ring, Transfer
+    from ring_backends.ring import Ring
     from ring_backends.schedule import RingSchedule
+    from ring_backends.transfer import Transfer
 
 __all__ = [
     "AdapterUnavailableError",
@@ -46,7 +47,7 @@ _MODULES = {
     "RingPeerError": "errors",
     "RingSchedule": "schedule",
     "SequenceLayout": "layout",
-    "Transfer": "ring",
+    "Transfer": "transfer",
     "available_adapters": "registry",
     "create_attention": "registry",
     "dilated_attention": "attention",

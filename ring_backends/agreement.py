@@ -1,9 +1,12 @@
-"""Do the ranks of a ring call alike? Checked in full once per configuration, and told apart from a lost peer later.
+"""Checks that all ranks make the same call, and tells a mismatch from a lost peer.
 
 The first time a rank uses a configuration it publishes it in the ring's store and compares it with the others'. After
 that a call costs nothing but a number: call number and configuration make up the tag of every hop, so that ranks whose
 calls differ wait for each other instead of reading each other's bytes. When such a wait fails, every rank publishes its
-latest calls, which tells ranks that went different ways from ranks that are gone.
+latest calls, which tells ranks that made different calls from ranks that are gone.
+
+A rank that refuses its arguments makes no hop, so its peers would wait in vain. It publishes the refusal, and a peer
+that has waited for a while looks for one (:mod:`ring_backends.watch`).
 """
 
 from __future__ import annotations
@@ -11,31 +14,27 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import threading
 import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cached_property
-from typing import Any, NoReturn, TypeVar
+from functools import cached_property, partial
+from typing import Any, NoReturn
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.watch import within
 
 REFUSED = "refused"
 """The field under which a rank publishes, instead of a configuration, why it does not make the call."""
 
-GRACE = timedelta(seconds=3)
-"""How long a rank whose wait failed listens for where the others are."""
 
-_PATIENCE = 0.5
-"""Seconds for one question to the store of a ring that has failed."""
-
-Answer = TypeVar("Answer")
+def grace(timeout: timedelta) -> float:
+    """The last seconds of a call's time, in which a rank whose wait has failed asks where the others are."""
+    return min(3.0, timeout.total_seconds() / 4)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +53,27 @@ class Configuration:
         return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
 
 
+def backward_of(call_number: int) -> str:
+    """The direction of a backward: two calls may be alike in all but their numbers, and so may their backwards."""
+    return f"backward of call {call_number}"
+
+
 @dataclass(frozen=True)
 class Call:
-    """One walk of a ring by attention: its number among the ring's calls, what it computes, and when it has to end."""
+    """One call that all ranks of a ring make: its number, what it does, and when it has to end.
+
+    Attributes:
+        end: the last moment, by ``time.monotonic``, at which the call may end.
+        timeout: how long before that it began.
+        name: for error messages, of a call whose configuration does not tell it.
+    """
 
     number: int
     configuration: Configuration
     direction: str
-    deadline: float
+    end: float
+    timeout: timedelta
+    name: str | None = None
 
     @cached_property
     def _tag(self) -> int:
@@ -72,22 +84,23 @@ class Call:
         return self._tag | (index & 0xFFFF)
 
     def time_left(self) -> timedelta:
-        """Until the deadline; never zero, which some transports take for no limit."""
-        return timedelta(seconds=max(0.001, self.deadline - time.monotonic()))
+        """How long a wait for a peer may still take; never zero, which some transports take for no limit."""
+        return timedelta(seconds=max(0.001, self.end - grace(self.timeout) - time.monotonic()))
 
     @property
     def position(self) -> dict[str, object]:
-        return {"direction": self.direction, **self.configuration.fields}
+        own_name = {} if self.name is None else {"order of calls": self.name}
+        return {"direction": self.direction, **self.configuration.fields, **own_name}
 
 
-@dataclass
+@dataclass(eq=False)
 class Agreement:
     """One rank's side of the checks.
 
     Args:
         store: shared by the ranks of this ring and by nobody else.
         rank, size: in the ring.
-        timeout: the most that one call may wait for its peers.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on.
         abort: closes the ring's connections, so that peers that wait for this rank learn at once.
     """
 
@@ -99,22 +112,40 @@ class Agreement:
     _agreed: set[bytes] = field(default_factory=set)
     _num_calls: int = 0
     _num_modules: int = 0
+    _num_waits: int = 0
+    _waiting: Call | None = None
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
     _published: deque[str] = field(default_factory=deque)
+    _refused: dict[int, str] = field(default_factory=dict)
     _failure: str | None = None
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for one question to the store of a ring that may have failed."""
+        return grace(self.timeout) / 6
 
     @property
     def has_failed(self) -> bool:
         """Whether the ring is closed, because a call of it has failed."""
         return self._failure is not None
 
-    def begin(self, configuration: Configuration, *, direction: str = "forward", check_again: bool = False) -> Call:
+    def begin(
+        self,
+        configuration: Configuration,
+        *,
+        direction: str = "forward",
+        check_again: bool = False,
+        timeout: timedelta | None = None,
+        name: str | None = None,
+    ) -> Call:
         """Number a call, after making sure that all ranks mean the same by it.
 
         Args:
             configuration: what they have to have in common.
-            direction: which of the walks it is.
+            direction: which part of the call it is: ``"forward"``, or a backward.
             check_again: whether to ask the others although they have agreed on this configuration before.
+            timeout: of this call, instead of the ring's.
+            name: of the call for error messages, where the configuration does not tell it.
 
         Raises:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
@@ -122,7 +153,9 @@ class Agreement:
         """
         if self._failure is not None:
             raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
-        call = Call(self._num_calls, configuration, direction, time.monotonic() + self.timeout.total_seconds())
+        timeout = self.timeout if timeout is None else timeout
+        end = time.monotonic() + timeout.total_seconds()
+        call = Call(self._num_calls, configuration, direction, end, timeout, name)
         self._num_calls += 1
         self._latest.append(call)
         if check_again or configuration.digest not in self._agreed:
@@ -136,12 +169,38 @@ class Agreement:
         return self._num_modules
 
     def refuse(self, error: Exception) -> None:
-        """Tell ranks that come to a check that this one refused its arguments, so that they need not wait for it."""
-        refusal = json.dumps({REFUSED: f"refused its arguments with {type(error).__name__}: {error}"})
-        key = f"check/{self._num_calls}/{self.rank}"
+        """Publish that this rank refused its arguments, so that ranks that make the call need not wait for it."""
+        text = f"refused its arguments with {type(error).__name__}: {str(error).rstrip(chr(46))}"
+        number = self._num_calls
         self._num_calls += 1  # it was one, and the next call is the others' next call too
-        _within(_PATIENCE, lambda: self.store.set(key, refusal), otherwise=None)
-        self._published.append(key)
+        self._refused[number] = text
+        keys = {f"check/{number}/{self.rank}": json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
+        for key, value in keys.items():
+            within(self._patience, partial(self.store.set, key, value), otherwise=None)
+            self._published.append(key)
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call) -> Iterator[None]:
+        """Around a wait for a peer in ``call``: lets :meth:`look` find out that it is in vain."""
+        self._num_waits += 1
+        self._waiting = call
+        try:
+            yield
+        finally:
+            self._waiting = None
+
+    def wait_number(self) -> int | None:
+        """The number of the wait that this rank is in; None if it is in none."""
+        return None if self._waiting is None else self._num_waits
+
+    def look(self) -> None:
+        """End this rank's wait, by closing the ring, if a rank that it may be waiting for will not come.
+
+        Called from another thread, while the rank that waits for a hop has no use for the store.
+        """
+        call = self._waiting
+        if call is not None and any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
+            self.abort()
 
     def _check(self, call: Call) -> None:
         keys = [f"check/{call.number}/{rank}" for rank in range(self.size)]
@@ -154,14 +213,15 @@ class Agreement:
             # All ranks are here, so none still reads a check before; a run of many lengths would fill the store.
             while len(self._published) > 1:
                 self.store.delete_key(self._published.popleft())
+            self._refused.clear()
             return published
 
         nobody: dict[int, dict[str, Any]] = {}
-        published = _within(call.time_left().total_seconds() + _PATIENCE, compare, otherwise=nobody)
+        published = within(call.time_left().total_seconds() + self._patience, compare, otherwise=nobody)
         if not published:
             everybody = [*range(self.size)]
-            absent = _within(
-                _PATIENCE, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
+            absent = within(
+                self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
             )
             cause = TimeoutError("they have not all come")
             self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
@@ -169,37 +229,53 @@ class Agreement:
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
         if any(fields != published[0] for fields in published.values()):
-            raise RingMismatchError(_describe(published))
+            raise RingMismatchError(describe_differences(published))
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
         """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
 
         Raises:
-            RingMismatchError: another rank made a different call under the same number.
+            RingMismatchError: another rank made a different call under the same number, or refused to make it.
             RingPeerError: otherwise; ``what`` names what was waited for.
         """
         heard = {self.rank: self._close(what)}
-        seconds = GRACE.total_seconds()
-        _within(seconds, lambda: self._hear(heard, time.monotonic() + seconds), otherwise=None)
+        seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
+        within(seconds, lambda: self._hear(heard, call, time.monotonic() + seconds), otherwise=None)
         ends = dict(heard)  # which a store that does not answer any more may still be adding to
         for number in ends[self.rank]["calls"]:
             positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
             if any(position != positions[self.rank] for position in positions.values()):
-                raise RingMismatchError(f"in call {number} of the ring " + _describe(positions)) from cause
+                raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
+        made = {rank: {*end["calls"]} for rank, end in ends.items()}
+        refusals = [
+            f"rank {rank} {text}"
+            for rank, end in sorted(ends.items())
+            for number, text in end[REFUSED].items()
+            if any(number in calls for other, calls in made.items() if other != rank)
+        ]
+        if refusals:
+            raise RingMismatchError(
+                f"{'; '.join(refusals)}. The other ranks of the ring made the call, and all have to; the ring is "
+                "closed, make a new one with initialize()."
+            ) from cause
         raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
         if raised:
             raise RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.") from cause
         raise RingPeerError(
-            f"{what}, and the wait ended within the ring's timeout of {self.timeout.total_seconds():g} s: {cause}. A "
+            f"{what}, and the wait ended within the ring's timeout of {call.timeout.total_seconds():g} s: {cause}. A "
             "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
         ) from cause
 
-    def _hear(self, ends: dict[int, dict[str, Any]], deadline: float) -> None:
+    def _hear(self, ends: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
         """Add how other ranks ended, as they publish it, until all have or ``deadline``."""
         while len(ends) < self.size and time.monotonic() < deadline:
             for rank in set(range(self.size)) - set(ends):
                 if self.store.check([f"failed/{rank}"]):
                     ends[rank] = json.loads(self.store.get(f"failed/{rank}"))
+                elif self.store.check([f"check/{call.number}/{rank}"]):
+                    published = json.loads(self.store.get(f"check/{call.number}/{rank}"))
+                    if REFUSED in published:
+                        ends[rank] = {"calls": {}, "raised": None, REFUSED: {str(call.number): published[REFUSED]}}
             time.sleep(0.02)
 
     @contextlib.contextmanager
@@ -217,39 +293,32 @@ class Agreement:
     def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
         """Publish this rank's latest calls and what it raised, close the ring, and return what was published."""
         self._failure = what
-        end = json.dumps({"calls": {latest.number: latest.position for latest in self._latest}, "raised": raised})
-        _within(_PATIENCE, lambda: self.store.set(f"failed/{self.rank}", end), otherwise=None)
+        calls = {latest.number: latest.position for latest in self._latest}
+        end = json.dumps({"calls": calls, "raised": raised, REFUSED: self._refused})
+
+        def publish() -> None:
+            self.store.set(f"failed/{self.rank}", end)
+            self.store.set("failed", str(self.rank))
+
+        within(self._patience, publish, otherwise=None)
         self.abort()
         published: dict[str, Any] = json.loads(end)
         return published
 
 
-def _within(seconds: float, ask: Callable[[], Answer], *, otherwise: Answer) -> Answer:
-    """What ``ask`` answers within some seconds; ``otherwise`` if it fails or does not.
-
-    A store goes with the process that hosts it, which is an error, or with the network, which torch may not notice.
-    """
-    answers = []
-
-    def listen() -> None:
-        with contextlib.suppress(dist.DistError):
-            answers.append(ask())
-
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    listener.join(seconds)
-    return answers[0] if answers else otherwise
-
-
-def _describe(fields_of: Mapping[int, Mapping[str, object]]) -> str:
+def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     """Each field that differs, with every rank's value."""
     differing = []
     for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
         if len({json.dumps(value) for value in values.values()}) > 1:
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
+    shown = "; ".join(differing[:_MAX_DIFFERENCES])
+    more = f"; and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
     return (
-        f"the ranks differ in {'; '.join(differing)}. Every rank has to make the same calls in the same order with "
-        "the same "
+        f"the ranks differ in {shown}{more}. Every rank has to make the same calls in the same order with the same "
         "arguments, each on its own shard."
     )
+
+
+_MAX_DIFFERENCES = 8

@@ -6,6 +6,7 @@ attended over the whole (LongNet, arXiv 2307.02486; the ring: arXiv 2310.01889).
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -19,7 +20,8 @@ from ring_backends import graph
 from ring_backends.agreement import Configuration
 from ring_backends.pattern import DilatedPattern, HeadMode, Offset, Padding
 from ring_backends.request import Request, Start, no_hops
-from ring_backends.ring import Ring, Transfer
+from ring_backends.ring import Ring
+from ring_backends.transfer import Transfer
 from ring_backends.validation import check_dropout, check_scale, draw_seed
 from ring_backends.walk import Hops, Inputs
 
@@ -64,8 +66,20 @@ class RingDilatedAttention(nn.Module, ABC):
         self.ring = Ring() if ring is None else ring
         self.scale = check_scale(scale)
         self.kernel = kernel
-        self.module_number = 0 if self.ring.agreement is None else self.ring.agreement.number_module()
         self._handle = graph.enlist(self)
+
+    @property
+    def ring(self) -> Ring:
+        """The ring that the sequence lies over. Assign one to a module that was unpickled in another process."""
+        return self._ring
+
+    @ring.setter
+    def ring(self, ring: Ring) -> None:
+        before = getattr(self, "_ring", None)
+        self._ring = ring
+        if before is None or before.agreement is not ring.agreement:
+            self._module_number = "0" if ring.agreement is None else str(ring.agreement.number_module())
+            self._num_copies = 0
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_handle": None}
@@ -73,6 +87,24 @@ class RingDilatedAttention(nn.Module, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = graph.enlist(self)
+
+    def copy_for(self, what: str) -> RingDilatedAttention:
+        """A copy whose calls the ranks tell from those of this module and of other copies by ``what`` they are for."""
+        return self._copy(self.__getstate__(), what)
+
+    def __copy__(self) -> RingDilatedAttention:
+        self._num_copies += 1
+        return self._copy(self.__getstate__(), f"copy {self._num_copies}")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RingDilatedAttention:
+        self._num_copies += 1
+        return self._copy(copy.deepcopy(self.__getstate__(), memo), f"copy {self._num_copies}")
+
+    def _copy(self, state: dict[str, Any], what: str) -> RingDilatedAttention:
+        copied = type(self).__new__(type(self))
+        copied.__setstate__(state)
+        copied._module_number, copied._num_copies = f"{self._module_number}, {what}", 0
+        return copied
 
     @abstractmethod
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
@@ -148,7 +180,7 @@ class RingDilatedAttention(nn.Module, ABC):
     def _start(self, request: Request, *, needs_gradients: bool) -> Start:
         if self.ring.agreement is None:
             return no_hops
-        return partial(self._hops, request.configuration(self.module_number, needs_gradients=needs_gradients))
+        return partial(self._hops, request.configuration(self._module_number, needs_gradients=needs_gradients))
 
     def _hops(self, configuration: Configuration, direction: str) -> Hops:
         """Make sure that the ranks agree on a walk, and return what posts its hops."""

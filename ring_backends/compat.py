@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from ring_backends.attention import RingDilatedAttention
+from ring_backends.collectives import all_reduce
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention, load_adapter
 from ring_backends.ring import Ring
@@ -297,14 +298,15 @@ class _Part(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.ring.unshard(grad, seq_len=ctx.seq_len), None
+        whole: Tensor = ctx.ring.unshard(grad, seq_len=ctx.seq_len)
+        return whole, None
 
 
 class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, part: Tensor, ring: Ring, seq_len: int) -> Tensor:
         ctx.ring = ring
-        whole = ring.unshard(part, seq_len=seq_len)
+        whole: Tensor = ring.unshard(part, seq_len=seq_len)
         return whole.view_as(whole)
 
     @staticmethod
@@ -322,10 +324,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        if ctx.ring.size > 1:
-            grad = grad.contiguous()
-            dist.all_reduce(grad, group=ctx.ring.group)
-        return grad, None
+        return all_reduce(ctx.ring, "gradient of a parameter", grad), None
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:

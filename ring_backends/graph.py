@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from ring_backends.agreement import backward_of
 from ring_backends.pattern import DilatedPattern
-from ring_backends.request import Request, autocast, backward_of, no_hops
+from ring_backends.request import Request, autocast, no_hops
 from ring_backends.request import attend as attend_under_autograd
 from ring_backends.ring import Ring
 from ring_backends.softmax import statistics_dtype

@@ -20,6 +20,7 @@ relative position bias, LayerNorm of the embedding, post-norm and DeepNorm.
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -92,8 +93,9 @@ class LongNet(nn.Module):
         num_heads: heads of every layer. They cannot be told from a checkpoint; GigaPath's slide encoders have 16.
         ffn_dim: hidden width of the feed-forward networks.
         num_layers: how many layers.
-        attention: a RingDilatedAttention of any adapter, which all layers share, as it has no parameters. For weights
-            that torchscale trained: ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
+        attention: a RingDilatedAttention of any adapter, of which every layer has a copy, so that ranks whose layers
+            are called in another order are told. For weights that torchscale trained:
+            ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
         sub_layer_norm: LayerNorm before the output projection of the attention and before ``ffn.fc2`` (``subln``).
         normalize_output: LayerNorm after the last layer.
         vocab_size: rows of ``embed_tokens``; None: no such layer, the model takes embeddings.
@@ -157,7 +159,7 @@ class LongNet(nn.Module):
         self.layers = nn.ModuleList(
             _Layer(
                 RingDilatedMultiheadAttention(
-                    embed_dim, num_heads, attention, sub_layer_norm=sub_layer_norm, device=device, dtype=dtype
+                    embed_dim, num_heads, copy.deepcopy(attention), sub_layer_norm=sub_layer_norm, **factory
                 ),
                 _FeedForward(embed_dim, ffn_dim, activation, sub_layer_norm, layer_norm_eps, factory),
                 layer_norm_eps,

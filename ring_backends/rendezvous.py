@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -23,8 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_backends.agreement import Agreement
 from ring_backends.arrange import RingSize, arrange, check_arrangement, refuse_arrangement
 from ring_backends.layout import LayoutKind, SequenceLayout
-from ring_backends.ring import Ring
+from ring_backends.ring import Ring, Traffic
 from ring_backends.topology import RingOrder
+from ring_backends.watch import WATCH
 
 START_TIMEOUT = timedelta(seconds=300)
 """Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
@@ -208,6 +210,9 @@ def connect(
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
     # NCCL wants a group's first call to be joined by all its ranks, which a hop is not.
     dist.barrier(group)
+    group.set_timeout(timeout)
+    agreement = Agreement(store, rank, size, timeout, partial(_abort, group))
+    WATCH.add(agreement)
     return Ring(
         size=size,
         rank=rank,
@@ -217,10 +222,26 @@ def connect(
         order=order,
         layout_kind=layout,
         group=group,
-        agreement=Agreement(store, rank, size, timeout, partial(_abort, group)),
+        agreement=agreement,
         timeout=timeout,
         adapter=adapter,
     )
+
+
+_worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
+
+
+def ring_of_the_world(ring: Ring) -> Ring:
+    """The ring of all ranks of the world by which training on ``ring`` compares and collects what it has to.
+
+    ``ring`` itself where it has all ranks, else one that is made once for it; all ranks of the world make this call.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if ring.size == world_size:
+        return ring
+    if ring.traffic not in _worlds:  # which all layouts of a ring share
+        _worlds[ring.traffic] = connect(range(world_size), "contiguous", ring.timeout, ring.adapter)
+    return _worlds[ring.traffic]
 
 
 def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:

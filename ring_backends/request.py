@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ring_backends.agreement import Configuration
+from ring_backends.agreement import Configuration, backward_of
 from ring_backends.checkpoint import attend_as_operator
 from ring_backends.dropout import Dropout
 from ring_backends.kernels import KernelInputs, select_kernel
@@ -32,11 +32,6 @@ Start = Callable[[str], "Hops | None"]
 
 def no_hops(direction: str) -> None:
     return None
-
-
-def backward_of(call_number: int) -> str:
-    """The direction of a backward: two calls may be alike in all but their numbers, and so may their backwards."""
-    return f"backward of call {call_number}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +97,7 @@ class Request:
         inputs = (self.inputs.query, self.inputs.key, self.inputs.value)
         return torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
 
-    def configuration(self, module_number: int, *, needs_gradients: bool) -> Configuration:
+    def configuration(self, module_number: str, *, needs_gradients: bool) -> Configuration:
         """What the other ranks have to have in common with this call."""
         query, mask, documents = self.inputs.query, self.inputs.key_padding_mask, self.inputs.document_ids
         return _configuration(
@@ -228,7 +223,7 @@ def _schedule(
 
 @lru_cache(maxsize=256)
 def _configuration(
-    module_number: int,
+    module_number: str,
     schedule: RingSchedule,
     batch: int,
     head_dim: int,
@@ -242,7 +237,7 @@ def _configuration(
 ) -> Configuration:
     return Configuration(
         {
-            "order of the modules' calls": f"attention {module_number}",
+            "order of calls": f"attention {module_number}",
             "batch": batch,
             "heads": schedule.num_heads,
             "key/value heads": schedule.kv_heads,

@@ -1,8 +1,13 @@
-"""Transfers over torch.distributed, for adapters whose hops are made of its works."""
+"""Transfers: what is under way between ranks, and how torch.distributed carries it.
+
+An adapter's ring pass returns a :class:`Transfer`. The classes and functions below it serve adapters whose hops are
+made of torch's works, and the exchanges that a ring makes outside of attention.
+"""
 
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +16,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.ring import Transfer
+Post = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], Sequence[dist.Work]]
+"""(outgoing, incoming) -> the works that send and receive these buffers, by group rank."""
+
+
+class Transfer(ABC):
+    """A ring pass under way: some buffers leaving, some arriving."""
+
+    @abstractmethod
+    def wait(self, timeout: timedelta) -> None:
+        """Return when everything has left and arrived. Called exactly once, since gloo hangs on a second wait.
+
+        Raises:
+            Exception: whatever the transport raises when a peer is gone or ``timeout`` has passed.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,10 +80,7 @@ def through_host(
 
 
 def transfer_of_works(
-    group: dist.ProcessGroup,
-    post: Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], Sequence[dist.Work]],
-    outgoing: Mapping[int, Tensor],
-    incoming: Mapping[int, Tensor],
+    group: dist.ProcessGroup, post: Post, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
 ) -> Transfer:
     """Post a hop that is made of the group's works, by way of host memory where the group needs that."""
 
@@ -76,6 +91,15 @@ def transfer_of_works(
     if needs_host(group, device):
         return through_host(post_transfer, outgoing, incoming)
     return post_transfer(outgoing, incoming)
+
+
+def batch_of_works(
+    group: dist.ProcessGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
+) -> list[dist.Work]:
+    """Post receives and sends as one batch of torch.distributed, by group rank."""
+    receives = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=peer) for peer, x in incoming.items()]
+    sends = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=peer) for peer, x in outgoing.items()]
+    return dist.batch_isend_irecv([*receives, *sends])
 
 
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:

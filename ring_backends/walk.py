@@ -28,8 +28,9 @@ from ring_backends.gather import DilatedRows, gather, gather_into, gathered_shap
 from ring_backends.kernels import Kernel, PairRule, pairwise
 from ring_backends.packing import PackedRows, RowFormat
 from ring_backends.plan import HeadBlock, Message, ParcelRows, Phantom, RankPlan, Tile
-from ring_backends.ring import Traffic, Transfer
+from ring_backends.ring import Traffic
 from ring_backends.softmax import statistics_dtype
+from ring_backends.transfer import Transfer
 
 RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 """(outgoing, incoming, tag) -> Transfer: post one hop, with at most one buffer per ring rank in either direction."""
@@ -156,7 +157,7 @@ class _Posted:
     def wait(self) -> PackedRows:
         started = time.perf_counter()
         try:
-            with record_function(WAIT_SPAN):
+            with record_function(WAIT_SPAN), self.hops.agreement.waiting(self.hops.call):
                 self.transfer.wait(self.hops.call.time_left())
         except Exception as error:
             self.hops.agreement.fail(self.hops.call, self.what, error)

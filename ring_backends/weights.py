@@ -6,6 +6,7 @@ what these sum to.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -94,17 +95,11 @@ def _gathering(attention: RingDilatedAttention, request: Request, chosen: Tensor
     ring, agreement = attention.ring, attention.ring.agreement
     if agreement is None:
         return lambda tensor: tensor.unsqueeze(0)
-    agreed = request.configuration(attention.module_number, needs_gradients=False).fields
+    agreed = request.configuration(attention._module_number, needs_gradients=False).fields
     configuration = Configuration({**agreed, "positions": chosen.tolist()})
     call = agreement.begin(configuration, direction="attention_weights", check_again=True)
-
-    def gather(tensor: Tensor) -> Tensor:
-        try:
-            return ring.all_gather(tensor)
-        except RuntimeError as error:
-            agreement.fail(call, f"rank {ring.rank} gathered attention weights", error)
-
-    return gather
+    indices = itertools.count()
+    return lambda tensor: ring.all_gather(call, tensor, next(indices))
 
 
 def draw_pattern(

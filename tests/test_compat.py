@@ -168,6 +168,23 @@ def layer(kind: str) -> tuple[list[Tensor], int]:
     return [out.detach(), *grads], module.ring.size
 
 
+def share_a_parameter() -> tuple[Tensor, Tensor]:
+    """The gradient that comes in, after it has been added up over the ranks, and the sum."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        ring = compat.create_dilated_attention("ring", [4], [1]).ring
+    parameter = torch.zeros(3, requires_grad=True)
+    shared, incoming = compat._Shared.apply(parameter, ring), torch.ones(3)  # type: ignore[no-untyped-call]
+    (total,) = torch.autograd.grad(shared, parameter, incoming)
+    return incoming, total
+
+
+def test_an_incoming_gradient_stays_as_it_is(pair: World) -> None:
+    for incoming, total in pair.run(share_a_parameter):
+        assert incoming.tolist() == [1, 1, 1]
+        assert total.tolist() == [2, 2, 2]
+
+
 def test_layers(pair: World) -> None:
     wanted, _ = layer("standard")
     for got, size in pair.run(layer, "ring"):

@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends import transfer
-from ring_backends.ring import Transfer
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.rings import FOUR
 from ring_backends.testing.suite import AdapterTests
-from ring_backends.transfer import needs_host, through_host
+from ring_backends.transfer import Transfer, needs_host, through_host
 
 
 class TestNative(AdapterTests):

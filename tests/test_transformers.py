@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from ring_backends import Ring
+from ring_backends import Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
-from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.errors import SHORT, Ended, ending
+from ring_backends.testing.rings import TWO, new_ring, ring_here
 from ring_backends.testing.world import World
 
 N, VOCABULARY = 45, 23
@@ -197,6 +198,25 @@ def test_what_a_ring_cannot_do_is_refused_by_name(
         assert first.is_a(ValueError), first
         assert told in first.message, first
         assert right.error == "no error", right
+
+
+def layers_in_another_order() -> Ended:
+    """Two calls; in the second, rank 1 has the layers in another order."""
+    ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
+    assert ring is not None
+    register(native.RingDilatedAttention(*DILATED, ring=ring))
+    model, (whole, _) = make_model("llama", "ring_dilated"), make_inputs(padded=False)
+    local = shard_inputs(ring, **whole)
+    model(**local)
+    if ring.rank == 1:
+        model.model.layers = model.model.layers[::-1]
+    return ending(lambda: model(**local))
+
+
+def test_layers_are_told_from_each_other(pair: World) -> None:
+    for ended in pair.run(layers_in_another_order):
+        assert ended.is_a(RingMismatchError), ended
+        assert "order of calls" in ended.message, ended
 
 
 def test_positions_that_begin_after_padding() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.gather import gather_into, scatter_add
@@ -143,13 +144,13 @@ class AllGatherWalk(Walk):
             key, value, _ = own.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
-        return self._collected(row_format, self.ring.all_gather(own.buffer).flatten(), plans) if size else own
+        return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
 
     def _bring_home(self, remote: PackedRows, grads: MarkedRows) -> None:
         """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
         if not remote.buffer.numel():
             return
-        sums = self.ring.reduce_scatter(remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
+        sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
         plan = self.backward_plan
         own = _own(remote.row_format, sums.view(torch.uint8), plan)
         for index, parcel in _starting_at(plan):
@@ -209,6 +210,21 @@ def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
         passing = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
         for message in (message for step in block.steps for message in step.sends):
             yield from ((index, parcel) for parcel in message.parcels if parcel not in passing)
+
+
+def _all_gather(ring: Ring, tensor: Tensor) -> Tensor:
+    """Equally shaped tensors of all ranks, stacked: [size, …]."""
+    gathered = tensor.new_empty((ring.size, *tensor.shape))
+    # Lists, since the forms that take one tensor changed their name between the torch releases in use.
+    dist.all_gather(list(gathered), tensor.contiguous(), group=ring.group)
+    return gathered
+
+
+def _reduce_scatter(ring: Ring, tensor: Tensor) -> Tensor:
+    """Sum the ranks' [size, …] tensors and return this rank's entry."""
+    reduced = tensor.new_empty(tensor.shape[1:])
+    dist.reduce_scatter(reduced, list(tensor.contiguous()), group=ring.group)
+    return reduced
 
 
 def all_gather_attention(

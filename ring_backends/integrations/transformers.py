@@ -71,7 +71,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
     and rotary embeddings that depend on the length (dynamic, longrope).
 
     Args:
-        attention: a RingDilatedAttention of any adapter. One serves all layers, for it has no parameters.
+        attention: a RingDilatedAttention of any adapter, of which every layer of a model gets a copy.
         name: by which models ask for it; a name that exists already now means this one.
 
     Raises:
@@ -91,6 +91,14 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             "model.eval() too; make it with dropout_p=0."
         )
     ring = attention.ring
+    by_layer: dict[int, RingDilatedAttention] = {}
+
+    def attention_of(layer: nn.Module) -> RingDilatedAttention:
+        """Each layer's own, so that ranks that call layers in another order are told."""
+        index: Any = getattr(layer, "layer_idx", None)
+        if index is not None and index not in by_layer and not torch.compiler.is_compiling():
+            by_layer[index] = attention.copy_for(f"layer {index}")
+        return by_layer.get(index, attention)
 
     def forward(
         module: nn.Module,
@@ -116,7 +124,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
                 _check_model(config, seq_len)
             if position_ids is not None:
                 _check_positions(position_ids, ring, query.shape[2], seq_len, config)
-        out = attention(
+        out = attention_of(module)(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             is_causal=mask.is_causal,
             seq_len=seq_len,

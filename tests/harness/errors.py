@@ -39,6 +39,9 @@ _CASE = AttentionCase(
 SHORT = 3.0
 """Seconds that a ring waits for its peers where the test waits it out. A call that all ranks make takes less."""
 
+A_MOMENT = 3.0
+"""Seconds that a busy machine may take beyond what it is told to wait."""
+
 AT_ONCE = 20.0
 """Seconds. Far below the 60 that these rings wait for a peer, far above what a busy machine takes."""
 
@@ -280,7 +283,7 @@ DIFFERENCES = {
     "documents": Difference("document_ids", "none", "given, torch.int64", {"documents": "some"}),
     "dropout": Difference("dropout_p", "0.0", "0.5", {"dropout_p": 0.5}),
     "gradients": Difference("gradients", "needed", "not needed", gradients=False),
-    "order of two modules": Difference("order of the modules' calls", "", "", modules=(1, 0)),
+    "order of two modules": Difference("order of calls", "", "", modules=(1, 0)),
 }
 ODD_RANK = 1
 
@@ -302,10 +305,10 @@ def disagree(adapter: str, name: str) -> None:
 
 LATER = {
     "batch": "batch",
-    "order of two modules": "order of the modules' calls",
+    "order of two modules": "order of calls",
     "backward before forward": "direction",
     "order of two backwards": "direction",
-    "a skipped call": "order of the modules' calls",
+    "a skipped call": "order of calls",
     "after hundreds of calls": "is_causal",
 }
 HUNDREDS = 300
@@ -347,6 +350,61 @@ def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
     return ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True)), ending(call)
+
+
+def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
+    """The same of a call that all ranks have agreed on before. Then once more, and on a new ring."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE)
+    call()
+    odd = ring.rank == ODD_RANK
+    return ending(lambda: call(is_causal=1 if odd else False)), ending(call), attend_on_a_new_ring(adapter, FOUR)
+
+
+def refuse_together(adapter: str) -> tuple[Ended, Tensor]:
+    """All ranks' arguments are refused, of a call agreed on before; then all make it."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
+    assert ring is not None
+    call = local_call(adapter, ring, _CASE)
+    call()
+    return ending(lambda: call(is_causal=1)), call().detach()
+
+
+UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
+    "dtype": ("dtype", lambda x: (x.int(), 8)),
+    "sizes": ("sizes of the other dims", lambda x: (x[..., :1], 8)),
+    "length": ("seq_len", lambda x: (x[:, :1], 4)),
+    "gradients": ("gradients", lambda x: (x.requires_grad_(), 8)),
+}
+
+
+def unshard_otherwise(adapter: str, name: str) -> tuple[Ended, list[float]]:
+    """One rank unshards something else. Then all the same."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
+    assert ring is not None
+    x = torch.full((1, 2, 3), float(ring.rank))
+    mine, seq_len = UNSHARDED[name][1](x.clone()) if ring.rank == ODD_RANK else (x, 8)
+    ended = ending(lambda: ring.unshard(mine, seq_len=seq_len))
+    return ended, ring.unshard(x, seq_len=8)[0, :, 0].tolist()
+
+
+def backward_alone(adapter: str, seconds: float) -> Ended | None:
+    """One rank alone differentiates what all have unsharded."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
+    assert ring is not None
+    whole = ring.unshard(torch.ones(1, 2, requires_grad=True))
+    return ending(whole.sum().backward) if ring.rank == ODD_RANK else None
+
+
+def unshard_or_attend(adapter: str, seconds: float) -> Ended:
+    """One rank unshards while the others attend, both as before."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
+    assert ring is not None
+    call, x = local_call(adapter, ring, _CASE), torch.ones(1, 2)
+    call()
+    ring.unshard(x)
+    return ending(lambda: ring.unshard(x) if ring.rank == ODD_RANK else call())
 
 
 def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
@@ -436,7 +494,7 @@ class ErrorTests(AdapterSuite):
         """What they disagree on was agreed on before, so that no check stands before the first hop."""
         for first, again in world.run(disagree_later, self.adapter, name, SHORT):
             assert first.is_a(RingMismatchError), first
-            assert first.seconds < SHORT + AT_ONCE, first
+            assert first.seconds < SHORT + A_MOMENT, first
             assert LATER[name] in first.message, first
             assert all(f"rank {rank}: " in first.message for rank in range(4)), first
             assert again.is_a(RingPeerError), again
@@ -452,13 +510,55 @@ class ErrorTests(AdapterSuite):
                 assert ended.is_a(RingMismatchError), ended
                 assert "is_causal = 1" in ended.message, ended
 
+    def test_a_refusal_of_an_agreed_call_is_told_to_the_others(self, world: World) -> None:
+        outcomes = world.run(refuse_alone_later, self.adapter)
+        for rank, (ended, ended_again, _) in enumerate(outcomes):
+            assert ended.seconds < AT_ONCE, ended
+            if rank == ODD_RANK:
+                assert ended.is_a(TypeError), ended
+                assert ended_again.is_a(RingMismatchError), ended_again
+            else:
+                assert ended.is_a(RingMismatchError), ended
+                assert f"rank {ODD_RANK} refused its arguments with TypeError: is_causal = 1" in ended.message, ended
+                assert ended_again.is_a(RingPeerError), ended_again
+            assert ended_again.seconds < AT_ONCE, ended_again
+            assert "initialize()" in ended_again.message, ended_again
+        outs = [out for _, _, out in outcomes]
+        assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
+
+    def test_a_call_that_all_ranks_refuse_leaves_the_ring_as_it_is(self, world: World) -> None:
+        endings, outs = zip(*world.run(refuse_together, self.adapter), strict=True)
+        assert all(ended.is_a(TypeError) for ended in endings), endings
+        assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
+
+    @pytest.mark.parametrize("name", UNSHARDED)
+    def test_ranks_that_unshard_otherwise_are_told(self, world: World, name: str) -> None:
+        for ended, afterwards in world.run(unshard_otherwise, self.adapter, name):
+            assert ended.is_a(RingMismatchError), ended
+            assert UNSHARDED[name][0] in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+            assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    def test_a_rank_that_differentiates_alone_is_told_in_time(self, world: World) -> None:
+        ended = world.run(backward_alone, self.adapter, SHORT)[ODD_RANK]
+        assert ended.is_a(RingPeerError), ended
+        assert "unshard (backward of call" in ended.message, ended
+        assert ended.seconds < SHORT + A_MOMENT, ended
+
+    def test_unsharding_and_attending_are_told_from_each_other(self, world: World) -> None:
+        for ended in world.run(unshard_or_attend, self.adapter, SHORT):
+            assert ended.is_a(RingMismatchError), ended
+            assert "order of calls" in ended.message, ended
+            assert "unshard" in ended.message, ended
+            assert ended.seconds < SHORT + A_MOMENT, ended
+
     @pytest.mark.slow
     def test_a_rank_that_stays_away_is_told_in_time(self, world: World) -> None:
         endings = world.run(stay_away, self.adapter, SHORT)
         for rank in (0, 1, 3):
             first, again = endings[rank]
             assert first.is_a(RingPeerError), first
-            assert first.seconds < SHORT + 5 + AT_ONCE, first
+            assert first.seconds < SHORT + A_MOMENT, first
             assert re.search(rf"rank {rank} waited in step \d+ of forward", first.message), first
             assert re.search(r"from rank \[\d", first.message), first
             assert re.search(r"to rank \[\d", first.message), first
@@ -474,7 +574,7 @@ class ErrorTests(AdapterSuite):
         first_call, _, backward, _ = world.run(stay_away_otherwise, self.adapter, SHORT)
         for ended in (first_call, backward):
             assert ended.is_a(RingPeerError), ended
-            assert ended.seconds < SHORT + 5 + AT_ONCE, ended
+            assert ended.seconds < SHORT + A_MOMENT, ended
         assert "[1]" in first_call.message, first_call
         assert re.search(r"step \d+ of backward .* from rank \[1\] and to rank \[1\]", backward.message), backward
 

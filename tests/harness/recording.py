@@ -20,7 +20,7 @@ import ring_backends.request
 from ring_backends.kernels import select_kernel
 from ring_backends.plan import RankPlan
 from ring_backends.planner import rank_plan
-from ring_backends.ring import Transfer
+from ring_backends.transfer import Transfer
 
 COLLECTIVES = (
     "_allgather_base",

@@ -11,6 +11,7 @@ from ring_backends.testing.checkpointing import CheckpointTests
 from ring_backends.testing.command import CommandTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
+from ring_backends.testing.copies import CopyTests
 from ring_backends.testing.correctness import CorrectnessTests
 from ring_backends.testing.errors import ErrorTests
 from ring_backends.testing.faults import FaultTests
@@ -26,6 +27,7 @@ class AdapterTests(
     CommandTests,
     CompileTests,
     TrainingTests,
+    CopyTests,
     SoakTests,
     FaultTests,
     ErrorTests,

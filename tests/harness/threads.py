@@ -24,14 +24,14 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
-import torch
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends.agreement import Agreement
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.layout import LayoutKind
-from ring_backends.ring import Ring, Transfer
+from ring_backends.ring import Ring
+from ring_backends.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Exchange:
 class ThreadRing(Ring):
     """A ring whose ranks are threads."""
 
-    exchange: Exchange = field(default_factory=lambda: Exchange(1))
+    queues: Exchange = field(default_factory=lambda: Exchange(1))
 
     @classmethod
     def of(cls, exchange: Exchange, rank: int, layout: LayoutKind, timeout: timedelta) -> ThreadRing:
@@ -81,31 +81,25 @@ class ThreadRing(Ring):
             layout_kind=layout,
             agreement=agreement if exchange.size > 1 else None,
             timeout=timeout,
-            exchange=exchange,
+            queues=exchange,
         )
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._all_to_all("all-gather", [tensor] * self.size))
-
-    def reduce_scatter(self, tensor: Tensor) -> Tensor:
-        return torch.stack(self._all_to_all("reduce-scatter", list(tensor))).sum(0)
-
-    def _all_to_all(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
-        for destination, tensor in enumerate(tensors):
-            self.exchange.put(self.rank, destination, name, tensor)
-        return [self.exchange.get(source, self.rank, name, self.timeout) for source in range(self.size)]
+    def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        for destination, buffer in outgoing.items():
+            self.queues.put(self.rank, destination, tag, buffer)
+        return _HandOver(self.queues, self.rank, incoming, tag)
 
 
 @dataclass(frozen=True)
 class _HandOver(Transfer):
-    exchange: Exchange
+    queues: Exchange
     rank: int
     incoming: Mapping[int, Tensor]
     tag: int
 
     def wait(self, timeout: timedelta) -> None:
         for source, buffer in self.incoming.items():
-            arrived = self.exchange.get(source, self.rank, self.tag, timeout)
+            arrived = self.queues.get(source, self.rank, self.tag, timeout)
             assert arrived.shape == buffer.shape, (
                 f"rank {source} sent {arrived.shape}, rank {self.rank} expects {buffer.shape}"
             )
@@ -117,9 +111,7 @@ class ThreadRingDilatedAttention(RingDilatedAttention):
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         assert isinstance(self.ring, ThreadRing)
-        for destination, buffer in outgoing.items():
-            self.ring.exchange.put(self.ring.rank, destination, tag, buffer)
-        return _HandOver(self.ring.exchange, self.ring.rank, incoming, tag)
+        return self.ring.post(outgoing, incoming, tag)
 
 
 def run_in_threads(

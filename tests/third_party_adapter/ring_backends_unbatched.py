@@ -15,10 +15,10 @@ import ring_backends
 from ring_backends.arrange import RingSize
 from ring_backends.layout import LayoutKind
 from ring_backends.rendezvous import join_ring
-from ring_backends.ring import Ring, Transfer
+from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
-from ring_backends.transfer import WorkTransfer
+from ring_backends.transfer import Transfer, WorkTransfer
 
 
 def initialize(
