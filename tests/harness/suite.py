@@ -17,6 +17,7 @@ from ring_backends.testing.errors import ErrorTests
 from ring_backends.testing.faults import FaultTests
 from ring_backends.testing.gradients import GradientTests
 from ring_backends.testing.layouts import LayoutTests
+from ring_backends.testing.leaving import LeavingTests
 from ring_backends.testing.numbers import NumberTests
 from ring_backends.testing.soak import SoakTests
 from ring_backends.testing.traffic import TrafficTests
@@ -24,6 +25,7 @@ from ring_backends.testing.training import TrainingTests
 
 
 class AdapterTests(
+    LeavingTests,
     CommandTests,
     CompileTests,
     TrainingTests,

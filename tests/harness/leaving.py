@@ -1,0 +1,165 @@
+"""The end of a process: a run that is over ends with exit code 0, and one that failed with the code of its failure.
+
+A thread of gloo comes back into the interpreter after its collective is over for everybody else. Where that is being
+finalized by then, the process ends with SIGABRT. Such a thread is seldom so late; here it is if it is starved, and gets
+a processor only when nothing else wants it.
+
+``python -m ring_backends.testing.leaving MODULE WAY STARVED COUNT`` lets two ranks do something and leave, COUNT times,
+and prints their exit codes.
+"""
+
+from __future__ import annotations
+
+import ast
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import Counter
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ring_backends.testing.capabilities import AdapterSuite, requires
+
+NUM_RANKS = 2
+
+WAYS: dict[str, int] = {
+    "return": 0,
+    "exception": 1,
+    "Ctrl-C": -signal.SIGINT,
+    "failed ring": 1,
+    "sys.exit": 0,
+    "several rings": 0,
+    "destroyed group": 0,
+    "child of multiprocessing": 0,
+}
+"""How a rank leaves, and with which exit code."""
+
+_ALWAYS = ("return", "exception", "failed ring")
+
+TIMEOUT = timedelta(seconds=60)
+
+
+def take_part(adapter: str, way: str, starved: bool) -> None:
+    """What a rank does before it leaves: attend, train, and exchange something."""
+    backend = import_module(adapter)
+    ring = backend.initialize(timeout=TIMEOUT)
+    others = [backend.initialize(timeout=TIMEOUT) for _ in range(2 if way == "several rings" else 0)]
+    attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
+    state = backend.parallelize(nn.Linear(8, 8), lambda parameters: torch.optim.SGD(parameters, lr=0.1), ring)
+    if way == "failed ring" and ring.rank == 1:
+        attention.ring_pass = _no_pass
+    for _ in range(2):
+        x = state.model(torch.ones(1, 4, 8)).unflatten(2, (2, 4))
+        state.backward(state.loss(attention(x, x, x).sum(), 4))
+        state.step()
+    if starved:
+        starve_threads_of_gloo()
+    state.full_state_dict()
+    for other in [*others, ring]:
+        other.unshard(torch.ones(1, 3))
+    # As a program may do that reports its last loss.
+    dist.all_gather([torch.empty(3) for _ in range(NUM_RANKS)], torch.ones(3))
+
+
+def leave(way: str) -> None:
+    if way == "sys.exit":
+        sys.exit(0)
+    if way == "exception":
+        raise ZeroDivisionError("on purpose")
+    if way == "Ctrl-C":
+        signal.raise_signal(signal.SIGINT)
+    if way == "destroyed group":
+        dist.destroy_process_group()
+
+
+def _no_pass(*_: object) -> NoReturn:
+    raise ConnectionError("on purpose")
+
+
+def starve_threads_of_gloo() -> None:
+    """From now on they run only when nothing else wants the one core on which all ranks run."""
+    core = min(os.sched_getaffinity(0))
+    for thread in Path("/proc/self/task").iterdir():
+        os.sched_setaffinity(int(thread.name), {core})
+        if (thread / "comm").read_text().strip() == "pt_gloo_runloop":
+            os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
+
+
+def _run_ranks(adapter: str, way: str, starved: bool) -> list[int]:
+    """Fork the ranks off this process, which has imported what they need; their exit codes."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {"WORLD_SIZE": str(NUM_RANKS), "LOCAL_WORLD_SIZE": str(NUM_RANKS), "MASTER_ADDR": "127.0.0.1"}
+    children = []
+    for rank in range(NUM_RANKS):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(environment, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
+            _be_a_rank(adapter, way, starved)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _be_a_rank(adapter: str, way: str, starved: bool) -> NoReturn:
+    """Take part and leave, by the way that a script leaves: through the end of the interpreter."""
+    if way == "child of multiprocessing":
+        child = multiprocessing.get_context("spawn").Process(target=take_part, args=(adapter, way, starved))
+        child.start()
+        child.join()
+        sys.exit(child.exitcode)
+    take_part(adapter, way, starved)
+    leave(way)
+    sys.exit(0)
+
+
+def main(adapter: str, way: str, starved: bool, count: int) -> None:
+    torch.set_num_threads(1)
+    import_module(adapter)
+    codes: Counter[int] = Counter()
+    for _ in range(count):
+        codes.update(_run_ranks(adapter, way, starved))
+    print(dict(codes))
+
+
+def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: Path) -> None:
+    """Let the ranks leave so often; every one of them has to end with the same exit code."""
+    command = [sys.executable, "-m", "ring_backends.testing.leaving", adapter, way, str(starved), str(count)]
+    log = folder / "log"
+    with log.open("w") as output:
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True, timeout=280)
+    assert done.returncode == 0, log.read_text()
+    codes: dict[int, int] = ast.literal_eval(done.stdout.splitlines()[-1])
+    if codes != {WAYS[way]: NUM_RANKS * count}:
+        pytest.fail(f"exit codes {codes}, where all should be {WAYS[way]}:\n{log.read_text()[-10_000:]}")
+
+
+class LeavingTests(AdapterSuite):
+    @requires("training")
+    @pytest.mark.parametrize(
+        "way", [pytest.param(way, marks=[] if way in _ALWAYS else pytest.mark.slow) for way in WAYS]
+    )
+    def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
+        """Every third run that is left alone by what this package does at the end of a process has another one."""
+        if not Path("/proc/self/task").is_dir():
+            pytest.skip("threads cannot be told apart without /proc")
+        check_exit_codes(self.adapter, way, True, 6 if way == "return" else 2, tmp_path)
+
+    @requires("training")
+    @pytest.mark.soak
+    def test_two_hundred_runs_end_with_exit_code_0(self, tmp_path: Path) -> None:
+        check_exit_codes(self.adapter, "return", False, 200, tmp_path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3] == "True", int(sys.argv[4]))
