@@ -105,6 +105,8 @@ def test_train_help_names_the_options_of_the_contract() -> None:
         (["--stepz", "3"], "--stepz"),
         (["--steps", "many"], "--steps"),
         (["--steps", "0"], "--steps"),
+        (["--seed", "99999999999999999999999"], "--seed"),
+        (["--seed", "-1"], "--seed"),
     ],
 )
 def test_what_the_parser_refuses(arguments: list[str], named: str) -> None:
@@ -130,6 +132,7 @@ def test_what_the_parser_refuses(arguments: list[str], named: str) -> None:
         (["--layout", "zig"], "--layout: layout = 'zig': .* contiguous, zigzag"),
         (["--dtype", "fp8"], "--dtype: dtype = 'fp8'"),
         (["--lr", "-1"], r"--lr: lr = -1\.0: must be above 0"),
+        (["--lr", "nan"], "--lr: lr = nan: must be above 0 and finite"),
         (["--resume"], "--resume: there is no checkpoint without --save"),
         (["--save-every", "2"], "--save-every: there is no checkpoint without --save"),
         (["--json", "no/such/directory.json"], "--json: json = 'no/such/directory.json'"),

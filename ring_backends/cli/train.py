@@ -5,6 +5,7 @@ This module imports no torch: ``--help`` and a mistyped option answer at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -65,8 +66,8 @@ class TrainOptions:
         check_choices(self)
         for name in ("lr", "timeout", "max_grad_norm"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} = {value}: must be above 0; give a positive number.")
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{name} = {value}: must be above 0 and finite; give a positive number.")
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
@@ -221,7 +222,10 @@ def train_command(
         float | None, typer.Option(help="Clip the gradient's norm to this.", rich_help_panel=_TRAINING)
     ] = None,
     seed: Annotated[
-        int, typer.Option(help="Of the initial weights, and of nothing else.", rich_help_panel=_TRAINING)
+        int,
+        typer.Option(
+            min=0, max=2**63 - 1, help="Of the initial weights, and of nothing else.", rich_help_panel=_TRAINING
+        ),
     ] = 0,
     activation_checkpointing: Annotated[
         bool,
