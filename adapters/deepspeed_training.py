@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import hashlib
 import os
+import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -23,15 +26,12 @@ from deepspeed.utils import groups
 from deepspeed.utils.tensor_fragment import fragment_address
 from torch import Tensor, nn
 
+from ring_backends.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
+from ring_backends.collectives import agree
+from ring_backends.reducer import GradientsTogether, check_mixed_precision, measure_divisor, parameters_behind, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import (
-    MakeOptimizer,
-    TrainingState,
-    check_mixed_precision,
-    measure_divisor,
-    replace_folder,
-)
+from ring_backends.training import MakeOptimizer, TrainingState, check_optimizer_class
 
 
 def start_deepspeed() -> None:
@@ -110,6 +110,11 @@ def _settle_dtype(settings: dict[str, Any], model: nn.Module) -> None:
     own_bf16 = settings.get("bf16", {}).get("enabled", False)
     taken = (torch.float32, torch.bfloat16) if own_bf16 else (torch.float32,)
     for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"model has parameter {name} of no dimension: DeepSpeed cannot flatten a scalar; give it the shape "
+                "[1], or use another adapter."
+            )
         if parameter.dtype not in taken:
             raise ValueError(
                 f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
@@ -132,58 +137,122 @@ class DeepSpeedTraining(TrainingState):
         mpu: Any,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps)
+        super().__init__(model, ring, max_grad_norm, accumulation_steps)
         start_world_of_one()
         if dist.get_world_size() == 1:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
         start_deepspeed()
-        self.divisor = _divisor(settings, mpu, options)
-        self.optimizer = make_optimizer(model.parameters())
-        self._engine, *_ = deepspeed.initialize(
-            model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options
-        )
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.divisor = _divisor(self._world, settings, mpu, options)
+        self.optimizer = self._made(make_optimizer, model.parameters())
+        with _default_dtype(torch.float32):
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options
+            )
         if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
             self._engine.checkpoint_engine.load = _load_tensors
         self.model = self._engine
+        self._zero_stage: int = self._engine.zero_optimization_stage()
+        if self._zero_stage == 3:
+            modules = self._engine.module.named_modules()
+            self._compare_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _backward(self, loss: Tensor) -> None:
-        if self._backward_calls == self.accumulation_steps:
-            raise RuntimeError(
-                f"backward() after all {self.accumulation_steps} backward calls of a step: DeepSpeed has reduced its "
-                "gradients; call step() first, or raise accumulation_steps."
-            )
+        if self._zero_stage and not self._all_reach_the_same(loss):
+            loss = GradientsTogether.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
         # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def _step(self) -> None:
+    def _all_reach_the_same(self, loss: Tensor) -> bool:
+        """Whether the backwards of all ranks reach the same parameters.
+
+        ZeRO 1 to 3 put gradients into buckets in the order in which they come, and reduce the buckets of all ranks.
+        """
+        reached = parameters_behind(loss)
+        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in reached]
+        everywhere = agree(self._world, "parameters of a backward", None, [_number(missing)])
+        if all(row == everywhere[0] for row in everywhere):
+            return True
+        if self._zero_stage == 3:
+            agree(self._world, "backward", {"parameters without a gradient": missing})
+        return False
+
+    def _step(self) -> bool:
         self._engine.step()
+        applied: bool = self._engine.was_step_applied()
+        if not applied and self._world.rank == 0:
+            warnings.warn(
+                f"DeepSpeed has skipped the step after step {self.step_count}, since the gradient has a NaN or an "
+                f"infinity: the parameters are as before, and step_count stays {self.step_count}; skipped_steps is "
+                f"{self.skipped_steps + 1}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return applied
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(ends_step)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
+    _saves_a_folder = True
+
+    def _save(self, path: StrPath) -> None:
         """Write a folder with one of DeepSpeed's checkpoints; what is there already is replaced once it is whole."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
-        replace_folder(path, lambda folder: self._engine.save_checkpoint(os.fspath(folder), tag, client_state))
+        holds = {**self._layout, "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
+        def write(folder: Path) -> None:
+            self._engine.save_checkpoint(os.fspath(folder), tag, client_state)
+
+        replace_folder(self._world, path, write, holds)
+
+    @property
+    def _layout(self) -> dict[str, object]:
+        """What DeepSpeed's checkpoints can be read by alone."""
+        return {"adapter": "deepspeed", "ranks": self._world.size, "zero_stage": self._zero_stage}
+
+    def _check(self, path: Path) -> str:
+        digest = check_folder(self._world, path)
+        manifest = read_manifest(path)
+        for name, here in self._layout.items():
+            if manifest[name] != here:
+                raise ValueError(f"it was written with {name} = {manifest[name]!r}, and here it is {here!r}")
+        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
+        return digest
+
+    def _load(self, path: Path) -> None:
         """Read the latest checkpoint of the folder ``path``, written by as many ranks at the same ZeRO stage.
 
         Raises:
-            FileNotFoundError: there is none.
+            ValueError: there is none.
         """
         folder, client_state = self._engine.load_checkpoint(os.fspath(path))
         if folder is None:
-            raise FileNotFoundError(f"path = {os.fspath(path)!r}: no DeepSpeed checkpoint there; save() writes one.")
+            raise ValueError("there is no DeepSpeed checkpoint in it")
         self.step_count = client_state["step_count"]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def _full_state_dict(self) -> dict[str, Tensor]:
         whole = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
             with deepspeed.zero.GatheredParameters([tensor]):  # what ZeRO 3 has not sharded is left as it is
                 whole[name] = tensor.detach().cpu().clone()
         return whole
+
+
+def _number(names: list[str]) -> int:
+    """Stands for some names; exact as a float."""
+    return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big")
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """DeepSpeed makes buffers of the default dtype, and means fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def _load_tensors(path: str, map_location: Any = None) -> Any:
@@ -198,7 +267,7 @@ _NO_PART_IN_REDUCING = (
 )
 
 
-def _divisor(settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) -> float:
+def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) -> float:
     """What the engine's reducer divides by, from an engine of one parameter with the same groups."""
     probe_settings = {key: value for key, value in settings.items() if key not in _NO_PART_IN_REDUCING}
     probe_settings |= {
@@ -208,25 +277,24 @@ def _divisor(settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) 
     probe_options = {key: value for key, value in options.items() if key == "mesh_param"}
 
     def reduced(gradient: float) -> float:
-        probe = nn.Linear(1, 1, bias=False, dtype=torch.float32)
-        nn.init.zeros_(probe.weight)
+        module, x = probe(torch.device("cpu"), gradient)
         engine, *_ = deepspeed.initialize(
-            model=probe,
-            optimizer=torch.optim.SGD(probe.parameters(), lr=1.0),
+            model=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
             config=copy.deepcopy(probe_settings),
             mpu=mpu,
             **probe_options,
         )
-        engine.backward(engine(torch.full((1, 1), gradient, device=engine.device)).sum())
+        engine.backward(engine(x.to(engine.device)).sum())
         engine.step()
-        with deepspeed.zero.GatheredParameters([probe.weight]):
-            value: float = -probe.weight.item()
+        with deepspeed.zero.GatheredParameters([module.weight]):
+            value: float = -module.weight.item()
         engine.destroy()
         return value
 
-    with _groups_left_alone():
+    with _groups_left_alone(), _default_dtype(torch.float32):
         try:
-            return measure_divisor(reduced)
+            return measure_divisor(world, reduced)
         except RuntimeError as error:
             if groups.mesh_device is None:
                 raise

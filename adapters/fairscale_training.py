@@ -8,9 +8,9 @@ in the midst of a backward, and gradients were then reduced twice or by halves, 
 from __future__ import annotations
 
 import inspect
-import os
 from abc import abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,17 +20,10 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataPara
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
+from ring_backends.checkpoint_files import StrPath, check_file
+from ring_backends.reducer import check_mixed_precision, device_of, measure_divisor, probe, under_autocast
 from ring_backends.ring import Ring
-from ring_backends.training import (
-    MakeOptimizer,
-    TrainingState,
-    by_first_rank,
-    check_mixed_precision,
-    device_of,
-    measure_divisor,
-    run_under_autocast,
-    save_file,
-)
+from ring_backends.training import MakeOptimizer, TrainingState, read_states, save_states
 
 
 class FairScaleTraining(TrainingState):
@@ -47,25 +40,21 @@ class FairScaleTraining(TrainingState):
         options: dict[str, Any],
     ) -> None:
         check_mixed_precision(mixed_precision)
-        super().__init__(ring, max_grad_norm, accumulation_steps)
         self._options = options
-        self._check(model)
-        self.model, self.optimizer = self._wrap(model, make_optimizer)
-        run_under_autocast(self.model, mixed_precision)
-        self.divisor = measure_divisor(self._reduced)
-
-    @property
-    @abstractmethod
-    def _module(self) -> nn.Module:
-        """The module whose state_dict has the model's own names."""
+        self._check_model(model)
+        super().__init__(model, ring, max_grad_norm, accumulation_steps)
+        self._module, self.model, self.optimizer = self._wrap(model, make_optimizer, mixed_precision)
+        self.divisor = measure_divisor(self._world, self._reduced)
 
     @abstractmethod
-    def _check(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         """Refuse what cannot be wrapped."""
 
     @abstractmethod
-    def _wrap(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """The wrapped model and its optimizer."""
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        """The module whose state_dict has the model's own names, the wrapped model, and its optimizer."""
 
     @abstractmethod
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
@@ -77,11 +66,9 @@ class FairScaleTraining(TrainingState):
 
     def _reduced(self, gradient: float) -> float:
         """By how much a rate of 1 moves a weight of 0 whose gradient on this rank is ``gradient``."""
-        weight = nn.Linear(1, 1, bias=False, device=device_of(self.model))
-        nn.init.zeros_(weight.weight)
-        model, optimizer = self._wrap(weight, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
-        loss = model(torch.full((1, 1), gradient, device=device_of(self.model))).sum()
-        self._run_backward(model, optimizer, loss, True)
+        weight, x = probe(device_of(self.model), gradient)
+        _, model, optimizer = self._wrap(weight, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        self._run_backward(model, optimizer, model(x).sum(), True)
         optimizer.step()
         (moved,) = model.state_dict().values()
         return -float(moved)
@@ -93,11 +80,13 @@ class FairScaleTraining(TrainingState):
         ends_step = self._backward_calls + 1 >= self.accumulation_steps
         self._run_backward(self.model, self.optimizer, loss, ends_step)
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        model, optimizer = self._module.state_dict(), self._optimizer_state()
-        by_first_rank(lambda: save_file({"model": model, "optimizer": optimizer, "step": self.step_count}, path))
+    def _save(self, path: StrPath) -> None:
+        save_states(self, self._module.state_dict(), self._optimizer_state(), path)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def _check(self, path: Path) -> str:
+        return check_file(path)
+
+    def _full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
 
 
@@ -108,15 +97,13 @@ class ShardedTraining(FairScaleTraining):
     rank has no parameters, which for bf16 ends the process; it refuses fp64.
     """
 
-    _loads_alone = True
     optimizer: OSS
 
     @property
-    def _module(self) -> nn.Module:
-        module: nn.Module = self.model.module  # type: ignore[assignment]
-        return module
+    def _optimizer_class(self) -> type:
+        return type(self.optimizer.optim)
 
-    def _check(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _OSS_OPTIONS | _SHARDED_DDP_OPTIONS, "OSS and ShardedDataParallel")
         if self._options.get("group") is not self._options.get("process_group"):
             raise ValueError(
@@ -124,11 +111,15 @@ class ShardedTraining(FairScaleTraining):
                 "reduced; pass both alike, or better none, since training is over the whole world."
             )
 
-    def _wrap(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         oss_options = {name: value for name, value in self._options.items() if name in _OSS_OPTIONS}
-        optimizer = _shard(make_optimizer(model.parameters()), oss_options)
+        optimizer = _shard(self._made(make_optimizer, model.parameters()), oss_options)
         options = {name: value for name, value in self._options.items() if name in _SHARDED_DDP_OPTIONS}
-        return ShardedDataParallel(model, optimizer, **options), optimizer
+        # Buffers are every adapter's business alike, after a step.
+        options.setdefault("broadcast_buffers", False)
+        return model, ShardedDataParallel(under_autocast(model, mixed_precision), optimizer, **options), optimizer
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         if not model.training:
@@ -144,7 +135,7 @@ class ShardedTraining(FairScaleTraining):
                     parameter.grad = torch.zeros_like(parameter)
             model.reduce()  # type: ignore[operator]
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         if self.max_grad_norm is not None:
             owned = [parameter for parameter in _parameters(self.optimizer.optim) if parameter.grad is not None]
             squares = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
@@ -155,13 +146,14 @@ class ShardedTraining(FairScaleTraining):
             nn.utils.clip_grads_with_norm_(owned, self.max_grad_norm, squares.sqrt())
         self.optimizer.step()
         self.model.zero_grad(set_to_none=True)  # the optimizer's own would cut gradients off from their buckets
+        return True
 
     def _optimizer_state(self) -> Any:
         self.optimizer.consolidate_state_dict(recipient_rank=0)
         return self.optimizer.state_dict() if dist.get_rank() == 0 else None
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
-        state = torch.load(path, map_location=device_of(self.model), weights_only=True)
+    def _load(self, path: Path) -> None:
+        state = read_states(path, device_of(self.model), self._optimizer_class)
         self._module.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_count = state["step"]
@@ -170,11 +162,7 @@ class ShardedTraining(FairScaleTraining):
 class FullyShardedTraining(FairScaleTraining):
     """FairScale's FullyShardedDataParallel: each rank has a flat shard of every wrapped unit's parameters."""
 
-    @property
-    def _module(self) -> nn.Module:
-        return self.model
-
-    def _check(self, model: nn.Module) -> None:
+    def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _FSDP_OPTIONS, "FullyShardedDataParallel")
         reasons = fsdp_not_supported_reasons(model)
         if reasons:
@@ -183,30 +171,34 @@ class FullyShardedTraining(FairScaleTraining):
                 "strategy='sharded_ddp', or the fsdp adapter, which is torch's own."
             )
 
-    def _wrap(self, model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         wrapped = FullyShardedDataParallel(model, **self._options)
-        return wrapped, make_optimizer(wrapped.parameters())
+        optimizer = self._made(make_optimizer, wrapped.parameters())
+        return wrapped, under_autocast(wrapped, mixed_precision), optimizer
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         loss.backward()  # each micro-batch is reduced and added to the shard: no_sync would keep whole gradients
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         if self.max_grad_norm is not None:
-            self.model.clip_grad_norm_(self.max_grad_norm)  # type: ignore[operator]
+            self._module.clip_grad_norm_(self.max_grad_norm)  # type: ignore[operator]
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return True
 
     def _optimizer_state(self) -> Any:
         # FairScale makes plain numbers of Adam's step tensors in the state it is given, so that is not the live one.
         state = self.optimizer.state_dict()
         state["state"] = {index: dict(values) for index, values in state["state"].items()}
         of_copy = SimpleNamespace(state_dict=lambda: state)
-        return self.model.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+        return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+    def _load(self, path: Path) -> None:
+        state = read_states(path, "cpu", self._optimizer_class)
         self._module.load_state_dict(state["model"])
-        shard = self.model.get_shard_from_optim_state_dict(state["optimizer"])  # type: ignore[operator]
+        shard = self._module.get_shard_from_optim_state_dict(state["optimizer"])  # type: ignore[operator]
         self.optimizer.load_state_dict(shard)
         self.step_count = state["step"]
 

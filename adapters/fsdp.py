@@ -36,10 +36,11 @@ from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.arrange import AutoOptions, RingSize, arrange
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
+from ring_backends.reducer import check_mixed_precision
 from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
 from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
-from ring_backends.training import TrainingState, check_mixed_precision
+from ring_backends.training import TrainingState
 
 try:
     import_module("numpy")
@@ -71,7 +72,8 @@ def initialize(
             are neighbouring ranks. None means the whole world; ``"auto"`` chooses.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
+            has at least 300 s.
         ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
             attention will be called with is for ``ring_size="auto"``. Neither with ``group``.
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader  # type: ignore[attr-defined]
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 _PLAIN = {
     "pathlib": ("Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"),
@@ -62,6 +62,11 @@ class CheckpointReader(FileSystemReader):
 
 class CheckpointPlanner(DefaultLoadPlanner):
     """Reads values that are not tensors only where ``torch.load(weights_only=True)`` does."""
+
+    def create_local_plan(self) -> LoadPlan:
+        # torch's takes a checkpoint for one of torch 2.3 where this rank has no piece of some parameter.
+        assert self.metadata is not None
+        return create_default_local_load_plan(self.state_dict, self.metadata)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         torch.load(io.BytesIO(value.getvalue()), weights_only=True)

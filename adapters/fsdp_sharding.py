@@ -25,8 +25,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from ring_backends.reducer import device_of
 from ring_backends.ring import Ring
-from ring_backends.training import device_of
 
 Strategy = Literal["fsdp2", "hsdp", "fsdp1"]
 Policy = TypeVar("Policy", MixedPrecision | None, MixedPrecisionPolicy)

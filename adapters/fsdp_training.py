@@ -8,16 +8,15 @@ are those of torch.distributed.checkpoint, which another ring size or number of 
 from __future__ import annotations
 
 import contextlib
-import os
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint import load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint import CheckpointException, load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -30,9 +29,12 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp_reading import CheckpointPlanner, CheckpointReader
 from ring_backends.adapters.fsdp_sharding import Sharding
+from ring_backends.alike import describe_model
+from ring_backends.checkpoint_files import StrPath, as_plain, check_folder, read_manifest, replace_folder
+from ring_backends.reducer import device_of, measure_divisor, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, device_of, measure_divisor, replace_folder
+from ring_backends.training import MakeOptimizer, TrainingState, check_optimizer_class
 
 
 class ShardedTraining(TrainingState):
@@ -53,10 +55,10 @@ class ShardedTraining(TrainingState):
         max_grad_norm: float | None,
         accumulation_steps: int,
     ) -> None:
-        super().__init__(ring, max_grad_norm, accumulation_steps)
+        super().__init__(model, ring, max_grad_norm, accumulation_steps)
         start_world_of_one()
         sharding, device = wrap(), device_of(model)
-        divisors = {measure_divisor(partial(self._reduced_by, probe, device)) for probe in sharding.probes}
+        divisors = {measure_divisor(self._world, partial(self._reduced_by, shard, device)) for shard in sharding.probes}
         if len(divisors) > 1:
             raise ValueError(
                 f"model has parts whose reducers divide by {sorted(divisors)}: no loss can suit them all; wrap every "
@@ -64,7 +66,8 @@ class ShardedTraining(TrainingState):
             )
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
-        self.optimizer = make_optimizer(self.model.parameters())
+        self._compare_calls_of(self._sharded_parts())
+        self.optimizer = self._made(make_optimizer, self.model.parameters())
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
@@ -72,44 +75,52 @@ class ShardedTraining(TrainingState):
 
         Read off a step of SGD from 0, since gradients are sharded each in its wrapper's own way.
         """
-        probe = nn.Linear(1, 1, bias=False, device=device)
-        nn.init.zeros_(probe.weight)
-        wrapped = shard(probe)
+        module, x = probe(device, gradient)
+        wrapped = shard(module)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
-        wrapped(torch.full((1, 1), gradient, device=device)).sum().backward()
+        wrapped(x).sum().backward()
         optimizer.step()
         return -float(self._whole_state(wrapped)["weight"])
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         if self.max_grad_norm is not None:
             self._clip(self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return True
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def _full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write a directory of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
+    def _save(self, path: StrPath) -> None:
+        """Write a folder of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
         # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
-        replace_folder(
-            path, lambda folder: save(self._checkpoint(with_optimizer=self.step_count > 0), checkpoint_id=folder)
-        )
+        state = self._checkpoint(with_optimizer=self.step_count > 0)
+        holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
+        def write(folder: Path) -> None:
+            with _failures_as_errors():
+                save(state, checkpoint_id=folder)
+
+        replace_folder(self._world, path, write, holds)
+
+    def _check(self, path: Path) -> str:
+        digest = check_folder(self._world, path)
+        manifest = read_manifest(path)
+        if manifest["adapter"] != "fsdp":
+            raise ValueError(f"it was written by the {manifest['adapter']} adapter")
+        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
+        return digest
+
+    def _load(self, path: Path) -> None:
         """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks.
 
         Raises:
-            FileNotFoundError, ValueError: there is no such directory, or it holds another model.
+            ValueError: it holds another model.
         """
-        path = Path(path)
-        if not (path / ".metadata").is_file():
-            raise FileNotFoundError(
-                f"path = {str(path)!r}: no directory of torch.distributed.checkpoint; save() writes one."
-            )
         reader = CheckpointReader(path)
         saved = set(reader.read_metadata().state_dict_metadata)
         with_optimizer = any(name.startswith("optimizer.") for name in saved)
@@ -126,7 +137,8 @@ class ShardedTraining(TrainingState):
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
                     del states[name]
-        load(state, storage_reader=reader, planner=CheckpointPlanner())
+        with _failures_as_errors():
+            load(state, storage_reader=reader, planner=CheckpointPlanner())
         set_model_state_dict(self.model, state["model"])
         self.optimizer.state.clear()
         if with_optimizer:
@@ -137,8 +149,14 @@ class ShardedTraining(TrainingState):
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model), "step": self.step_count}
         if with_optimizer:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+            state["optimizer"] = as_plain(get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state")
         return state
+
+    _saves_a_folder = True
+
+    @abstractmethod
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """The parts of the model, by name, whose call gathers parameters of their own; the model itself is one."""
 
     @abstractmethod
     def _clip(self, max_norm: float) -> None:
@@ -149,17 +167,36 @@ class ShardedTraining(TrainingState):
         """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
 
 
+@contextlib.contextmanager
+def _failures_as_errors() -> Iterator[None]:
+    """torch.distributed.checkpoint raises what is no Exception, which programs do not expect."""
+    try:
+        yield
+    except CheckpointException as failure:
+        told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items()]
+        raise RuntimeError(f"torch.distributed.checkpoint failed ({'; '.join(told)})") from failure
+
+
 class FSDP2Training(ShardedTraining):
     """A model that ``fully_shard`` has sharded in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Else a rank that leaves out a parameter, such as an expert's, would reduce it into that of another one.
+        cast(FSDPModule, self.model).set_reduce_scatter_unused_params(True)
+
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
+        return ((name, part) for name, part in parts if isinstance(part, FSDPModule))
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
                 part.reshard()  # after a forward without a backward, whole parameters would be in place of the shards
-        super()._step()
+        return super()._step()
 
     def _clip(self, max_norm: float) -> None:
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
@@ -187,6 +224,13 @@ class FSDP1Training(ShardedTraining):
                 f"max_grad_norm = {self.max_grad_norm} with parameters of fp64: FullyShardedDataParallel computes "
                 "norms in fp32, and not of fp64; use strategy='fsdp2', or leave max_grad_norm out."
             )
+
+    def _describe(self, model: nn.Module) -> dict[str, object]:
+        return describe_model(model, with_shapes=not isinstance(model, FullyShardedDataParallel))
+
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
+        return ((name, part) for name, part in parts if isinstance(part, FullyShardedDataParallel))
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._unreduced.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,13 @@ from ring_backends.transfer import Transfer, batch_of_works, transfer_of_works
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+# What each forward would do to buffers is done after each step, with every adapter. torch 2.13 has renamed the option.
+_SYNC_BUFFERS = next(
+    name
+    for name in ("forward_sync_buffers", "broadcast_buffers")
+    if name in signature(DistributedDataParallel).parameters
+)
 
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
@@ -44,7 +52,8 @@ def initialize(
             their memory and is faster than one device, or where none is, the smallest that fits.
         layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the most that one call of attention may wait for its peers. Starting up has at least 300 s.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
+            has at least 300 s.
         ring_order: ``"rank"``: rings are cut from the ranks in the order of their numbers. ``"topology"``: ordered so
             that neighbours are on one host (by name, or what RING_BACKENDS_HOST in a rank's environment says instead)
             and there linked by NVLink. Not with ``group``.
@@ -98,6 +107,7 @@ def parallelize(
     """
 
     def wrap(module: nn.Module) -> nn.Module:
-        return DistributedDataParallel(module, **framework_options) if dist.is_initialized() else module
+        options = {_SYNC_BUFFERS: False, **framework_options}
+        return DistributedDataParallel(module, **options) if dist.is_initialized() else module
 
     return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision)

@@ -3,28 +3,57 @@
 The commonest mistake under sequence sharding is a gradient that is off by the ring size, or by the share of valid
 tokens on each rank. The rule here: each rank's loss *sum*, divided by the number of valid tokens of the whole step,
 times whatever the framework's reducer divides by. That divisor is measured once, through the real reducer.
+
+What a reducer takes for granted, the ranks compare: that they train the same parameters by the same optimizer with the
+same settings, and make the same calls of a step. What differs is an error on every rank before the step.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
-import shutil
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ring_backends.alike import (
+    checked_count,
+    describe_model,
+    describe_settings,
+    make_settings_plain,
+    persistent_buffers,
+    without_tensors,
+)
+from ring_backends.checkpoint_files import (
+    CheckpointNotFoundError,
+    as_plain,
+    check_file,
+    check_place,
+    find_checkpoint,
+    save_file,
+)
+from ring_backends.collectives import agree, broadcast, do_on_all, do_on_rank0
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.reducer import (
+    UnusedParameters,
+    check_mixed_precision,
+    device_of,
+    measure_divisor,
+    probe,
+    under_autocast,
+)
+from ring_backends.rendezvous import ring_of_the_world
 from ring_backends.ring import Ring
 
-_UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
-"""What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
-
+StrPath = str | os.PathLike[str]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -36,15 +65,21 @@ class TrainingState(ABC):
         optimizer: the optimizer, from ``make_optimizer``.
         divisor: what the framework's reducer divides the ranks' summed gradients by.
         step_count: optimizer steps taken so far; part of a checkpoint.
+        skipped_steps: calls of :meth:`step` in which the framework left the parameters as they were, since the gradient
+            was not finite. Only DeepSpeed's ZeRO 1 to 3 do so.
     """
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     divisor: float
     step_count: int
-    _loads_alone: ClassVar[bool] = False  # no rank waits for another while it reads a checkpoint
 
-    def __init__(self, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
+    def __init__(self, model: nn.Module, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
+        """Check the arguments, compare them and the model with the other ranks', and share the model's buffers.
+
+        Args:
+            model: as the user made it, before it is wrapped.
+        """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive; None does not clip.")
         if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
@@ -58,130 +93,277 @@ class TrainingState(ABC):
         self.ring = ring
         self.max_grad_norm = max_grad_norm
         self.accumulation_steps = accumulation_steps
-        self.step_count = 0
+        self.step_count = self.skipped_steps = 0
         self._backward_calls = 0
+        self._step_token_count: float | None = None
+        self._world = ring_of_the_world(ring)
+        self._buffers = persistent_buffers(model)
+        fields = {
+            "adapter": type(self).__name__,
+            "max_grad_norm": max_grad_norm,
+            "accumulation_steps": accumulation_steps,
+        }
+        agree(self._world, "parallelize", {**fields, **self._describe(model)})
+        broadcast(self._world, "buffers in parallelize", [buffer for buffer in model.buffers() if not buffer.is_meta])
 
-    def global_count(self, local_count: int | Tensor) -> int:
-        """The sum of a count over all ranks of the world."""
-        count = torch.as_tensor(local_count, dtype=torch.int64, device=_world_device()).clone()
-        if dist.is_initialized():
-            dist.all_reduce(count)
-        return int(count)
+    def global_count(self, local_count: float | Tensor) -> int | float:
+        """The sum of a count over all ranks of the world: an int where all of them are, else a float.
+
+        Args:
+            local_count: this rank's; fractions too, as of weighted tokens.
+
+        Raises:
+            ValueError, TypeError: it is no finite number of at least 0.
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        with self._refusals_told():
+            count = checked_count("local_count", local_count)
+        by_rank = agree(self._world, "global_count", None, [count, isinstance(count, int)])
+        total = math.fsum(rank_count for rank_count, _ in by_rank)
+        return int(total) if all(is_int for _, is_int in by_rank) else total
 
     def loss(
-        self, local_loss_sum: Tensor, local_token_count: int | Tensor, step_token_count: int | None = None
+        self,
+        local_loss_sum: Tensor,
+        local_token_count: float | Tensor,
+        step_token_count: float | Tensor | None = None,
     ) -> Tensor:
         """The loss to call :meth:`backward` on: its reduced gradient is that of the mean over all valid tokens.
 
         Args:
             local_loss_sum: scalar, the sum of the losses of this rank's valid tokens.
-            local_token_count: how many those are.
-            step_token_count: valid tokens of the whole step, over all ranks and micro-batches (:meth:`global_count`
-                of a
-                rank's own sum). None counts this micro-batch over the ranks, which is the whole step unless
+            local_token_count: how many those are; with weighted losses the sum of the weights.
+            step_token_count: valid tokens of the whole step, over all ranks and micro-batches: :meth:`global_count` of
+                a rank's own sum. None counts this micro-batch over the ranks, which is the whole step unless
                 accumulating.
 
         Raises:
-            ValueError: several micro-batches make a step and ``step_token_count`` is not given.
+            ValueError, TypeError: several micro-batches make a step and ``step_token_count`` is not given, or a count
+                is no finite number of at least 0.
         """
-        if step_token_count is None:
-            if self.accumulation_steps > 1:
+        with self._refusals_told():
+            if step_token_count is None and self.accumulation_steps > 1:
                 raise ValueError(
                     f"step_token_count is not given with accumulation_steps = {self.accumulation_steps}: the mean is "
-                    "over all "
-                    "micro-batches of a step; pass state.global_count(this rank's valid tokens of the whole step)."
+                    "over all micro-batches of a step; pass state.global_count(this rank's valid tokens of the whole "
+                    "step)."
                 )
-            step_token_count = self.global_count(local_token_count)
-        return local_loss_sum * (self.divisor / max(1, step_token_count))
+            if step_token_count is not None:
+                step_token_count = checked_count("step_token_count", step_token_count)
+        total = self.global_count(local_token_count) if step_token_count is None else step_token_count
+        self._step_token_count = total
+        return local_loss_sum * (self.divisor / (total or 1))
 
     def backward(self, loss: Tensor) -> None:
-        """Add the gradient of one micro-batch; the last one of a step reduces the sum over the ranks."""
+        """Add the gradient of one micro-batch; the last one of a step reduces the sum over the ranks.
+
+        Raises:
+            RuntimeError: all backward calls of the step have been made.
+            RingMismatchError: the ranks are in different steps or micro-batches, or use different ``step_token_count``.
+            RingPeerError: a rank does not make the call.
+        """
+        with self._refusals_told():
+            if self._backward_calls == self.accumulation_steps:
+                raise RuntimeError(
+                    f"backward() after all {self.accumulation_steps} backward calls of a step: its gradients are "
+                    "reduced already; call step() first, add the losses up, or raise accumulation_steps."
+                )
+        self._agree("backward", {"step_token_count": self._step_token_count})
         self._backward(loss)
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
     def step(self) -> None:
-        """Clip, let the optimizer take its step, and clear the gradients.
+        """Clip, let the optimizer take its step, and clear the gradients. All ranks then have rank 0's buffers.
 
         Raises:
             RuntimeError: fewer backward calls were made than make a step.
+            RingMismatchError: the ranks are in different steps, or their optimizers have different settings.
+            RingPeerError: a rank does not make the call.
         """
-        if self._backward_calls < self.accumulation_steps:
-            raise RuntimeError(
-                f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients are "
-                "not reduced yet; call backward() once per micro-batch first."
-            )
-        self._step()
+        with self._refusals_told():
+            if self._backward_calls < self.accumulation_steps:
+                raise RuntimeError(
+                    f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients "
+                    "are not reduced yet; call backward() once per micro-batch first."
+                )
+        self._agree("step", {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)})
+        if self._step():
+            self.step_count += 1
+        else:
+            self.skipped_steps += 1
         self._backward_calls = 0
+        self._step_token_count = None
+        self._share_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
-        self.step_count += 1
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
         """Run the framework's backward of one micro-batch."""
 
     @abstractmethod
-    def _step(self) -> None:
-        """Clip to ``max_grad_norm`` if it is given, step the optimizer, and clear the gradients."""
+    def _step(self) -> bool:
+        """Clip to ``max_grad_norm`` if it is given, step the optimizer, and clear the gradients.
+
+        Returns:
+            Whether the parameters were updated: False where the framework skips a step by itself.
+        """
 
     @abstractmethod
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         """Called before each micro-batch's forward, for frameworks that have to know whether to reduce after it."""
 
-    @abstractmethod
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write model, optimizer and step count, all ranks together; whole or not at all."""
+    def save(self, path: StrPath) -> None:
+        """Write model, optimizer and step count, all ranks together; whole or not at all.
 
-    def load(self, path: str | os.PathLike[str]) -> None:
+        Raises:
+            ValueError: there is something else than a checkpoint at ``path``, or the optimizer has settings that could
+                not be loaded again.
+            RuntimeError: rank 0 could not write it, with what it raised; OSError on rank 0.
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        self._agree("save", {"path": os.fspath(path)})
+        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self._saves_a_folder))
+        do_on_all(self._world, "saving a checkpoint", lambda: make_settings_plain(self.optimizer), ValueError)
+        self._share_buffers("save")
+        self._save(path)
+
+    def load(self, path: StrPath) -> None:
         """Read what :meth:`save` wrote, all ranks together.
 
         Raises:
-            ValueError: this is not a whole checkpoint of such a model by this adapter. The parameters may be of either
-                then.
-            OSError: it cannot be read.
+            ValueError: this is not a whole checkpoint of such a model and optimizer by this adapter, on some rank. The
+                model may be partly loaded.
+            OSError: it cannot be read; FileNotFoundError, which is a ValueError too, where there is none.
             RuntimeError: gradients of a step that is not finished would be added to those of the next one.
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        if self._backward_calls:
-            raise RuntimeError(
-                f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
-                "next one; call step() first, since load() undoes it."
+        with self._refusals_told():
+            if self._backward_calls:
+                raise RuntimeError(
+                    f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
+                    "next one; call step() first, since load() undoes it."
+                )
+        self._agree("load", {"path": os.fspath(path)})
+        place = find_checkpoint(self._world, path)
+        if place is None:
+            raise CheckpointNotFoundError(f"path = {os.fspath(path)!r}: there is no checkpoint; save() writes one.")
+        digest = self._read(path, lambda: self._check(place))
+        digests = agree(self._world, "comparing checkpoints", None, [int(digest[:12], 16)])
+        if any(other != digests[0] for other in digests):
+            told = ", ".join(f"rank {rank}: {int(number):012x}" for rank, (number,) in enumerate(digests))
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: the ranks see different checkpoints there ({told}); give a path that is "
+                "the same checkpoint on every host."
             )
-        place = find_checkpoint(path) or path
-        failed = True
-        try:
-            self._load(place)
-            failed = False
-        except Exception as error:  # there are many, by framework and by what is wrong
-            if _is_no_fault_of_a_file(error):
+        self._read(path, lambda: self._load(place))
+
+    def _read(self, path: StrPath, read: Callable[[], Any]) -> Any:
+        """Let every rank read; if one cannot, all raise."""
+
+        def read_here() -> Any:
+            try:
+                return read()
+            except (RingMismatchError, RingPeerError):
                 raise
-            raise ValueError(
-                f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that its "
-                f"save() wrote. {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            if self._loads_alone and dist.is_initialized():
-                self._compare_loads(path, failed)
+            except Exception as error:  # there are many, by framework and by what is wrong
+                if _is_no_fault_of_a_file(error):
+                    raise
+                raise ValueError(
+                    f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
+                    f"its save() wrote. {type(error).__name__}: {error}"
+                ) from error
 
-    def _compare_loads(self, path: str | os.PathLike[str], failed: bool) -> None:
-        """Where every rank reads for itself: all go on from the same step, or none does."""
-        mine = torch.tensor([-1 if failed else self.step_count], device=_world_device())
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        steps = [int(step) for step in everyone]
-        if not failed and len(set(steps)) > 1:
-            told = ", ".join(f"rank {rank}: {'none' if step < 0 else step}" for rank, step in enumerate(steps))
-            raise ValueError(
-                f"path = {os.fspath(path)!r}: the ranks read different steps from it ({told}); give a path that is the "
-                "same checkpoint on every host."
-            )
+        return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
+
+    _saves_a_folder = False
 
     @abstractmethod
-    def _load(self, path: str | os.PathLike[str]) -> None:
-        """Read model, optimizer and step count."""
+    def _save(self, path: StrPath) -> None:
+        """Write model, optimizer, its class and ``step_count``, all ranks together."""
 
     @abstractmethod
+    def _check(self, path: Path) -> str:
+        """Make sure, on this rank and without the others, that a checkpoint is whole and fits; return its digest."""
+
+    @abstractmethod
+    def _load(self, path: Path) -> None:
+        """Read model, optimizer and ``step_count``."""
+
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The whole model's state as CPU tensors, by the model's own names, on every rank."""
+        """The whole model's state as CPU tensors, by the model's own names, on every rank; buffers are rank 0's.
+
+        Raises:
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        self._agree("full_state_dict", {})
+        self._share_buffers("full_state_dict")
+        return self._full_state_dict()
+
+    @abstractmethod
+    def _full_state_dict(self) -> dict[str, Tensor]:
+        """The state, by whatever collectives the framework needs."""
+
+    @property
+    def _optimizer_class(self) -> type:
+        """That of what ``make_optimizer`` made, which the framework may have wrapped."""
+        return type(self.optimizer)
+
+    def _made(self, make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """The user's optimizer; if making it fails on one rank, all raise."""
+        return do_on_all(self._world, "make_optimizer", lambda: make_optimizer(parameters))
+
+    def has_checkpoint(self, path: StrPath) -> bool:
+        """Whether rank 0 sees something at ``path`` that :meth:`load` could read; all ranks make this call."""
+        return find_checkpoint(self._world, path) is not None
+
+    def _describe(self, model: nn.Module) -> dict[str, object]:
+        """What of a model has to be alike on all ranks."""
+        return describe_model(model)
+
+    def _compare_calls_of(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Make sure, before each call of one of these modules, that all ranks call it.
+
+        For frameworks that gather a module's parameters when it is called. Of ranks that call different modules each
+        would compute with a mixture of their parameters, or be ended by a collective of another size.
+        """
+        for name, part in parts:
+            part.register_forward_pre_hook(partial(self._compare_call, name), prepend=True)
+
+    def _compare_call(self, name: str, *_: object) -> None:
+        # A compiled graph has no place for it. What is computed again in a backward was compared in the forward.
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+            return
+        try:
+            agree(self._world, "forward of the model", {"part": name or "all of it"})
+        except RingMismatchError as error:
+            raise RingMismatchError(
+                f"{error} The framework gathers a part's parameters from all ranks when it is called: let every rank "
+                "call the same parts, on no rows if need be; or have them sharded together with what is around them "
+                "(fsdp: leave them out of blocks=; deepspeed: zero_stage=2)."
+            ) from error
+
+    def _agree(self, name: str, fields: Mapping[str, object]) -> None:
+        """Make sure that all ranks make this call, with these fields, at this point of the training."""
+        point = {"step": self.step_count + self.skipped_steps, "backward calls": self._backward_calls}
+        agree(self._world, name, {**point, **fields})
+
+    def _share_buffers(self, name: str) -> None:
+        """Give all ranks rank 0's buffers, of those that a state_dict has: the ranks saw different tokens."""
+        if self._buffers:
+            broadcast(self._world, f"buffers in {name}", [getattr(module, buffer) for module, buffer in self._buffers])
+
+    @contextlib.contextmanager
+    def _refusals_told(self) -> Iterator[None]:
+        """The other ranks hear of an error by which this one refuses a call, and need not wait."""
+        try:
+            yield
+        except (RingMismatchError, RingPeerError):
+            raise
+        except (TypeError, ValueError, RuntimeError) as error:
+            if self._world.agreement is not None:
+                self._world.agreement.refuse(error)
+            raise
 
 
 class ReplicatedTraining(TrainingState):
@@ -190,8 +372,6 @@ class ReplicatedTraining(TrainingState):
     Args:
         wrap: makes a module reduce its gradients over the world, as DistributedDataParallel does.
     """
-
-    _loads_alone = True
 
     def __init__(
         self,
@@ -204,84 +384,85 @@ class ReplicatedTraining(TrainingState):
         mixed_precision: torch.dtype | None = None,
     ) -> None:
         check_mixed_precision(mixed_precision)
-        super().__init__(ring, max_grad_norm, accumulation_steps)
-        self._replica = model
-        self.model = wrap(model)
-        run_under_autocast(self.model, mixed_precision)
-        self.optimizer = make_optimizer(model.parameters())
-        self.divisor = measure_divisor(lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
+        super().__init__(model, ring, max_grad_norm, accumulation_steps)
+        self._replica, self._wrapped = model, under_autocast(model, mixed_precision)
+        self.model = wrap(self._wrapped)
+        self.optimizer = self._made(make_optimizer, model.parameters())
+        self.divisor = measure_divisor(self._world, lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
+        by_itself = ("find_unused_parameters", "static_graph")
+        self._unused = None
+        if self.model is not self._wrapped and not any(getattr(self.model, name, False) for name in by_itself):
+            self._unused = UnusedParameters(list(model.parameters()))
         self._unreduced = contextlib.ExitStack()
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._unreduced.close()
-        if not ends_step and self.model is not self._replica:
+        if not ends_step and self.model is not self._wrapped:
             self._unreduced.enter_context(self.model.no_sync())  # type: ignore[operator]
 
     def _backward(self, loss: Tensor) -> None:
+        if self._unused is not None:
+            self._unused.begin()
         loss.backward()
+        if self._unused is not None and self._backward_calls + 1 == self.accumulation_steps:
+            self._unused.end()
 
-    def _step(self) -> None:
+    def _step(self) -> bool:
+        for parameter in self._replica.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # as of one that some other rank used
+                parameter.grad = torch.zeros_like(parameter)
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._replica.parameters(), self.max_grad_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return True
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        model, optimizer = self._replica.state_dict(), self.optimizer.state_dict()
-        by_first_rank(lambda: save_file({"model": model, "optimizer": optimizer, "step": self.step_count}, path))
+    def _save(self, path: StrPath) -> None:
+        save_states(self, self._replica.state_dict(), self.optimizer.state_dict(), path)
 
-    def _load(self, path: str | os.PathLike[str]) -> None:
-        state = torch.load(path, map_location=device_of(self.model), weights_only=True)
+    def _check(self, path: Path) -> str:
+        return check_file(path)
+
+    def _load(self, path: Path) -> None:
+        state = read_states(path, device_of(self.model), self._optimizer_class)
         self._replica.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         self.step_count = state["step"]
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def _full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._replica.state_dict().items()}
 
 
-def check_mixed_precision(dtype: object) -> None:
-    """Refuse a dtype that no model is trained in mixed precision with.
+def save_states(state: TrainingState, model: MutableMapping[str, Any], optimizer: Any, path: StrPath) -> None:
+    """Let rank 0 write a checkpoint that is one file, from states that only rank 0 need have."""
+
+    def content() -> dict[str, Any]:
+        model.update(without_tensors(model, "the model's state_dict"))
+        return {
+            "model": model,
+            "optimizer": as_plain(optimizer, "the optimizer's state_dict"),
+            "optimizer_class": state._optimizer_class.__name__,
+            "step": state.step_count,
+        }
+
+    save_file(state._world, content, path)
+
+
+def read_states(path: Path, device: torch.device | str, optimizer_class: type) -> dict[str, Any]:
+    """What :func:`save_states` wrote.
 
     Raises:
-        TypeError, ValueError: it is not torch.bfloat16, nor None.
+        ValueError: it is of another optimizer.
     """
-    if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
-    if dtype not in (None, torch.bfloat16):
-        raise ValueError(
-            f"mixed_precision = {dtype}: must be torch.bfloat16 or None; in fp16 the gradients of a mean over all "
-            "tokens of a long sequence underflow."
-        )
+    states: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+    check_optimizer_class(states["optimizer_class"], optimizer_class)
+    return states
 
 
-def run_under_autocast(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Let a model's forward, and with it its backward, compute in ``dtype``; parameters and gradients keep theirs."""
-    if dtype is not None:
-        model.forward = torch.autocast(device_of(model).type, dtype)(model.forward)
-
-
-def by_first_rank(action: Callable[[], None]) -> None:
-    """Let rank 0 alone do something, which is done when this returns; if it fails, raise on every rank."""
-    error: Exception | None = None
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        try:
-            action()
-        except Exception as raised:
-            error = raised
-    failed = torch.tensor([error is not None], dtype=torch.uint8, device=_world_device())
-    if dist.is_initialized():
-        dist.broadcast(failed, src=0)
-    if error is not None:
-        raise error
-    if failed.item():
-        raise RuntimeError("rank 0 could not write the checkpoint; the error that it raises says why.")
-
-
-def save_file(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """``torch.save``, whole or not at all."""
-    replace_file(path, lambda file: torch.save(state, file))
+def check_optimizer_class(saved: str, wanted: type) -> None:
+    if saved != wanted.__name__:
+        raise ValueError(f"it holds the state of a {saved}, and make_optimizer made a {wanted.__name__}")
 
 
 def _is_no_fault_of_a_file(error: Exception) -> bool:
@@ -291,105 +472,10 @@ def _is_no_fault_of_a_file(error: Exception) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
 
 
-def replace_file(path: str | os.PathLike[str], write: Callable[[IO[bytes]], object]) -> None:
-    """Let ``write`` fill a file, which is at ``path`` once it is whole and on the disk."""
-    path = Path(path).resolve()  # of a link, where it leads to
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    with unfinished.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
-
-
-def replace_folder(path: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-    """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
-
-    A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
-    beside, for :func:`find_checkpoint`.
-    """
-    path = Path(path).resolve()
-    unfinished, replaced, discarded = (
-        path.with_name(path.name + ending) for ending in (_UNFINISHED, _REPLACED, _DISCARDED)
-    )
-
-    def clear() -> None:
-        if replaced.exists():
-            os.replace(replaced, discarded if path.exists() else path)
-        for leftover in (unfinished, discarded):
-            _remove(leftover)
-
-    def replace() -> None:
-        if path.exists():
-            os.replace(path, replaced)
-        os.replace(unfinished, path)
-        if replaced.exists():
-            os.replace(replaced, discarded)  # what has the other name is whole
-        _remove(discarded)
-
-    by_first_rank(clear)
-    write(unfinished)
-    if dist.is_initialized():
-        dist.barrier()
-    by_first_rank(replace)
-
-
-def find_checkpoint(path: str | os.PathLike[str]) -> Path | None:
-    """Where rank 0 sees the checkpoint of this name: at ``path``, beside it if a save was killed, or nowhere."""
-    path = Path(path).resolve()
-    places = [path, path.with_name(path.name + _REPLACED)]
-    found = next((index for index, place in enumerate(places) if place.exists()), len(places))
-    of_first = torch.tensor([found], device=_world_device())
-    if dist.is_initialized():
-        dist.broadcast(of_first, src=0)
-    return [*places, None][int(of_first)]
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are."""
-    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-
-
-def _world_device() -> torch.device:
-    """Where the world's process group moves tensors."""
-    needs_gpu = dist.is_initialized() and dist.get_backend() == "nccl"
-    return torch.device("cuda" if needs_gpu else "cpu")
-
-
 def _reduced_by(wrap: Callable[[nn.Module], nn.Module], gradient: float, device: torch.device) -> float:
     """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``."""
-    probe = nn.Linear(1, 1, bias=False, device=device)
-    reducer = wrap(probe)  # has to live until backward, whose hooks are its own
-    reducer(torch.full((1, 1), gradient, device=device)).sum().backward()
-    assert probe.weight.grad is not None
-    return float(probe.weight.grad)
-
-
-def measure_divisor(reduced: Callable[[float], float]) -> float:
-    """What a framework's reducer divides by: send one known gradient per rank through it, and see what comes out.
-
-    Args:
-        reduced: takes this rank's gradient of one parameter, returns what the real reducer makes of it on this rank.
-
-    Raises:
-        RuntimeError: the ranks get different gradients, so that replicas would drift apart.
-    """
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = torch.tensor(reduced(float(rank + 1)), dtype=torch.float64, device=_world_device())
-    everywhere = [mine.clone() for _ in range(world_size)]
-    if world_size > 1:
-        dist.all_gather(everywhere, mine)
-    values = [float(value) for value in everywhere]
-    if max(values) - min(values) > 1e-6 * abs(values[0]):
-        raise RuntimeError(
-            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
-            "apart: it has to reduce over all ranks of data × ring; do not restrict its process group."
-        )
-    return world_size * (world_size + 1) / 2 / values[0]
+    module, x = probe(device, gradient)
+    reducer = wrap(module)  # has to live until backward, whose hooks are its own
+    reducer(x).sum().backward()
+    assert module.weight.grad is not None
+    return float(module.weight.grad)

@@ -6,43 +6,54 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
-from ring_backends.training import find_checkpoint, replace_file, replace_folder
+from ring_backends.checkpoint_files import (
+    MANIFEST,
+    as_plain,
+    check_file,
+    check_folder,
+    check_place,
+    find_checkpoint,
+    read_manifest,
+    replace_file,
+    replace_folder,
+    save_file,
+)
+from ring_backends.ring import Ring
+
+ALONE = Ring()
 
 
-def fill(text: str):
-    def write(folder: Path) -> None:
-        folder.mkdir()
-        (folder / "numbers").write_text(text)
-
-    return write
+def save(path: Path, text: str) -> None:
+    replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
 
 
 def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     for text in ("one", "two"):
-        replace_folder(path, fill(text))
+        save(path, text)
         assert (path / "numbers").read_text() == text
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-    assert find_checkpoint(path) == path
+    assert find_checkpoint(ALONE, path) == path
 
 
 def test_a_link_stays_one(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
-    for name, save in (("folder", lambda path: replace_folder(path, fill("one"))),
-                       ("file", lambda path: replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
+    for name, write in (("folder", lambda path: save(path, "one")),
+                        ("file", lambda path: replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
         link, target = tmp_path / name, tmp_path / "large disk" / name
         link.symlink_to(target)
         for _ in range(2):
-            save(link)
+            write(link)
         assert link.is_symlink()
         assert target.exists()
-        assert find_checkpoint(link) == target
+        assert find_checkpoint(ALONE, link) == target
 
 
 def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
-    replace_folder(path, fill("one"))
+    save(path, "one")
     rename, num_renames = os.replace, 0
 
     def killed(*names: Path) -> None:
@@ -54,16 +65,99 @@ def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(os, "replace", killed)
     with pytest.raises(KeyboardInterrupt):
-        replace_folder(path, fill("two"))
+        save(path, "two")
     monkeypatch.undo()
     assert not path.exists()
-    left = find_checkpoint(path)
+    left = find_checkpoint(ALONE, path)
     assert left is not None
     assert (left / "numbers").read_text() == "one"
-    replace_folder(path, fill("three"))
+    save(path, "three")
     assert (path / "numbers").read_text() == "three"
     assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
-    assert find_checkpoint(tmp_path / "checkpoint") is None
+    assert find_checkpoint(ALONE, tmp_path / "checkpoint") is None
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    pipe, documents, empty = tmp_path / "pipe", tmp_path / "documents", tmp_path / "empty"
+    os.mkfifo(pipe)
+    documents.mkdir()
+    (documents / "thesis").touch()
+    empty.mkdir()
+    for path in (pipe, documents, tmp_path / "link to documents", Path("/dev/null"), Path("/dev/zero")):
+        if path.name.startswith("link"):
+            path.symlink_to(documents)
+        for is_folder in (False, True):
+            with pytest.raises(ValueError, match=f"path = '{path}'"):
+                check_place(path, is_folder=is_folder)
+    check_place(empty, is_folder=True)
+    with pytest.raises(ValueError, match="is a folder"):
+        check_place(empty, is_folder=False)
+
+
+def test_what_lies_where_a_checkpoint_is_written_is_not_removed(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint.unfinished" / "my files").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"checkpoint\.unfinished"):
+        check_place(tmp_path / "checkpoint", is_folder=True)
+
+
+def test_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+    for name in ("nothing", "file"):
+        for is_folder in (False, True):
+            check_place(tmp_path / name, is_folder=is_folder)
+        (tmp_path / "file").touch()
+    save(tmp_path / "folder", "one")
+    check_place(tmp_path / "folder", is_folder=True)
+
+
+def test_a_folder_that_is_not_what_was_written(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    save(path, "one two three")
+    whole = check_folder(ALONE, path)
+    assert read_manifest(path)["step"] == 3
+    (path / "numbers").write_text("one two four")
+    with pytest.raises(ValueError, match="numbers is damaged"):
+        check_folder(ALONE, path)
+    (path / "numbers").unlink()
+    with pytest.raises(ValueError, match="numbers is missing"):
+        check_folder(ALONE, path)
+    save(path, "four")
+    assert check_folder(ALONE, path) != whole
+    (path / MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match=MANIFEST):
+        check_folder(ALONE, path)
+
+
+def test_every_flipped_bit_and_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
+    path, saved = tmp_path / "checkpoint", {"model": {"weight": torch.randn(50)}, "step": 3}
+    save_file(ALONE, lambda: saved, path)
+    whole = path.read_bytes()
+    check_file(path)
+    read = torch.load(path, weights_only=True)
+    assert torch.equal(read["model"]["weight"], saved["model"]["weight"])
+    for index in range(len(whole)):
+        spoiled = bytearray(whole)
+        spoiled[index] ^= 1 << index % 8
+        # But for the two bytes that only say how long the checksum is.
+        if index in range(len(whole) - 73, len(whole) - 71):
+            continue
+        for content in (spoiled, whole[:index]):
+            path.write_bytes(content)
+            with pytest.raises(ValueError, match="checksum"):
+                check_file(path)
+
+
+class OwnNumber:
+    pass
+
+
+def test_numbers_of_numpy_become_plain_and_others_are_refused() -> None:
+    numpy = pytest.importorskip("numpy")
+    state = {"lr": numpy.float64(0.1), "betas": (numpy.float32(0.5), 1), "names": ["a"], "on": True, "x": torch.ones(1)}
+    plain = as_plain(state, "state")
+    assert plain == state
+    assert [type(value) for value in (plain["lr"], *plain["betas"], plain["on"])] == [float, float, int, bool]
+    with pytest.raises(ValueError, match=r"state\['lr'\]\[1\] is a .*OwnNumber"):
+        as_plain({"lr": [0.1, OwnNumber()]}, "state")

@@ -6,10 +6,12 @@ What is marked slow completes matrices of which the rest runs always: every ZeRO
 from __future__ import annotations
 
 import copy
+import math
 import os
 import pickle
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -26,14 +28,17 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends.checkpoint import remember_attention
+from ring_backends.errors import RingMismatchError
 from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.models import OneParameter
 from ring_backends.testing.rings import BY_HOSTS, FOUR, TWO, RingSpec, ring_here, rows_of_ranks
+from ring_backends.testing.saving import SavingTests, save_and_load, sign
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.together import TogetherTests, check_experts, train_experts
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training import (
     Recipe,
@@ -41,7 +46,6 @@ from ring_backends.testing.training import (
     TrainingTests,
     check_moves,
     check_ranks,
-    save_and_load,
     train,
     train_alone,
     train_in_bf16,
@@ -56,6 +60,7 @@ WITHOUT = MappingProxyType(
         "fp64 parameters": _FP32,
         "fp64 clipping": _FP32,
         "another ring size": "DeepSpeed's checkpoints hold the shards of so many ranks",
+        "copies of a wrapped model": "an engine holds process groups",
     }
 )
 SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
@@ -95,23 +100,25 @@ def check_stage(
 
 
 @slow
-class TestZeRO1(TrainingTests):
+class TestZeRO1(TrainingTests, TogetherTests, SavingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
 
 
 @slow
-class TestZeRO2(TrainingTests):
+class TestZeRO2(TrainingTests, TogetherTests, SavingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(2))
 
 
 @slow
-class TestZeRO3(TrainingTests):
+class TestZeRO3(TrainingTests, TogetherTests, SavingTests):
     adapter = ADAPTER
-    without = WITHOUT
+    without = MappingProxyType(
+        {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
+    )
     framework_options = MappingProxyType(zero(3))
 
 
@@ -131,6 +138,44 @@ class TestZeRO:
     def test_clipped_micro_batches(self, world: World, stage: int) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
+    def test_ranks_may_use_different_parameters(self, world: World, stage: int, accumulate: bool) -> None:
+        check_experts(world.run(train_experts, ADAPTER, (8, 10), accumulate, zero(stage)), (8, 10), accumulate)
+
+    def test_ranks_that_call_different_modules_are_told(self, world: World) -> None:
+        for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), False, zero(3)):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "experts.0" in outcome.message, outcome
+            assert "experts.1" in outcome.message, outcome
+
+    def test_ranks_that_use_different_parameters_of_a_module_are_told(self, world: World) -> None:
+        for outcome in world.run_collect(train_two_weights):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "parameters without a gradient" in outcome.message, outcome
+            assert "rank 0: ['weights.1']" in outcome.message, outcome
+            assert "rank 1: ['weights.0']" in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_a_step_with_nan_is_counted_for_what_it_was(self, world: World, stage: int) -> None:
+        for before, counts, told, after in world.run(step_with_nan, zero(stage)):
+            if stage == 0:  # which takes it, as the other adapters do
+                assert counts == (2, 0)
+                assert math.isnan(after)
+                assert told == []
+            else:
+                assert counts == (1, 1)
+                assert after == before
+                assert told in ([], [SKIPPED])
+        assert stage == 0 or world.run(step_with_nan, zero(stage))[0][2] == [SKIPPED]
+
+    @pytest.mark.parametrize("stage", range(4))
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
+        for moved, default in world.run(train_under_default_dtype, zero(stage), dtype):
+            assert moved == 3.0
+            assert default == dtype
 
     def test_training_goes_on_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
@@ -182,6 +227,72 @@ class TestZeRO:
         for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
             assert seen == {torch.bfloat16}
             check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {told_by}")
+
+
+class TwoWeights(nn.Module):
+    """Of which a rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[dist.get_rank() % 2]
+
+
+def train_two_weights() -> None:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, TWO)
+    state = backend.parallelize(TwoWeights(), lambda x: torch.optim.SGD(x, lr=1.0), ring, zero_stage=3)
+    state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
+
+
+SKIPPED = (
+    "DeepSpeed has skipped the step after step 1, since the gradient has a NaN or an infinity: the parameters are as "
+    "before, and step_count stays 1; skipped_steps is 1."
+)
+
+
+def step_with_nan(options: Mapping[str, Any]) -> tuple[float, tuple[int, int], list[str], float]:
+    """The parameter after a step, the counts after one more whose gradient is NaN, what was told, and the parameter."""
+    state = parallelize_here(options)
+    values, told = [], []
+    for gradient in (1.0, math.nan):
+        state.backward(state.loss(state.model(torch.tensor([gradient])).sum(), 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state.step()
+        told += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+        values.append(float(state.full_state_dict()["weight"]))
+    return values[0], (state.step_count, state.skipped_steps), told, values[1]
+
+
+def train_under_default_dtype(options: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    """How far a parameter moves whose gradient is 3, and the default dtype afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        state = parallelize_here(options)
+        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=torch.float32)).sum(), 1))
+        state.step()
+        return -float(state.full_state_dict()["weight"]), torch.get_default_dtype()
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Scalar(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+def parallelize_a_scalar(stage: int) -> Ended:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    return ending(lambda: backend.parallelize(Scalar(), lambda x: torch.optim.SGD(x, lr=1.0), ring, **zero(stage)))
 
 
 HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2), num_heads=4, num_kv_heads=4)
@@ -322,6 +433,13 @@ class TestConfiguration:
         for ended in world.run(parallelize_badly, zero(1, mixed_precision=torch.bfloat16), torch.bfloat16):
             assert ended.is_a(ValueError), ended
             assert "parameter weight of torch.bfloat16" in ended.message
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_a_parameter_of_no_dimension_is_refused_by_name(self, world: World, stage: int) -> None:
+        for ended in world.run(parallelize_a_scalar, stage):
+            assert ended.is_a(ValueError), ended
+            assert "parameter scale of no dimension" in ended.message, ended
+            assert "[1]" in ended.message, ended
 
     def test_an_fp64_model_is_refused(self, world: World) -> None:
         for ended in world.run(parallelize_badly, zero(1), torch.float64):
@@ -479,6 +597,7 @@ def load_a_poisoned_checkpoint(path: str, stage: int, files: str, mark: str) -> 
     for file in Path(path).rglob(files):
         if dist.get_rank() == 0:
             torch.save({**torch.load(file, weights_only=False), "burglar": Burglar(mark)}, file)
+            sign(Path(path))
     dist.barrier()
     return ending(lambda: state.load(path))
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -393,6 +394,7 @@ def step_on_gpu(trainer: Trainer, step: int) -> None:
 
 class TestFairScale(AdapterTests):
     adapter = ADAPTER
+    without = MappingProxyType({"copies of a wrapped model": "ShardedDataParallel holds a process group"})
 
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
     @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)

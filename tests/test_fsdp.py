@@ -34,23 +34,23 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ring_backends.checkpoint import keep_attention
-from ring_backends.testing import training
+from ring_backends.errors import RingMismatchError
+from ring_backends.testing import together, training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.models import Block, OneParameter, make_model
+from ring_backends.testing.models import Block, Experts, OneParameter, make_model
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
+from ring_backends.testing.saving import SavingTests, Stretch, five_steps, load_and_go_on
 from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.together import TogetherTests, check_experts, train_experts
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training import (
     Recipe,
     State,
-    Stretch,
     Trainer,
     TrainingTests,
     check_moves,
     check_ranks,
-    five_steps,
-    load_and_go_on,
     train,
     train_alone,
 )
@@ -60,6 +60,7 @@ pytest.importorskip("numpy")  # which the adapter needs
 
 from ring_backends.adapters import fsdp
 from ring_backends.adapters.fsdp_sharding import Strategy
+from ring_backends.checkpoint_files import MANIFEST
 
 ADAPTER = "ring_backends.adapters.fsdp"
 STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
@@ -67,18 +68,22 @@ STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
+COPIES = {"copies of a wrapped model": "FSDP's modules refuse it"}
+
+
 class TestFSDP(AdapterTests):
     adapter = ADAPTER
+    without = MappingProxyType(COPIES)
 
 
 @pytest.mark.slow
-class TestHSDP(TrainingTests):
+class TestHSDP(TrainingTests, TogetherTests, SavingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
 
 
 @pytest.mark.slow
-class TestFSDP1(TrainingTests):
+class TestFSDP1(TrainingTests, TogetherTests, SavingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
     without = MappingProxyType(
@@ -97,6 +102,27 @@ def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model
     ring = ring_here(ADAPTER, rings)
     assert ring is not None
     return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))
+
+
+@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
+def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None:
+    by_rank = world.run(train_experts, ADAPTER, (8, 10), False, {"strategy": strategy})
+    check_experts(by_rank, (8, 10), accumulate=False)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_that_call_different_blocks_are_told(world: World, strategy: str) -> None:
+    for outcome in world.run_collect(train_experts_as_blocks, strategy):
+        assert outcome.raised(RingMismatchError), outcome
+        assert "experts.0" in outcome.message, outcome
+        assert "experts.1" in outcome.message, outcome
+        assert "leave them out of blocks=" in outcome.message, outcome
+
+
+def train_experts_as_blocks(strategy: str) -> None:
+    """Every expert is sharded by itself, and gathered when it is called."""
+    with mock.patch.object(together, "BlocksOfExperts", Experts):
+        train_experts(ADAPTER, (8, 10), False, {"strategy": strategy})
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
@@ -467,6 +493,7 @@ def save_over(path: str, leftover: str) -> list[str]:
             Path(path).write_text("a checkpoint of another kind")
         else:
             (Path(path + leftover) / "inside").mkdir(parents=True)
+            Path(path + leftover, MANIFEST).touch()
     dist.barrier()
     trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
     trainer.state.save(path)

@@ -8,6 +8,7 @@ of which 0 means "absent"), and shares no code with the package.
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_atten
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.cli import app
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
-from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.errors import SHORT, Ended, ending
+from ring_backends.testing.rings import TWO, new_ring, ring_here
 from ring_backends.testing.world import World
 
 EMBED_DIM, FFN_DIM, LAYERS, VOCABULARY, POSITIONS = 24, 40, 2, 19, 80
@@ -464,6 +465,22 @@ def test_the_other_rank_is_told(pair: World) -> None:
     assert "x has shape" in told.message
 
 
+def layers_in_another_order() -> Ended:
+    """Attention of the layers, which all are of one shape: in order, and then backwards on rank 1."""
+    ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
+    assert ring is not None
+    layers, x = list(make("encoder", ring=ring).layers), ring.shard(inputs("encoder", 20))
+    for layer in layers:
+        layer.self_attn(x)
+    return ending(lambda: [layer.self_attn(x) for layer in (layers[::-1] if ring.rank == 1 else layers)])
+
+
+def test_layers_are_told_from_each_other(pair: World) -> None:
+    for ended in pair.run(layers_in_another_order):
+        assert ended.is_a(RingMismatchError), ended
+        assert "order of calls" in ended.message, ended
+
+
 # convert
 
 
@@ -526,12 +543,19 @@ def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
         reference("decoder", 4, 37),
     )
     options = ("--kind", "decoder", "--scale-embedding", "--activation", "relu", "--layer-norm-eps", "0.1")
-    done = convert(target, again, "--num-heads", 3, *options)
+    done = convert(source, again, "--num-heads", 3, *options)
     assert done.exit_code == 0, done.stderr
     model = LongNetDecoder.from_checkpoint(again, attention(), dtype=torch.float32)
     assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(EMBED_DIM))
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
+    # What it has written it converts to the same, and to nothing else: the number of heads is not in the tensors.
+    assert convert(target, tmp_path / "the same.pt", "--num-heads", 4).exit_code == 0
+    for changed in (["--num-heads", 3], ["--num-heads", 4, "--activation", "relu"]):
+        refused = convert(target, tmp_path / "another.pt", *changed)
+        assert refused.exit_code == 2
+        assert f"{changed[-2]}: {changed[-2][2:].replace('-', '_')} = " in refused.stderr
+        assert "is what `convert` has written" in refused.stderr
 
 
 def test_convert_writes_only_what_was_converted(tmp_path: Path) -> None:

@@ -83,8 +83,9 @@ def convert_command(
             if name.startswith(found_prefix)
         }
         left += [name for name in tensors if not name.startswith(found_prefix)]
+        before = _converted_before(source)
         said = {
-            "kind": kind or _kind_of(found_prefix, state_dict),
+            "kind": kind or before.get("kind") or _kind_of(found_prefix, state_dict),
             "segment_lengths": None if branches is None else branches[0],
             "dilation_rates": None if branches is None else branches[1],
             "num_heads": num_heads,
@@ -92,6 +93,7 @@ def convert_command(
             "activation": activation,
             "layer_norm_eps": layer_norm_eps,
         }
+        _check_as_before(source, said, before)
         said |= _checked_sizes(said, state_dict)
         _write(target, {"longnet": said, "model": state_dict})
         _show(target, found_prefix, said, state_dict, left)
@@ -118,6 +120,25 @@ def _check_paths(source: Path, target: Path, force: bool) -> None:
         raise ValueError(f"target = {str(target)!r}: is a directory, or SOURCE itself; give another file.")
     if target.exists() and not force:
         raise ValueError(f"target = {str(target)!r}: is there already; give another file, or --force.")
+
+
+def _converted_before(source: Path) -> Mapping[str, Any]:
+    """What `convert` has said of the model in a file that it has written; nothing of others."""
+    from ring_backends.longnet_checkpoint import load_tensors
+
+    found = load_tensors(source)
+    before = found.get("longnet") if isinstance(found, Mapping) else None
+    return before if isinstance(before, Mapping) else {}
+
+
+def _check_as_before(source: Path, said: Mapping[str, Any], before: Mapping[str, Any]) -> None:
+    """Refuse what contradicts the source, where `convert` has written that too."""
+    for name in ("num_heads", "kind", "activation", "layer_norm_eps", "scale_embedding"):
+        if name in before and before[name] != said[name]:
+            raise ValueError(
+                f"{name} = {said[name]!r}: {source} is what `convert` has written, with {before[name]!r}; give the "
+                "same, or convert torchscale's own checkpoint."
+            )
 
 
 def _tensors_in(source: Path) -> tuple[Mapping[str, Tensor], list[str]]:
@@ -187,7 +208,7 @@ def _checked_sizes(said: Mapping[str, Any], state_dict: Mapping[str, Tensor]) ->
 def _write(target: Path, found: dict[str, Any]) -> None:
     import torch
 
-    from ring_backends.training import replace_file
+    from ring_backends.checkpoint_files import replace_file
 
     replace_file(target, lambda file: torch.save(found, file))
 

@@ -26,12 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional as F
 
+from ring_backends.checkpoint_files import replace_file
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.model import LongNetLM
 from ring_backends.cli.train import TrainOptions
+from ring_backends.collectives import agree
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
-from ring_backends.training import find_checkpoint, replace_file
+from ring_backends.rendezvous import ring_of_the_world
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
@@ -70,6 +72,7 @@ class Trainer:
         self.options, self.ring, self.device = options, ring, device
         self.document = options.document()
         self.world_size = ring.size * ring.data_size
+        self.world = ring_of_the_world(ring)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.dtype = training_dtype(options.dtype, device.torch)
@@ -197,12 +200,7 @@ class Trainer:
 
     def _gather(self, *values: float) -> list[list[float]]:
         """The values of every rank, by global rank. fp64 holds a loss and any byte count up to 2⁵³."""
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device.torch)
-        if self.world_size == 1:
-            return [list(values)]
-        every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(every, mine)
-        return [row.tolist() for row in every]
+        return agree(self.world, "train", None, values)
 
     # Checkpoints: the adapter's own, and beside it what the run was asked to do.
 
@@ -231,7 +229,7 @@ class Trainer:
             if path.exists():
                 self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")
             return
-        if find_checkpoint(path) is None:
+        if not self.state.has_checkpoint(path):
             self.console.print(f"{path} is not there yet: training starts at step 1.")
             return
         if not _options_path(path).exists():

@@ -1,22 +1,24 @@
-"""Copies: of attention modules, whose calls are told from the original's."""
+"""Copies: of attention modules, whose calls are told from the original's, and of models in mixed precision."""
 
 from __future__ import annotations
 
 import copy
+import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import A_MOMENT, SHORT, Ended, ending
-from ring_backends.testing.rings import FOUR, new_ring
+from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -72,6 +74,36 @@ def copy_on_one_rank(adapter: str) -> Tensor:
     return out
 
 
+def _saved_and_loaded(model: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+MODEL_COPIES: dict[str, Callable[[nn.Module], Any]] = {
+    "deep": copy.deepcopy,
+    "averaged": lambda model: AveragedModel(model).module,
+    "saved": _saved_and_loaded,
+}
+
+
+def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[float, torch.dtype, list[str]]:
+    """What a copy of a model gives after the original's weights have become another, and the names in the copy."""
+    model = nn.Linear(4, 1)
+    nn.init.ones_(model.weight)
+    nn.init.zeros_(model.bias)
+    options = {**options, "mixed_precision": torch.bfloat16}
+    state = backend(adapter).parallelize(
+        model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(adapter, TWO), **options
+    )
+    copied = MODEL_COPIES[how](state.model)
+    with torch.no_grad():
+        nn.init.zeros_(model.weight)
+        out = copied(torch.ones(1, 4))
+    return float(out), out.dtype, sorted(name.rpartition(".")[2] for name, _ in copied.named_parameters())
+
+
 class CopyTests(AdapterSuite):
     @pytest.mark.parametrize("how", COPIES)
     def test_copies_of_a_module_are_told_apart(self, world: World, how: str) -> None:
@@ -85,3 +117,11 @@ class CopyTests(AdapterSuite):
     def test_a_copy_on_one_rank_is_its_own_business(self, world: World) -> None:
         outs = world.run(copy_on_one_rank, self.adapter)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
+
+    @requires("training", "mixed precision", "copies of a wrapped model")
+    @pytest.mark.parametrize("how", MODEL_COPIES)
+    def test_a_copy_in_mixed_precision_has_its_own_weights(self, world: World, how: str) -> None:
+        for value, dtype, names in world.run(copy_a_model, self.adapter, how, dict(self.framework_options)):
+            assert value == 4.0
+            assert dtype == torch.bfloat16
+            assert names == ["bias", "weight"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,54 @@ class OddModel(nn.Module):
         attended = self.attention(query, key, value, is_causal=True, seq_len=seq_len)
         logits: Tensor = self.get_submodule("the head")(attended.flatten(-2) * self.module_scale)
         return logits
+
+
+class Experts(nn.Module):
+    """Adds to its rows, of width 4, what one of its experts makes of them, or nothing; one parameter is never used."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4)) for width in widths
+        )
+        self.unused = nn.Parameter(torch.empty(3))
+
+    def forward(self, x: Tensor, expert: int | None) -> Tensor:
+        normal: Tensor = self.norm(x)
+        return x + normal if expert is None else x + self.experts[expert](normal)
+
+
+class BlocksOfExperts(nn.Module):
+    """Rows of width 4 to one number each, by two blocks that use the same expert of theirs."""
+
+    def __init__(self, widths: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts(widths) for _ in range(2))
+        self.out = nn.Linear(4, 1)
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+
+    def forward(self, x: Tensor, expert: int | None) -> Tensor:
+        for block in self.blocks:
+            x = block(x, expert)
+        y: Tensor = self.out(x)
+        return y
+
+
+class Normalized(nn.Module):
+    """Has running statistics, which a state_dict has, and a buffer that it does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.out = nn.Linear(4, 1)
+        self.register_buffer("own", torch.zeros(2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.out(self.norm(x))
+        return y
 
 
 class OneParameter(nn.Module):

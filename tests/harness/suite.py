@@ -19,7 +19,9 @@ from ring_backends.testing.gradients import GradientTests
 from ring_backends.testing.layouts import LayoutTests
 from ring_backends.testing.leaving import LeavingTests
 from ring_backends.testing.numbers import NumberTests
+from ring_backends.testing.saving import SavingTests
 from ring_backends.testing.soak import SoakTests
+from ring_backends.testing.together import TogetherTests
 from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.training import TrainingTests
 
@@ -29,6 +31,8 @@ class AdapterTests(
     CommandTests,
     CompileTests,
     TrainingTests,
+    TogetherTests,
+    SavingTests,
     CopyTests,
     SoakTests,
     FaultTests,

@@ -5,14 +5,9 @@ Gradients are read off steps of plain SGD, so that nothing is asked of a framewo
 
 from __future__ import annotations
 
-import os
-import pickle
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -278,47 +273,6 @@ def step_too_early(adapter: str, options: Mapping[str, Any]) -> Ended:
     return ending(trainer.state.step)
 
 
-class Stretch(NamedTuple):
-    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
-
-    step_count: int
-    losses: list[float]
-    state: State
-
-
-def five_steps(trainer: Trainer) -> Stretch:
-    step_count = trainer.state.step_count
-    losses = [trainer.step(step) for step in range(step_count, step_count + 5)]
-    return Stretch(step_count, losses, trainer.state.full_state_dict())
-
-
-def save_and_load(
-    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
-) -> tuple[Stretch, Stretch]:
-    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
-    for step in range(2):
-        trainer.step(step)
-    trainer.state.save(path)
-    uninterrupted = five_steps(trainer)
-    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
-
-
-def load_and_go_on(
-    adapter: str,
-    rings: RingSpec,
-    recipe: Recipe,
-    path: str,
-    options: Mapping[str, Any],
-    batches_of: RingSpec | None = None,
-) -> Stretch:
-    """The five steps after a checkpoint, in a run that began elsewhere."""
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
-    trainer.step(7)
-    trainer.state.load(path)
-    return five_steps(trainer)
-
-
 def train_and_evaluate(
     adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any], evaluate: bool
 ) -> list[State]:
@@ -342,67 +296,6 @@ def train_and_evaluate(
         trainer.state.step()
         states.append(trainer.state.full_state_dict())
     return states
-
-
-def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
-    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
-    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
-    trainer.state.save(path)
-    saved = trainer.state.full_state_dict()
-    ((tokens, labels),) = trainer.micro_batches(0)
-    trainer.state.backward(trainer.loss(tokens, labels, None))
-    refused = ending(lambda: trainer.state.load(path))
-    trainer.state.step()
-    trainer.state.load(path)
-    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
-
-
-class _Intruder:
-    """Makes a directory where it is unpickled."""
-
-    def __init__(self, directory: str) -> None:
-        self.directory = directory
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (self.directory,)
-
-
-SPOILED = ("cut off", "text", "a pickle that acts", "a torch file that acts")
-
-
-def spoil(path: Path, how: str, made: str) -> None:
-    """Spoil all files of a checkpoint but those by which it is found."""
-    for file in [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]:
-        if file.name == "latest":
-            continue
-        if how == "cut off":
-            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-        elif how == "text":
-            file.write_text("This is no checkpoint.")
-        elif how == "a pickle that acts":
-            file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
-        else:
-            with file.open("wb") as opened:
-                torch.save({"model": _Intruder(made)}, opened)
-
-
-def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
-    """Loading spoiled checkpoints, and a whole one after them: whether its parameters came back."""
-    trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
-    trainer.step(0)
-    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
-    trainer.state.save(whole)
-    endings = []
-    for how in SPOILED:
-        path = Path(folder, how)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
-            spoil(path, how, str(Path(folder, f"made by {how}")))
-        dist.barrier()
-        endings.append(ending(partial(trainer.state.load, path)))
-    trainer.state.load(whole)
-    return endings, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
 
 
 def reduced_and_promised(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
@@ -534,26 +427,6 @@ class TrainingTests(AdapterSuite):
             assert unknown.is_a(ValueError), unknown
             assert "step_token_count" in unknown.message, unknown
 
-    @requires("training", "save and load")
-    @every_precision
-    @pytest.mark.parametrize(
-        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
-    )
-    def test_training_goes_on_from_a_checkpoint(
-        self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
-    ) -> None:
-        recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
-        path = str(tmp_path / "checkpoint")
-        options = dict(self.framework_options)
-        for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
-            assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
-            assert resumed.losses == uninterrupted.losses
-            assert len(set(resumed.losses)) == 5
-            assert list(resumed.state) == list(uninterrupted.state)
-            for name, tensor in uninterrupted.state.items():
-                assert torch.equal(resumed.state[name], tensor), name
-        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-
     @requires("training", "mixed precision")
     @pytest.mark.parametrize("rings", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
     def test_bf16(self, world: World, rings: RingSpec) -> None:
@@ -575,33 +448,6 @@ class TrainingTests(AdapterSuite):
             for state, other in zip(plain, evaluated, strict=True):
                 for name, tensor in state.items():
                     assert torch.equal(other[name], tensor), f"{name} is off by {(other[name] - tensor).abs().max()}"
-
-    @requires("training", "save and load")
-    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
-        options = dict(self.framework_options)
-        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
-            assert refused.is_a(RuntimeError), refused
-            assert "load() after 1 backward calls" in refused.message
-            assert restored
-
-    @requires("training", "save and load")
-    def test_what_is_no_whole_checkpoint_is_refused_and_runs_nothing(self, world: World, tmp_path: Path) -> None:
-        for endings, restored in world.run(load_spoiled, self.adapter, str(tmp_path), dict(self.framework_options)):
-            for how, ended in zip(SPOILED, endings, strict=True):
-                assert ended.is_a(ValueError), (how, ended)
-                assert f"path = '{tmp_path / how}'" in ended.message, ended
-            assert restored
-        assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
-
-    @requires("training", "save and load", "another ring size")
-    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
-        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
-        uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
-        elsewhere = replace(recipe, seed=99)
-        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
-            assert resumed.step_count == 2
-            assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 
     @requires("training")
     @pytest.mark.parametrize("name", BAD_OPTIONS)

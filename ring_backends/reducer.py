@@ -1,0 +1,172 @@
+"""What a framework's reducer does to gradients: what it divides by, and what it needs of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+
+from ring_backends.collectives import agree
+from ring_backends.ring import Ring
+
+
+def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
+    """What a framework's reducer divides by: send one known gradient per rank through it, and see what comes out.
+
+    Args:
+        world: all ranks.
+        reduced: takes this rank's gradient of one parameter, returns what the real reducer makes of it on this rank.
+
+    Raises:
+        RuntimeError: the ranks get different gradients, so that replicas would drift apart.
+    """
+    values = [value for (value,) in agree(world, "measure_divisor", None, [reduced(float(world.rank + 1))])]
+    if not max(values) - min(values) <= 1e-6 * abs(values[0]):
+        raise RuntimeError(
+            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
+            "apart: it has to reduce over all ranks of data × ring; do not restrict its process group."
+        )
+    return world.size * (world.size + 1) / 2 / values[0]
+
+
+def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
+    """A module of one weight, which is 0, and an input for which the gradient of the output's sum is ``gradient``.
+
+    In fp32 whatever the default dtype is: a lower one may not hold the number of ranks.
+    """
+    module = nn.Linear(1, 1, bias=False, device=device, dtype=torch.float32)
+    nn.init.zeros_(module.weight)
+    return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
+
+
+def parameters_behind(loss: Tensor) -> set[int]:
+    """The ids of the parameters that a backward of ``loss`` reaches, by its graph.
+
+    What is computed again in a backward, as by reentrant checkpointing, is not in the graph.
+    """
+    found, seen = set(), set()
+    left = [loss.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        left += [following for following, _ in node.next_functions]
+    return found
+
+
+class UnusedParameters:
+    """Hands a reducer that waits for every parameter those that a backward did not reach.
+
+    DistributedDataParallel reduces in hooks of the backward. Where a rank leaves out a parameter, such as that of an
+    expert to which none of the rank's tokens went, it would never end.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._reached: set[int] = set()
+        # Hooks of these nodes, and not of the tensors: a reducer's run for an undefined gradient too.
+        self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]
+        for index, node in enumerate(self._nodes):
+            node.register_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[..., None]:
+        def reached(*_: object) -> None:
+            self._reached.add(index)
+
+        return reached
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self._reached.clear()
+
+    def end(self) -> None:
+        """After it: run the hooks of the parameters that it has not reached, with no gradient."""
+        unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
+        if unused:
+            _Nothing.apply(*unused).backward()  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    """Depends on some parameters, to none of which it gives a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        ctx.num_parameters = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
+        num_parameters: int = ctx.num_parameters
+        return (None,) * num_parameters
+
+
+class GradientsTogether(torch.autograd.Function):
+    """A loss with the same gradients, which come when all of them are there: of all parameters, and in their order.
+
+    ``GradientsTogether.apply([loss], *parameters)``; a parameter that ``loss`` does not depend on gets 0. For reducers
+    that take gradients as they come, and would mix them up where they come otherwise on another rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.loss, ctx.parameters = loss, parameters
+        return loss[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Through the graph behind the loss, which in here runs no hook of a parameter.
+        gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
+        pairs = zip(gradients, ctx.parameters, strict=True)
+        return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
+
+
+class Autocast(nn.Module):
+    """Runs a module under autocast, and with its forward the backward; parameters and gradients keep their dtype.
+
+    A module around the other, and not another ``forward`` of it, so that it can be copied and pickled.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_of(self.module).type, self.dtype):
+            return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def under_autocast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module, under autocast unless ``dtype`` is None."""
+    return module if dtype is None else Autocast(module, dtype)
+
+
+def check_mixed_precision(dtype: object) -> None:
+    """Refuse a dtype that no model is trained in mixed precision with.
+
+    Raises:
+        TypeError, ValueError: it is not torch.bfloat16, nor None.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f"mixed_precision = {dtype}: must be torch.bfloat16 or None; in fp16 the gradients of a mean over all "
+            "tokens of a long sequence underflow."
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

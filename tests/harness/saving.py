@@ -1,0 +1,380 @@
+"""Checkpoints: training goes on from one as if nothing had been, and what is none is refused on every rank.
+
+Whatever is wrong with a checkpoint, and on whichever rank it shows, no rank goes on from it alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends.checkpoint_files import MANIFEST
+from ring_backends.errors import RingMismatchError
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
+from ring_backends.testing.training import Precision, Recipe, State, Trainer, every_precision
+from ring_backends.testing.world import World
+
+ODD_RANK = 1
+ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+
+
+class Stretch(NamedTuple):
+    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
+
+    step_count: int
+    losses: list[float]
+    state: State
+
+
+def five_steps(trainer: Trainer) -> Stretch:
+    step_count = trainer.state.step_count
+    losses = [trainer.step(step) for step in range(step_count, step_count + 5)]
+    return Stretch(step_count, losses, trainer.state.full_state_dict())
+
+
+def save_and_load(
+    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
+) -> tuple[Stretch, Stretch]:
+    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
+    for step in range(2):
+        trainer.step(step)
+    trainer.state.save(path)
+    uninterrupted = five_steps(trainer)
+    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
+
+
+def load_and_go_on(
+    adapter: str,
+    rings: RingSpec,
+    recipe: Recipe,
+    path: str,
+    options: Mapping[str, Any],
+    batches_of: RingSpec | None = None,
+) -> Stretch:
+    """The five steps after a checkpoint, in a run that began elsewhere."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
+    trainer.step(7)
+    trainer.state.load(path)
+    return five_steps(trainer)
+
+
+def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
+    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
+    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
+    trainer.state.save(path)
+    saved = trainer.state.full_state_dict()
+    ((tokens, labels),) = trainer.micro_batches(0)
+    trainer.state.backward(trainer.loss(tokens, labels, None))
+    refused = ending(lambda: trainer.state.load(path))
+    trainer.state.step()
+    trainer.state.load(path)
+    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+
+
+class _Intruder:
+    """Makes a directory where it is unpickled."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.directory,)
+
+
+SPOILED = ("cut off", "text", "cut off and signed", "text and signed", "a pickle that acts", "a torch file that acts")
+"""What is signed has the right checksums, as who wants to deceive would give it."""
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    files = [checkpoint] if checkpoint.is_file() else [file for file in checkpoint.rglob("*") if file.is_file()]
+    return sorted(files)
+
+
+def spoil(path: Path, how: str, made: str) -> None:
+    """Spoil all files of a checkpoint but those by which it is found."""
+    is_signed = how.endswith(("signed", "acts"))
+    for file in files_of(path):
+        if file.name == "latest" or (is_signed and file.name == MANIFEST):
+            continue
+        if how.startswith("cut off"):
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+        elif how.startswith("text"):
+            file.write_text("This is no checkpoint.")
+        elif how == "a pickle that acts":
+            file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
+        else:
+            with file.open("wb") as opened:
+                torch.save({"model": _Intruder(made)}, opened)
+    if is_signed:
+        sign(path)
+
+
+def sign(path: Path) -> None:
+    """Give a checkpoint the checksums of what is in it."""
+    if path.is_file():
+        content = path.read_bytes().removesuffix(b"\0\0")
+        comment = b"sha256=" + hashlib.sha256(content).hexdigest().encode()
+        path.write_bytes(content + len(comment).to_bytes(2, "little") + comment)
+    elif (path / MANIFEST).is_file():
+        manifest = json.loads((path / MANIFEST).read_text())
+        for name in manifest["sha256"]:
+            manifest["sha256"][name] = hashlib.sha256((path / name).read_bytes()).hexdigest()
+        (path / MANIFEST).write_text(json.dumps(manifest))
+
+
+def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
+    """Loading spoiled checkpoints, and a whole one after them: whether its parameters came back."""
+    trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
+    trainer.step(0)
+    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
+    trainer.state.save(whole)
+    endings = []
+    for how in SPOILED:
+        path = Path(folder, how)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
+            spoil(path, how, str(Path(folder, f"made by {how}")))
+        dist.barrier()
+        endings.append(ending(partial(trainer.state.load, path)))
+    trainer.state.load(whole)
+    return endings, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+
+
+def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:
+    """Save with a setting of another kind, on one rank alone or on all; the settings that are loaded then; whether
+    there is a checkpoint."""
+    import numpy
+
+    settings: dict[str, Any] = {"number of NumPy": numpy.float64(0.25), "object": object(), "object on one rank": 0.25}
+    setting = object() if "one rank" in kind and dist.get_rank() == ODD_RANK else settings[kind]
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    trainer.step(0)
+    name = "lr" if kind == "number of NumPy" else "decay"
+    for group in trainer.state.optimizer.param_groups:
+        group[name] = setting
+    ended = ending(lambda: trainer.state.save(path))
+    dist.barrier()
+    if ended.error != "no error":
+        return ended, [], Path(path).exists()
+    resumed = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    resumed.state.load(path)
+    return ended, [group[name] for group in resumed.state.optimizer.param_groups], Path(path).exists()
+
+
+def load_another_optimizer(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    trainer.step(0)
+    trainer.state.save(path)
+    other = Trainer(adapter, TWO, "contiguous", replace(ADAM, optimizer="momentum"), options)
+    return ending(lambda: other.state.load(path))
+
+
+def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[dict[str, Ended], set[int], bool]:
+    """Loading with one bit of one file flipped, or with one file missing; the step counts after that; and a whole one
+    after all of them."""
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    trainer.step(0)
+    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
+    trainer.state.save(whole)
+    names = [file.relative_to(whole) for file in files_of(whole)]
+    endings, counts = {}, set()
+    for name in names:
+        for how in ("damaged", "missing") if whole.is_dir() else ("damaged",):
+            path = Path(folder, "copy")
+            dist.barrier()
+            if dist.get_rank() == 0:
+                (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
+                harm(path / name if whole.is_dir() else path, how)
+            dist.barrier()
+            fresh = Trainer(adapter, TWO, "contiguous", replace(ADAM, seed=7), options)
+            endings[f"{name} {how}"] = ending(partial(fresh.state.load, path))
+            counts.add(fresh.state.step_count)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    trainer.state.load(whole)
+    restored = all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+    return endings, counts, restored
+
+
+def harm(file: Path, how: str) -> None:
+    if how == "missing":
+        file.unlink()
+        return
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+PLACES = ("pipe", "device", "folder with a thesis")
+
+
+def save_over(adapter: str, folder: str, what: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
+    """Save where something else is; and whether that is still there."""
+    path = Path(folder, what)
+    if dist.get_rank() == 0:
+        if what == "pipe":
+            os.mkfifo(path)
+        elif what == "device":
+            os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, 3))
+        else:
+            path.mkdir()
+            (path / "thesis").touch()
+    dist.barrier()
+    kind = stat.S_IFMT(path.stat().st_mode)
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    ended = ending(lambda: trainer.state.save(path))
+    dist.barrier()
+    return ended, stat.S_IFMT(path.stat().st_mode) == kind and (kind != stat.S_IFDIR or (path / "thesis").is_file())
+
+
+def load_from_own_folders(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, int]:
+    """Two checkpoints of different steps, one of which lies where the odd rank looks; and paths of different names."""
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    for step, name in enumerate(("usual", "odd")):
+        trainer.step(step)
+        trainer.state.save(Path(folder, name, "checkpoint"))
+    fresh = Trainer(adapter, TWO, "contiguous", replace(ADAM, seed=7), options)
+    here = Path(folder, "odd" if dist.get_rank() == ODD_RANK else "usual")
+    by_name = ending(lambda: fresh.state.load(here / "checkpoint"))
+    before = Path.cwd()
+    os.chdir(here)
+    try:
+        return by_name, ending(lambda: fresh.state.load("checkpoint")), fresh.state.step_count
+    finally:
+        os.chdir(before)
+
+
+def load_nothing(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    return ending(lambda: trainer.state.load(path))
+
+
+class SavingTests(AdapterSuite):
+    @requires("training", "save and load")
+    @every_precision
+    @pytest.mark.parametrize(
+        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
+    )
+    def test_training_goes_on_from_a_checkpoint(
+        self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
+    ) -> None:
+        recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
+        path = str(tmp_path / "checkpoint")
+        options = dict(self.framework_options)
+        for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
+            assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
+            assert resumed.losses == uninterrupted.losses
+            assert len(set(resumed.losses)) == 5
+            assert list(resumed.state) == list(uninterrupted.state)
+            for name, tensor in uninterrupted.state.items():
+                assert torch.equal(resumed.state[name], tensor), name
+        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+    @requires("training", "save and load")
+    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
+        options = dict(self.framework_options)
+        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
+            assert refused.is_a(RuntimeError), refused
+            assert "load() after 1 backward calls" in refused.message
+            assert restored
+
+    @requires("training", "save and load")
+    def test_what_is_no_whole_checkpoint_is_refused_and_runs_nothing(self, world: World, tmp_path: Path) -> None:
+        for endings, restored in world.run(load_spoiled, self.adapter, str(tmp_path), dict(self.framework_options)):
+            for how, ended in zip(SPOILED, endings, strict=True):
+                assert ended.is_a(ValueError), (how, ended)
+                assert f"path = '{tmp_path / how}'" in ended.message, ended
+            assert restored
+        assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
+
+    @requires("training", "save and load", "another ring size")
+    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
+        uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
+        elsewhere = replace(recipe, seed=99)
+        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
+            assert resumed.step_count == 2
+            assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
+
+    @requires("training", "save and load")
+    @pytest.mark.parametrize("kind", ["number of NumPy", "object", "object on one rank"])
+    def test_what_is_saved_can_be_loaded(self, world: World, tmp_path: Path, kind: str) -> None:
+        pytest.importorskip("numpy")
+        path = str(tmp_path / "checkpoint")
+        for ended, settings, exists in world.run(
+            save_a_setting, self.adapter, path, kind, dict(self.framework_options)
+        ):
+            if kind == "number of NumPy":
+                assert ended.error == "no error", ended
+                assert {(setting, type(setting)) for setting in settings} == {(0.25, float)}
+            else:
+                assert ended.is_a(ValueError), ended
+                assert "param_groups[0]['decay'] is a builtins.object" in ended.message, ended
+            assert exists == (kind == "number of NumPy")
+
+    @requires("training", "save and load")
+    def test_the_state_of_another_optimizer_is_refused(self, world: World, tmp_path: Path) -> None:
+        path = str(tmp_path / "checkpoint")
+        for ended in world.run(load_another_optimizer, self.adapter, path, dict(self.framework_options)):
+            assert ended.is_a(ValueError), ended
+            assert f"path = '{path}'" in ended.message, ended
+            assert "state of a Adam" in ended.message, ended
+            assert "made a SGD" in ended.message, ended
+
+    @requires("training", "save and load")
+    def test_damage_is_told_to_every_rank(self, world: World, tmp_path: Path) -> None:
+        by_rank = world.run(load_damaged, self.adapter, str(tmp_path), dict(self.framework_options), timeout=240)
+        for endings, counts, restored in by_rank:
+            for what, ended in endings.items():
+                assert ended.is_a(ValueError), (what, ended)
+                assert str(tmp_path / "copy") in ended.message, (what, ended)
+            assert counts == {0}
+            assert restored
+
+    @requires("training", "save and load")
+    @pytest.mark.parametrize("what", PLACES)
+    def test_nothing_but_a_checkpoint_is_replaced(self, world: World, tmp_path: Path, what: str) -> None:
+        if what == "device" and os.geteuid() != 0:
+            pytest.skip("only root makes device nodes")
+        for ended, is_there in world.run(save_over, self.adapter, str(tmp_path), what, dict(self.framework_options)):
+            assert ended.error in ("ValueError", "RuntimeError"), ended
+            assert f"path = '{tmp_path / what}'" in ended.message, ended
+            assert is_there
+
+    @requires("training", "save and load")
+    def test_ranks_that_see_different_checkpoints_are_told(self, world: World, tmp_path: Path) -> None:
+        for name in ("usual", "odd"):
+            (tmp_path / name).mkdir()
+        outcomes = world.run(load_from_own_folders, self.adapter, str(tmp_path), dict(self.framework_options))
+        for by_name, by_content, step_count in outcomes:
+            assert by_name.is_a(RingMismatchError), by_name
+            assert "odd/checkpoint" in by_name.message, by_name
+            assert by_content.is_a(ValueError), by_content
+            assert "the ranks see different checkpoints there" in by_content.message, by_content
+            assert step_count == 0
+
+    @requires("training", "save and load")
+    def test_where_there_is_no_checkpoint(self, world: World, tmp_path: Path) -> None:
+        for ended in world.run(load_nothing, self.adapter, str(tmp_path / "none"), dict(self.framework_options)):
+            assert ended.is_a(ValueError), ended
+            assert ended.is_a(FileNotFoundError), ended
+            assert str(tmp_path / "none") in ended.message, ended

@@ -1,0 +1,360 @@
+"""What the ranks of a training run do together: parameters that only some of them use, counts, buffers, and calls.
+
+A reducer takes for granted that all ranks train alike. What they may do otherwise has to give the numbers of one
+process, and what they may not, an error on every rank before the step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring import Ring
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import AT_ONCE, Ended, ending
+from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter
+from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
+from ring_backends.testing.world import World
+
+ODD_RANK = 1
+SHORT = 3.0
+"""Seconds that a ring waits for its peers where the test waits it out."""
+
+ROWS = 5
+EXPERTS_OF_RANKS: tuple[tuple[int | None, ...], ...] = (
+    (0, 0, 0, 0),
+    (0, 1, 0, 1),
+    (1, 1, 0, None),
+    (None, None, None, None),
+    (1, 0, None, 1),
+)
+"""By step, which expert every rank uses. All of them use none in one step, and no rank uses an expert in another."""
+
+State = dict[str, Tensor]
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1)
+
+
+def rows_of(rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randn(2, ROWS, 4, generator=generator)
+
+
+def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, options: Mapping[str, Any]) -> list[State]:
+    """The state after each step; micro-batches of one sequence each where they accumulate."""
+    ring, rank = ring_here(adapter, TWO), dist.get_rank()
+    micro_batches = 2 if accumulate else 1
+    state = backend(adapter).parallelize(
+        BlocksOfExperts(widths), sgd, ring, accumulation_steps=micro_batches, **options
+    )
+    states = []
+    for step, experts in enumerate(EXPERTS_OF_RANKS):
+        for index, x in enumerate(rows_of(rank, step).chunk(micro_batches)):
+            expert = experts[(rank + index) % 4]
+            local_sum = state.model(x, expert).square().sum()
+            state.backward(state.loss(local_sum, len(x) * ROWS, 4 * 2 * ROWS if accumulate else None))
+        state.step()
+        states.append(state.full_state_dict())
+    return states
+
+
+def train_experts_alone(widths: tuple[int, ...], accumulate: bool) -> list[State]:
+    """The same in one process, by plain torch, with a gradient of 0 for what is not used."""
+    model = BlocksOfExperts(widths)
+    optimizer = sgd(model.parameters())
+    states = []
+    for step, experts in enumerate(EXPERTS_OF_RANKS):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for rank in range(4):
+            for index, x in enumerate(rows_of(rank, step).chunk(2 if accumulate else 1)):
+                (model(x, experts[(rank + index) % 4]).square().sum() / (4 * 2 * ROWS)).backward()
+        optimizer.step()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return states
+
+
+def check_experts(by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], accumulate: bool) -> None:
+    """What every rank has after each step is what one process has."""
+    wanted = train_experts_alone(widths, accumulate)
+    for rank, states in enumerate(by_rank):
+        for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
+            for name, tensor in right.items():
+                error = float((got[name] - tensor).abs().max())
+                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} is off by {error}"
+
+
+def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
+    """A second backward of a step; and how far the step then moves a parameter whose gradient is 3."""
+    state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
+
+    def backward() -> None:
+        state.backward(state.loss(state.model(torch.tensor([3.0])).sum(), 1))
+
+    backward()
+    refused = ending(backward)
+    state.step()
+    return refused, -float(state.full_state_dict()["weight"])
+
+
+def parallelize_one(adapter: str, ring: Ring | None, options: Mapping[str, Any], **more: Any) -> Any:
+    return backend(adapter).parallelize(
+        OneParameter(), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **{**options, **more}
+    )
+
+
+def train_with_weights(adapter: str, options: Mapping[str, Any]) -> tuple[float, float, int, float]:
+    """How far a weighted mean moves the parameter, counted here and given; and two sums of counts."""
+    ring, rank = ring_here(adapter, TWO), dist.get_rank()
+    weight, moved = (0.25, 2.7, 0.0, 1.5)[rank], []
+    for given in (None, 4.45):
+        state = parallelize_one(adapter, ring, options)
+        state.backward(state.loss(weight * state.model(torch.tensor([rank + 1.0])).sum(), torch.tensor(weight), given))
+        state.step()
+        moved.append(-float(state.full_state_dict()["weight"]))
+    return moved[0], moved[1], state.global_count(rank), state.global_count(weight)
+
+
+BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
+    "below 0": (ValueError, "local_token_count = -1", -1),
+    "not a number": (ValueError, "local_token_count = nan", math.nan),
+    "infinite": (ValueError, "local_token_count = inf", torch.tensor(math.inf)),
+    "many": (ValueError, "local_token_count has shape [2]", torch.ones(2)),
+    "a text": (TypeError, "local_token_count = '3'", "3"),
+    "a truth": (TypeError, "local_token_count = True", True),
+}
+
+
+def count_badly(adapter: str, name: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
+    state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
+    bad = BAD_COUNTS[name][2]
+    return ending(lambda: state.loss(torch.tensor(1.0), bad)), state.global_count(1)
+
+
+def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> tuple[list[State], list[float]]:
+    """The state after parallelize, after a step, after a forward more, and as saved; and the buffer of each rank."""
+    torch.manual_seed(dist.get_rank())
+    model = Normalized()
+    cast(Tensor, model.norm.running_mean).add_(dist.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    state = backend(adapter).parallelize(model, sgd, ring_here(adapter, TWO), **options)
+    states = [state.full_state_dict()]
+    buffers_of(state)["own"] += dist.get_rank()
+    x = rows_of(dist.get_rank(), 0).flatten(0, 1)
+    state.model.train()
+    state.backward(state.loss(state.model(x).square().sum(), len(x)))
+    state.step()
+    states.append(state.full_state_dict())
+    with torch.no_grad():
+        state.model(x + 1)
+    states.append(state.full_state_dict())
+    state.save(path)
+    with torch.no_grad():
+        state.model(x + 7)
+    state.load(path)
+    states.append({name: x.detach().clone().cpu() for name, x in buffers_of(state).items()})
+    return states, buffers_of(state)["own"].tolist()
+
+
+def buffers_of(state: Any) -> State:
+    """Those that lie on this rank, by the last part of their names."""
+    return {name.rpartition(".")[2]: tensor for name, tensor in state.model.named_buffers()}
+
+
+@dataclass(frozen=True)
+class Otherwise:
+    """What one rank does otherwise, and what the error on every rank has to name."""
+
+    told: str
+    usual: Callable[[str, Ring, Mapping[str, Any]], None]
+    odd: Callable[[str, Ring, Mapping[str, Any]], None]
+
+
+def _parallelize(model: Callable[[], nn.Module] = OneParameter, **more: Any) -> Any:
+    def parallelize(adapter: str, ring: Ring, options: Mapping[str, Any]) -> None:
+        backend(adapter).parallelize(model(), sgd, ring, **{**options, **more})
+
+    return parallelize
+
+
+def _experts(width: int = 4) -> nn.Module:
+    return BlocksOfExperts((4, width))
+
+
+def _frozen() -> nn.Module:
+    model = BlocksOfExperts((4, 4))
+    model.blocks[0].unused.requires_grad_(False)
+    return model
+
+
+def _train(lr: float = 0.5, step_token_count: int = 4, optimizer: Any = torch.optim.SGD, steps: int = 2) -> Any:
+    def train(adapter: str, ring: Ring, options: Mapping[str, Any]) -> None:
+        state = backend(adapter).parallelize(OneParameter(), lambda x: optimizer(x, lr=0.5), ring, **options)
+        for step in range(2):
+            state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, step_token_count))
+            state.optimizer.param_groups[0]["lr"] = lr
+            if step < steps:
+                state.step()
+        state.full_state_dict()
+
+    return train
+
+
+OTHERWISE: dict[str, Otherwise] = {
+    "accumulation": Otherwise("accumulation_steps", _parallelize(), _parallelize(accumulation_steps=2)),
+    "clipping": Otherwise("max_grad_norm", _parallelize(), _parallelize(max_grad_norm=1.0)),
+    "shape": Otherwise(
+        "blocks.0.experts.1.0.weight",
+        _parallelize(lambda: BlocksOfExperts((4, 4))),
+        _parallelize(lambda: BlocksOfExperts((4, 5))),
+    ),
+    "dtype": Otherwise("weight", _parallelize(), _parallelize(lambda: OneParameter().bfloat16())),
+    "frozen": Otherwise("parameter blocks.0.unused", _parallelize(_experts), _parallelize(_frozen)),
+    "learning rate": Otherwise("lr of parameter group 0", _train(), _train(lr=0.25)),
+    "optimizer": Otherwise("optimizer", _train(), _train(optimizer=torch.optim.Adagrad)),
+    "tokens of the step": Otherwise("step_token_count", _train(), _train(step_token_count=5)),
+    "a step left out": Otherwise("order of calls", _train(), _train(steps=1)),
+}
+
+
+def do_otherwise(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    assert ring is not None
+    case = OTHERWISE[name]
+    action = case.odd if dist.get_rank() == ODD_RANK else case.usual
+    return ending(lambda: action(adapter, ring, options))
+
+
+def fail_to_make_an_optimizer(adapter: str, options: Mapping[str, Any]) -> Ended:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        if dist.get_rank() == ODD_RANK:
+            raise ZeroDivisionError("no optimizer today")
+        return sgd(parameters)
+
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    return ending(lambda: backend(adapter).parallelize(OneParameter(), make, ring, **options))
+
+
+def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
+    """One rank has nothing to step; the others have."""
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    state = parallelize_one(adapter, ring, options)
+    if dist.get_rank() == ODD_RANK:
+        return ending(state.step)
+    return ending(lambda: state.backward(state.model(torch.ones(1)).sum()))
+
+
+def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
+    """One rank does not count."""
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=SHORT))
+    state = parallelize_one(adapter, ring, options)
+    return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))
+
+
+class TogetherTests(AdapterSuite):
+    @requires("training")
+    @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
+    def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], accumulate: bool) -> None:
+        """The gradient is that of all; where a framework cannot have that, no rank steps."""
+        if accumulate and "gradient accumulation" in self.without:
+            pytest.skip(self.without["gradient accumulation"])
+        arguments = train_experts, self.adapter, widths, accumulate, dict(self.framework_options)
+        if "parameters of some ranks" in self.without:
+            for outcome in world.run_collect(*arguments):
+                assert outcome.raised(RingMismatchError), outcome
+                assert "experts.0" in outcome.message, outcome
+                assert "experts.1" in outcome.message, outcome
+            return
+        check_experts(world.run(*arguments), widths, accumulate)
+
+    @requires("training")
+    def test_a_backward_too_many_is_refused(self, world: World) -> None:
+        for refused, moved in world.run(too_many_backwards, self.adapter, dict(self.framework_options)):
+            assert refused.is_a(RuntimeError), refused
+            assert "after" in refused.message
+            assert "1 backward calls" in refused.message
+            assert moved == pytest.approx(3.0)
+
+    @requires("training")
+    def test_counts_may_be_fractions(self, world: World) -> None:
+        right = (0.25 * 1 + 2.7 * 2 + 1.5 * 4) / (0.25 + 2.7 + 1.5)
+        for counted, given, ranks, weights in world.run(train_with_weights, self.adapter, dict(self.framework_options)):
+            assert counted == pytest.approx(right, rel=1e-6)
+            assert given == pytest.approx(right, rel=1e-6)
+            assert (ranks, type(ranks)) == (6, int)
+            assert weights == pytest.approx(4.45, rel=1e-7)
+
+    @requires("training")
+    @pytest.mark.parametrize("name", BAD_COUNTS)
+    def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
+        error, told, _ = BAD_COUNTS[name]
+        for ended, ranks in world.run(count_badly, self.adapter, name, dict(self.framework_options)):
+            assert ended.is_a(error), ended
+            assert told.removeprefix("local_token_count") in ended.message, ended
+            assert ranks == 4
+
+    @requires("training", "save and load")
+    def test_all_ranks_have_the_buffers_of_rank_0(self, world: World, tmp_path: Any) -> None:
+        path = str(tmp_path / "checkpoint")
+        by_rank = world.run(train_with_buffers, self.adapter, dict(self.framework_options), path)
+        first = by_rank[0][0]
+        own = rows_of(0, 0).flatten(0, 1)
+        torch.testing.assert_close(first[0]["norm.running_mean"], torch.zeros(4))
+        torch.testing.assert_close(first[1]["norm.running_mean"], 0.1 * own.mean(0))
+        torch.testing.assert_close(first[2]["norm.running_mean"], 0.09 * own.mean(0) + 0.1 * (own + 1).mean(0))
+        for rank, (states, buffer) in enumerate(by_rank):
+            assert buffer == [rank, rank]  # which no state_dict has, and so is a rank's own
+            for got, right in zip(states[:3], first[:3], strict=True):
+                for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+                    assert torch.equal(got[name], right[name]), (rank, name)
+            for name in ("running_mean", "running_var", "num_batches_tracked"):
+                assert torch.equal(states[3][name], first[2][f"norm.{name}"]), (rank, name)
+
+    @requires("training")
+    @pytest.mark.parametrize("name", OTHERWISE)
+    def test_ranks_that_train_otherwise_are_told(self, world: World, name: str) -> None:
+        for ended in world.run(do_otherwise, self.adapter, name, dict(self.framework_options)):
+            assert ended.is_a(RingMismatchError), ended
+            assert OTHERWISE[name].told in ended.message, ended
+            assert f"rank {ODD_RANK}: " in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+
+    @requires("training")
+    def test_a_rank_without_an_optimizer_is_told(self, world: World) -> None:
+        endings = world.run(fail_to_make_an_optimizer, self.adapter, dict(self.framework_options))
+        for rank, ended in enumerate(endings):
+            assert ended.error == ("ZeroDivisionError" if rank == ODD_RANK else "RuntimeError"), ended
+            assert "no optimizer today" in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+
+    @requires("training")
+    def test_a_refusal_on_one_rank_is_told(self, world: World) -> None:
+        endings = world.run(refuse_alone, self.adapter, dict(self.framework_options))
+        assert endings[ODD_RANK].error == "RuntimeError"
+        for rank in {0, 2, 3}:
+            assert endings[rank].is_a(RingMismatchError), endings[rank]
+            assert f"rank {ODD_RANK} refused" in endings[rank].message, endings[rank]
+            assert "step() after 0 of 1 backward calls" in endings[rank].message, endings[rank]
+            assert endings[rank].seconds < AT_ONCE, endings[rank]
+
+    @requires("training")
+    def test_a_rank_that_does_not_count_is_told_in_time(self, world: World) -> None:
+        endings = world.run(stay_away, self.adapter, dict(self.framework_options))
+        for rank in {0, 2, 3}:
+            assert endings[rank].is_a(RingPeerError), endings[rank]
+            assert "global_count" in endings[rank].message, endings[rank]
+            assert endings[rank].seconds < SHORT + 2, endings[rank]
