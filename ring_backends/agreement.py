@@ -17,12 +17,13 @@ import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
@@ -113,7 +114,7 @@ class Agreement:
     _num_calls: int = 0
     _num_modules: int = 0
     _num_waits: int = 0
-    _waiting: Call | None = None
+    _waiting: tuple[Call, Callable[[], None]] | None = None
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
     _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
@@ -180,27 +181,37 @@ class Agreement:
             self._published.append(key)
 
     @contextlib.contextmanager
-    def waiting(self, call: Call) -> Iterator[None]:
-        """Around a wait for a peer in ``call``: lets :meth:`look` find out that it is in vain."""
-        self._num_waits += 1
-        self._waiting = call
+    def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[None]:
+        """Around a wait for a peer in ``call``: lets :meth:`look` find out that it is in vain.
+
+        Args:
+            end: ends the wait, where it is not for a hop of this ring.
+        """
+        before, self._num_waits = self._waiting, self._num_waits + 1
+        self._waiting = call, end or self.abort
         try:
             yield
         finally:
-            self._waiting = None
+            self._waiting = before
 
     def wait_number(self) -> int | None:
         """The number of the wait that this rank is in; None if it is in none."""
         return None if self._waiting is None else self._num_waits
 
     def look(self) -> None:
-        """End this rank's wait, by closing the ring, if a rank that it may be waiting for will not come.
+        """End this rank's wait, by closing connections, if a rank that it may be waiting for will not come.
 
         Called from another thread, while the rank that waits for a hop has no use for the store.
         """
-        call = self._waiting
-        if call is not None and any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
-            self.abort()
+        if self._waiting is not None:
+            call, end = self._waiting
+            if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
+                end()
+
+    def another_has_failed(self) -> bool:
+        """Whether a rank has published that it closed the ring, while this one has not."""
+        failed = partial(self.store.check, ["failed"])
+        return not self.has_failed and within(self._patience, failed, otherwise=False)
 
     def _check(self, call: Call) -> None:
         keys = [f"check/{call.number}/{rank}" for rank in range(self.size)]
@@ -208,7 +219,7 @@ class Agreement:
 
         def compare() -> dict[int, dict[str, Any]]:
             self.store.set(keys[self.rank], call.configuration.text)
-            self.store.wait(keys, call.time_left())
+            self._wait_for(keys, call)
             published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
             # All ranks are here, so none still reads a check before; a run of many lengths would fill the store.
             while len(self._published) > 1:
@@ -228,8 +239,17 @@ class Agreement:
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
-        if any(fields != published[0] for fields in published.values()):
+        if not _are_alike(published.values()):
             raise RingMismatchError(describe_differences(published))
+
+    def _wait_for(self, keys: list[str], call: Call) -> None:
+        """By asking again and again: a wait of the store's own would keep other threads from it."""
+        pause = 0.001
+        while not self.store.check(keys):
+            if call.time_left() <= timedelta(milliseconds=1):
+                raise dist.DistStoreError("they have not all come")
+            time.sleep(pause)
+            pause = min(0.05, 1.5 * pause)
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
         """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
@@ -244,7 +264,7 @@ class Agreement:
         ends = dict(heard)  # which a store that does not answer any more may still be adding to
         for number in ends[self.rank]["calls"]:
             positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
-            if any(position != positions[self.rank] for position in positions.values()):
+            if not _are_alike(positions.values()):
                 raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
         made = {rank: {*end["calls"]} for rank, end in ends.items()}
         refusals = [
@@ -287,7 +307,8 @@ class Agreement:
             raise
         except BaseException as error:
             if self._failure is None:
-                self._close(f"rank {self.rank} raised in {call.direction}", f"{type(error).__name__}: {error}")
+                where = call.direction if call.name is None else call.name
+                self._close(f"rank {self.rank} raised in {where}", f"{type(error).__name__}: {error}")
             raise
 
     def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
@@ -306,6 +327,11 @@ class Agreement:
         return published
 
 
+def _are_alike(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
+    """In their order too, which JSON keeps and a comparison of dicts does not look at."""
+    return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
+
+
 def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     """Each field that differs, with every rank's value."""
     differing = []
@@ -313,6 +339,11 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
         if len({json.dumps(value) for value in values.values()}) > 1:
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
+    if not differing:  # in the order alone
+        orders = zip(*fields_of.values(), strict=True)
+        place, names = next((place, names) for place, names in enumerate(orders) if len(set(names)) > 1)
+        told = ", ".join(f"rank {rank}: {name}" for rank, name in zip(fields_of, names, strict=True))
+        differing.append(f"the order of their fields, at place {place} ({told})")
     shown = "; ".join(differing[:_MAX_DIFFERENCES])
     more = f"; and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
     return (

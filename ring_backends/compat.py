@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from ring_backends.attention import RingDilatedAttention
@@ -297,6 +298,7 @@ class _Part(torch.autograd.Function):
         return part.view_as(part)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         whole: Tensor = ctx.ring.unshard(grad, seq_len=ctx.seq_len)
         return whole, None
@@ -310,6 +312,7 @@ class _Whole(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.ring.shard(grad), None, None
 
@@ -323,6 +326,7 @@ class _Shared(torch.autograd.Function):
         return parameter.view_as(parameter)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return all_reduce(ctx.ring, "gradient of a parameter", grad), None
 

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ring_backends.agreement import Agreement, Call, Configuration, backward_of
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.layout import LayoutKind, SequenceLayout
 from ring_backends.transfer import Transfer, batch_of_works, transfer_of_works
 
@@ -80,10 +82,12 @@ class Ring:
 
     @contextlib.contextmanager
     def refusals_told(self) -> Iterator[None]:
-        """The other ranks hear of a TypeError or ValueError by which this one refuses a call, and need not wait."""
+        """The other ranks hear of an error by which this one refuses a call, before it has begun, and need not wait."""
         try:
             yield
-        except (TypeError, ValueError) as error:
+        except (RingMismatchError, RingPeerError):
+            raise
+        except Exception as error:
             if self.agreement is not None:
                 self.agreement.refuse(error)
             raise
@@ -263,6 +267,7 @@ class _Unshard(torch.autograd.Function):
         return whole.movedim(0, dim)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ring, layout, whole = ctx.ring, ctx.ring.layout(ctx.seq_len), grad.movedim(ctx.dim, 0)
         parts = [

@@ -103,6 +103,17 @@ def test_a_call_ends_within_its_timeout() -> None:
         assert seconds / 2 < time.monotonic() - started < seconds + A_MOMENT
 
 
+def test_another_order_is_another_configuration() -> None:
+    """What a JSON text keeps and a comparison of dicts does not."""
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    configurations = Configuration({"a": 1, "b": 2, "c": 3}), Configuration({"a": 1, "c": 3, "b": 2})
+    told = both(*(partial(rank.begin, mine) for rank, mine in zip(ranks, configurations, strict=True)))
+    for error in told:
+        assert isinstance(error, RingMismatchError)
+        assert "the order of their fields, at place 1 (rank 0: b, rank 1: c)" in str(error)
+
+
 def test_checks_do_not_fill_the_store() -> None:
     store = HashStore()
     ranks = [agreement(store, rank, 20.0) for rank in range(2)]

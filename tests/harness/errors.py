@@ -389,6 +389,23 @@ def unshard_otherwise(adapter: str, name: str) -> tuple[Ended, list[float]]:
     return ended, ring.unshard(x, seq_len=8)[0, :, 0].tolist()
 
 
+def refuse_to_unshard(adapter: str) -> Ended:
+    """One rank names a dimension that there is not, in a call that all have made before."""
+    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
+    assert ring is not None
+    x = torch.ones(1, 2)
+    ring.unshard(x)
+    return ending(lambda: ring.unshard(x, 7 if ring.rank == ODD_RANK else 1))
+
+
+def differentiate_twice(adapter: str) -> Ended:
+    ring = ring_here(adapter, FOUR)
+    assert ring is not None
+    x = torch.ones(1, 2, requires_grad=True)
+    (grad,) = torch.autograd.grad((ring.unshard(x) ** 3).sum(), x, create_graph=True)
+    return ending(grad.square().sum().backward)
+
+
 def backward_alone(adapter: str, seconds: float) -> Ended | None:
     """One rank alone differentiates what all have unsharded."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
@@ -538,6 +555,17 @@ class ErrorTests(AdapterSuite):
             assert UNSHARDED[name][0] in ended.message, ended
             assert ended.seconds < AT_ONCE, ended
             assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3]
+
+    def test_a_rank_that_refuses_to_unshard_is_told(self, world: World) -> None:
+        for rank, ended in enumerate(world.run(refuse_to_unshard, self.adapter)):
+            assert ended.is_a(IndexError if rank == ODD_RANK else RingMismatchError), ended
+            assert "Dimension out of range" in ended.message or "index out of range" in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+
+    def test_what_was_unsharded_is_not_differentiated_twice(self, world: World) -> None:
+        for ended in world.run(differentiate_twice, self.adapter):
+            assert ended.is_a(RuntimeError), ended
+            assert "once_differentiable" in ended.message, ended
 
     def test_a_rank_that_differentiates_alone_is_told_in_time(self, world: World) -> None:
         ended = world.run(backward_alone, self.adapter, SHORT)[ODD_RANK]
