@@ -21,7 +21,7 @@ from ring_backends.arrange import AutoOptions, RingSize, arrange, refuse_arrange
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import check_options, connect, ring_of_the_world, ring_ranks, start_world
 from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import TrainingState
@@ -212,7 +212,16 @@ def parallelize(
             is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
+    with ring_of_the_world(ring).refusals_told():
+        settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
     return DeepSpeedTraining(
-        model, make_optimizer, ring, max_grad_norm, accumulation_steps, settings, mpu, framework_options
+        model,
+        make_optimizer,
+        ring,
+        max_grad_norm,
+        accumulation_steps,
+        settings,
+        mpu,
+        framework_options,
+        mixed_precision,
     )

@@ -11,7 +11,8 @@ import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 
 from ring_backends.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
 from ring_backends.collectives import agree
-from ring_backends.reducer import GradientsTogether, check_mixed_precision, measure_divisor, parameters_behind, probe
+from ring_backends.reducer import GradientsTogether, check_mixed_precision, in_order_of_backward, measure_divisor, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
 from ring_backends.training import MakeOptimizer, TrainingState, check_optimizer_class
@@ -115,6 +116,11 @@ def _settle_dtype(settings: dict[str, Any], model: nn.Module) -> None:
                 f"model has parameter {name} of no dimension: DeepSpeed cannot flatten a scalar; give it the shape "
                 "[1], or use another adapter."
             )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed wants contiguous ones; assign "
+                "parameter.data.contiguous(), or use another adapter."
+            )
         if parameter.dtype not in taken:
             raise ValueError(
                 f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
@@ -136,49 +142,80 @@ class DeepSpeedTraining(TrainingState):
         settings: dict[str, Any],
         mpu: Any,
         options: Mapping[str, Any],
+        mixed_precision: torch.dtype | None,
     ) -> None:
-        super().__init__(model, ring, max_grad_norm, accumulation_steps)
+        compared = {**options, **settings, "mixed_precision": mixed_precision}
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
         start_world_of_one()
         if dist.get_world_size() == 1:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
         start_deepspeed()
+        self._mixes_gradients_up = False
+        self._is_in_backward = False
+        self._arrived: list[str] = []
+        self._came_from_elsewhere: set[str] = set()
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divisor = _divisor(self._world, settings, mpu, options)
-        self.optimizer = self._made(make_optimizer, model.parameters())
+        self.optimizer = self._made(make_optimizer, model)
         with _default_dtype(torch.float32):
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options
             )
         if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
             self._engine.checkpoint_engine.load = _load_tensors
-        self.model = self._engine
+        self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
         self._zero_stage: int = self._engine.zero_optimization_stage()
+        if self._zero_stage:
+            for name, parameter in self._parameters.items():
+                parameter.register_post_accumulate_grad_hook(partial(self._note_the_gradient, name))
         if self._zero_stage == 3:
             modules = self._engine.module.named_modules()
             self._compare_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
-    def _backward(self, loss: Tensor) -> None:
-        if self._zero_stage and not self._all_reach_the_same(loss):
-            loss = GradientsTogether.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
-        # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
-        self._engine.backward(loss, scale_wrt_gas=False)
-
-    def _all_reach_the_same(self, loss: Tensor) -> bool:
-        """Whether the backwards of all ranks reach the same parameters.
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        """Find out whether the backwards of all ranks reach the same parameters, in the same order.
 
         ZeRO 1 to 3 put gradients into buckets in the order in which they come, and reduce the buckets of all ranks.
         """
-        reached = parameters_behind(loss)
-        missing = [name for name, parameter in self._parameters.items() if id(parameter) not in reached]
-        everywhere = agree(self._world, "parameters of a backward", None, [_number(missing)])
-        if all(row == everywhere[0] for row in everywhere):
-            return True
-        if self._zero_stage == 3:
-            agree(self._world, "backward", {"parameters without a gradient": missing})
-        return False
+        behind = super()._behind(loss)
+        if not self._zero_stage:
+            return behind
+        if self._came_from_elsewhere:
+            raise RuntimeError(
+                f"gradients of {', '.join(sorted(self._came_from_elsewhere)[:8])} came from a backward that was not "
+                "this state's, and ZeRO has reduced them already: while another loss goes through the model, freeze it "
+                "by requires_grad_(False) and call the module inside of the engine."
+            )
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        reached = [id(getattr(node, "variable", None)) for node in in_order_of_backward(loss)]
+        order = [names[parameter] for parameter in reached if parameter in names]
+        by_rank = agree(self._world, "parameters of a backward", None, [_number(order)])
+        self._mixes_gradients_up = any(row != by_rank[0] for row in by_rank)
+        if self._mixes_gradients_up and self._zero_stage == 3:
+            return {**behind, **_places(order)}
+        return behind
+
+    def _gradients(self) -> Mapping[str, object]:
+        # What reentrant checkpointing computes again in a backward is behind no loss, and is known afterwards alone.
+        return _places(self._arrived)
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._mixes_gradients_up:
+            loss = GradientsTogether.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
+        # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
+        self._is_in_backward = True
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self._is_in_backward = False
+
+    def _note_the_gradient(self, name: str, *_: object) -> None:
+        if self._is_in_backward:
+            self._arrived.append(name)
+        else:
+            self._came_from_elsewhere.add(name)
 
     def _step(self) -> bool:
+        self._arrived.clear()
         self._engine.step()
         applied: bool = self._engine.was_step_applied()
         if not applied and self._world.rank == 0:
@@ -194,7 +231,7 @@ class DeepSpeedTraining(TrainingState):
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(ends_step)
 
-    _saves_a_folder = True
+    saves_a_folder = True
 
     def _save(self, path: StrPath) -> None:
         """Write a folder with one of DeepSpeed's checkpoints; what is there already is replaced once it is whole."""
@@ -237,6 +274,14 @@ class DeepSpeedTraining(TrainingState):
             with deepspeed.zero.GatheredParameters([tensor]):  # what ZeRO 3 has not sharded is left as it is
                 whole[name] = tensor.detach().cpu().clone()
         return whole
+
+
+def _places(names: Iterable[str]) -> dict[str, object]:
+    """The places of parameters in the order of their gradients."""
+    places: dict[str, Any] = {}
+    for place, name in enumerate(names):
+        places.setdefault(f"place of the gradient of {name}", []).append(place)
+    return dict(sorted(places.items()))
 
 
 def _number(names: list[str]) -> int:

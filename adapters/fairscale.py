@@ -20,7 +20,14 @@ from ring_backends.arrange import AutoOptions, RingSize, arrange, refuse_arrange
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world, start_world_of_one
+from ring_backends.rendezvous import (
+    check_options,
+    connect,
+    ring_of_the_world,
+    ring_ranks,
+    start_world,
+    start_world_of_one,
+)
 from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import MakeOptimizer, TrainingState
@@ -193,9 +200,10 @@ def parallelize(
         RuntimeError: the reducer leaves the replicas with different parameters.
     """
     strategies: dict[str, type[FairScaleTraining]] = {"sharded_ddp": ShardedTraining, "fsdp": FullyShardedTraining}
-    if strategy not in strategies:
-        raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(map(repr, strategies))}.")
-    _check_model_parallel(ring)
+    with ring_of_the_world(ring).refusals_told():
+        if strategy not in strategies:
+            raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(map(repr, strategies))}.")
+        _check_model_parallel(ring)
     start_world_of_one()  # OSS and FSDP need a process group
     return strategies[strategy](
         model, make_optimizer, ring, max_grad_norm, accumulation_steps, mixed_precision, framework_options

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,11 @@ from torch import Tensor, nn
 
 from ring_backends.checkpoint_files import StrPath, check_file
 from ring_backends.reducer import check_mixed_precision, device_of, measure_divisor, probe, under_autocast
+from ring_backends.rendezvous import ring_of_the_world
 from ring_backends.ring import Ring
 from ring_backends.training import MakeOptimizer, TrainingState, read_states, save_states
+
+MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class FairScaleTraining(TrainingState):
@@ -39,11 +43,14 @@ class FairScaleTraining(TrainingState):
         mixed_precision: torch.dtype | None,
         options: dict[str, Any],
     ) -> None:
-        check_mixed_precision(mixed_precision)
         self._options = options
-        self._check_model(model)
-        super().__init__(model, ring, max_grad_norm, accumulation_steps)
-        self._module, self.model, self.optimizer = self._wrap(model, make_optimizer, mixed_precision)
+        with ring_of_the_world(ring).refusals_told():
+            check_mixed_precision(mixed_precision)
+            self._check_model(model)
+        compared = {**options, "mixed_precision": mixed_precision}
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
+        make = partial(self._made, make_optimizer)
+        self._module, self.model, self.optimizer = self._wrap(model, make, mixed_precision)
         self.divisor = measure_divisor(self._world, self._reduced)
 
     @abstractmethod
@@ -52,7 +59,7 @@ class FairScaleTraining(TrainingState):
 
     @abstractmethod
     def _wrap(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
     ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         """The module whose state_dict has the model's own names, the wrapped model, and its optimizer."""
 
@@ -67,7 +74,7 @@ class FairScaleTraining(TrainingState):
     def _reduced(self, gradient: float) -> float:
         """By how much a rate of 1 moves a weight of 0 whose gradient on this rank is ``gradient``."""
         weight, x = probe(device_of(self.model), gradient)
-        _, model, optimizer = self._wrap(weight, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
+        _, model, optimizer = self._wrap(weight, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         self._run_backward(model, optimizer, model(x).sum(), True)
         optimizer.step()
         (moved,) = model.state_dict().values()
@@ -112,21 +119,27 @@ class ShardedTraining(FairScaleTraining):
             )
 
     def _wrap(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
     ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         oss_options = {name: value for name, value in self._options.items() if name in _OSS_OPTIONS}
-        optimizer = _shard(self._made(make_optimizer, model.parameters()), oss_options)
+        optimizer = _shard(make_optimizer(model), oss_options)
         options = {name: value for name, value in self._options.items() if name in _SHARDED_DDP_OPTIONS}
         # Buffers are every adapter's business alike, after a step.
         options.setdefault("broadcast_buffers", False)
-        return model, ShardedDataParallel(under_autocast(model, mixed_precision), optimizer, **options), optimizer
+        wrapped = ShardedDataParallel(under_autocast(model, mixed_precision), optimizer, **options)
+        # The optimizer's own would cut gradients off from the buckets in which they are reduced.
+        optimizer.zero_grad = wrapped.zero_grad
+        return model, wrapped, optimizer
 
-    def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
-        if not model.training:
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        if not self.model.training:
             raise RuntimeError(
                 "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode alone, so "
                 "replicas would drift apart; call state.model.train() before the forward."
             )
+        return super()._behind(loss)
+
+    def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         with model.no_sync():  # type: ignore[operator]
             loss.backward()
         if ends_step:
@@ -145,7 +158,7 @@ class ShardedTraining(FairScaleTraining):
             dist.all_reduce(squares)
             nn.utils.clip_grads_with_norm_(owned, self.max_grad_norm, squares.sqrt())
         self.optimizer.step()
-        self.model.zero_grad(set_to_none=True)  # the optimizer's own would cut gradients off from their buckets
+        self.model.zero_grad(set_to_none=True)
         return True
 
     def _optimizer_state(self) -> Any:
@@ -172,10 +185,10 @@ class FullyShardedTraining(FairScaleTraining):
             )
 
     def _wrap(
-        self, model: nn.Module, make_optimizer: MakeOptimizer, mixed_precision: torch.dtype | None = None
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
     ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
         wrapped = FullyShardedDataParallel(model, **self._options)
-        optimizer = self._made(make_optimizer, wrapped.parameters())
+        optimizer = make_optimizer(wrapped)
         return wrapped, under_autocast(wrapped, mixed_precision), optimizer
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:

@@ -37,7 +37,7 @@ from ring_backends.arrange import AutoOptions, RingSize, arrange
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.layout import LayoutKind
 from ring_backends.reducer import check_mixed_precision
-from ring_backends.rendezvous import check_options, connect, ring_ranks, start_world
+from ring_backends.rendezvous import check_options, connect, ring_of_the_world, ring_ranks, start_world
 from ring_backends.ring import Ring
 from ring_backends.topology import RingOrder
 from ring_backends.training import TrainingState
@@ -136,20 +136,30 @@ def parallelize(
         ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    if strategy not in get_args(Strategy):
-        raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
-    check_mixed_precision(mixed_precision)
-    refuse_sharded_parts(model)
-    training: type[ShardedTraining] = FSDP2Training
-    if isinstance(model, FullyShardedDataParallel):
-        if mixed_precision is not None or blocks is not None or framework_options:
+    with ring_of_the_world(ring).refusals_told():
+        if strategy not in get_args(Strategy):
+            raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
+        check_mixed_precision(mixed_precision)
+        refuse_sharded_parts(model)
+        is_wrapped = isinstance(model, FullyShardedDataParallel)
+        if is_wrapped and (mixed_precision is not None or blocks is not None or framework_options):
             raise ValueError(
                 "model is a FullyShardedDataParallel already, and mixed_precision, blocks or framework_options are "
                 "given: these belong to its own wrapping; pass them there, or pass the module inside of it."
             )
+        blocks = check_blocks(blocks, model)
+    training: type[ShardedTraining] = FSDP2Training
+    if isinstance(model, FullyShardedDataParallel):
         training, wrap = FSDP1Training, partial(as_it_is, model)
     elif strategy == "fsdp1":
         training, wrap = FSDP1Training, partial(by_fsdp1, model, mixed_precision, framework_options)
     else:
         wrap = partial(by_fully_shard, model, ring, strategy, mixed_precision, framework_options)
-    return training(model, make_optimizer, ring, wrap, check_blocks(blocks, model), max_grad_norm, accumulation_steps)
+    names = {id(part): name for name, part in model.named_modules()}
+    options = {
+        **framework_options,
+        "strategy": strategy,
+        "mixed_precision": mixed_precision,
+        "blocks": [names[id(block)] for block in blocks],
+    }
+    return training(model, make_optimizer, ring, wrap, blocks, max_grad_norm, accumulation_steps, options)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -31,10 +31,17 @@ from ring_backends.adapters.fsdp_reading import CheckpointPlanner, CheckpointRea
 from ring_backends.adapters.fsdp_sharding import Sharding
 from ring_backends.alike import describe_model
 from ring_backends.checkpoint_files import StrPath, as_plain, check_folder, read_manifest, replace_folder
+from ring_backends.errors import RingPeerError
 from ring_backends.reducer import device_of, measure_divisor, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
-from ring_backends.training import MakeOptimizer, TrainingState, check_optimizer_class
+from ring_backends.training import (
+    MakeOptimizer,
+    TrainingState,
+    check_optimizer_class,
+    is_no_fault_of_a_file,
+    parts_behind,
+)
 
 
 class ShardedTraining(TrainingState):
@@ -54,8 +61,9 @@ class ShardedTraining(TrainingState):
         blocks: Sequence[nn.Module],
         max_grad_norm: float | None,
         accumulation_steps: int,
+        options: Mapping[str, Any],
     ) -> None:
-        super().__init__(model, ring, max_grad_norm, accumulation_steps)
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, options)
         start_world_of_one()
         sharding, device = wrap(), device_of(model)
         divisors = {measure_divisor(self._world, partial(self._reduced_by, shard, device)) for shard in sharding.probes}
@@ -67,7 +75,7 @@ class ShardedTraining(TrainingState):
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
         self._compare_calls_of(self._sharded_parts())
-        self.optimizer = self._made(make_optimizer, self.model.parameters())
+        self.optimizer = self._made(make_optimizer, self.model)
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
@@ -82,6 +90,12 @@ class ShardedTraining(TrainingState):
         optimizer.step()
         return -float(self._whole_state(wrapped)["weight"])
 
+    _trains_what_it_is_told = True
+
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
+        return {**super()._behind(loss), **parts_behind(loss)}
+
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
 
@@ -89,7 +103,7 @@ class ShardedTraining(TrainingState):
         if self.max_grad_norm is not None:
             self._clip(self.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.model.zero_grad(set_to_none=True)
         return True
 
     def _full_state_dict(self) -> dict[str, Tensor]:
@@ -102,7 +116,7 @@ class ShardedTraining(TrainingState):
         holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
         def write(folder: Path) -> None:
-            with _failures_as_errors():
+            with _failures_as_errors(self._world.rank):
                 save(state, checkpoint_id=folder)
 
         replace_folder(self._world, path, write, holds)
@@ -137,7 +151,7 @@ class ShardedTraining(TrainingState):
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
                     del states[name]
-        with _failures_as_errors():
+        with _failures_as_errors(self._world.rank):
             load(state, storage_reader=reader, planner=CheckpointPlanner())
         set_model_state_dict(self.model, state["model"])
         self.optimizer.state.clear()
@@ -152,7 +166,7 @@ class ShardedTraining(TrainingState):
             state["optimizer"] = as_plain(get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state")
         return state
 
-    _saves_a_folder = True
+    saves_a_folder = True
 
     @abstractmethod
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -168,13 +182,25 @@ class ShardedTraining(TrainingState):
 
 
 @contextlib.contextmanager
-def _failures_as_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises what is no Exception, which programs do not expect."""
+def _failures_as_errors(own_rank: int) -> Iterator[None]:
+    """torch.distributed.checkpoint raises what is no Exception, which programs do not expect.
+
+    Raises:
+        BaseException: what was raised on this rank, where that is no fault of a file, such as Ctrl-C.
+        RingPeerError: another rank raised such.
+        RuntimeError: otherwise.
+    """
     try:
         yield
     except CheckpointException as failure:
-        told = [f"rank {rank}: {type(error).__name__}: {error}" for rank, (error, _) in failure.failures.items()]
-        raise RuntimeError(f"torch.distributed.checkpoint failed ({'; '.join(told)})") from failure
+        errors = {rank: error for rank, (error, _) in failure.failures.items()}
+        if own_rank in errors and is_no_fault_of_a_file(errors[own_rank]):
+            raise errors[own_rank] from failure
+        told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
+        told = f"torch.distributed.checkpoint failed ({told})"
+        if any(is_no_fault_of_a_file(error) for error in errors.values()):
+            raise RingPeerError(f"{told}; the checkpoint may be good.") from failure
+        raise RuntimeError(told) from failure
 
 
 class FSDP2Training(ShardedTraining):

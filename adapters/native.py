@@ -110,4 +110,6 @@ def parallelize(
         options = {_SYNC_BUFFERS: False, **framework_options}
         return DistributedDataParallel(module, **options) if dist.is_initialized() else module
 
-    return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision)
+    return ReplicatedTraining(
+        model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision, framework_options
+    )

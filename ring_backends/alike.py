@@ -60,10 +60,29 @@ def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     return settings
 
 
+def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
+    """Arguments, as far as they are plain values; of others, such as meshes, the class."""
+    return {name: _text(options[name]) for name in sorted(options)}
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
+    """The place of every parameter in the optimizer, which frameworks that shard it go by.
+
+    Args:
+        names: of the model's parameters, by their ids.
+    """
+    places: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            places[f"parameter {names[id(parameter)]}"] = f"number {place} of parameter group {index}"
+    return places
+
+
 def _text(value: object) -> str:
-    return (
-        repr(as_plain(value, "")) if isinstance(value, (int, float, str, tuple, list, type(None))) else str(type(value))
-    )
+    try:
+        return repr(as_plain(value, ""))
+    except ValueError:
+        return str(type(value))
 
 
 def make_settings_plain(optimizer: torch.optim.Optimizer) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from ring_backends.collectives import FILE_TIMEOUT, agree, do_on_rank0, gather_texts
+from ring_backends.collectives import FILE_TIMEOUT, agree, do_on_all, do_on_rank0, gather_texts
 from ring_backends.ring import Ring
 
 MANIFEST = "ring_backends.json"
@@ -26,6 +28,9 @@ MANIFEST = "ring_backends.json"
 
 _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
 """What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
+
+_SEEN_WITHIN = 10.0
+"""Seconds until all hosts have to see a new folder."""
 
 _COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
 
@@ -36,11 +41,12 @@ class CheckpointNotFoundError(FileNotFoundError, ValueError):
     """There is no checkpoint at the path."""
 
 
-def check_place(path: StrPath, *, is_folder: bool) -> None:
+def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
     """Refuse to write a checkpoint where something else would be lost.
 
     Args:
         is_folder: whether the checkpoint is a folder.
+        name: of the argument, for the error.
 
     Raises:
         ValueError: there is something at ``path`` that is neither a regular file, nor a folder that was written as a
@@ -51,12 +57,12 @@ def check_place(path: StrPath, *, is_folder: bool) -> None:
         if not place.exists() or place.is_file():
             continue
         if not place.is_dir():
-            raise ValueError(f"path = {given!r}: {place} is a pipe, a socket or a device; give another path.")
+            raise ValueError(f"{name} = {given!r}: {place} is a pipe, a socket or a device; give another path.")
         if not is_folder:
-            raise ValueError(f"path = {given!r}: {place} is a folder, and the checkpoint a file; give another path.")
+            raise ValueError(f"{name} = {given!r}: {place} is a folder, and the checkpoint a file; give another path.")
         if any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ValueError(
-                f"path = {given!r}: {place} is a folder with something else than a checkpoint in it, which would be "
+                f"{name} = {given!r}: {place} is a folder with something else than a checkpoint in it, which would be "
                 "lost; give a path inside of it, or another one."
             )
 
@@ -114,20 +120,22 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
     """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
 
     A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
-    beside, for :func:`find_checkpoint`.
+    beside, for :func:`~ring_backends.checkpoint_files.find_checkpoint`.
 
     Args:
         holds: what the manifest says of the checkpoint; values that JSON can hold.
     """
     path, unfinished, replaced, discarded = _places(Path(path).resolve())
 
-    def prepare() -> None:
+    def prepare() -> str:
         if replaced.exists():
             os.replace(replaced, discarded if path.exists() else path)
         for leftover in (unfinished, discarded):
             _remove(leftover)
         unfinished.mkdir()
-        (unfinished / MANIFEST).touch()  # from now on it is known for one that may be removed
+        sign = secrets.token_hex(16)
+        (unfinished / MANIFEST).write_text(sign)  # from now on it is known for one that may be removed
+        return sign
 
     def replace(files: Mapping[str, str]) -> None:
         with (unfinished / MANIFEST).open("w") as file:
@@ -141,15 +149,33 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
             os.replace(replaced, discarded)  # what has the other name is whole
         _remove(discarded)
 
-    do_on_rank0(ring, "preparing a checkpoint", prepare)
+    sign = do_on_all(ring, "preparing a checkpoint", prepare if ring.rank == 0 else str)
+    sign, *_ = gather_texts(ring, "the sign of a checkpoint", sign)
+    do_on_all(ring, "finding the checkpoint's folder", lambda: _wait_for_sign(unfinished / MANIFEST, sign), ValueError)
     write(unfinished)
-    agree(ring, "writing a checkpoint", None, [], FILE_TIMEOUT)  # all have written
-    names = _files_in(unfinished)[ring.rank :: ring.size]
-    mine = {name: _digest_of_file(unfinished / name, to_disk=True) for name in names}
+    seen = gather_texts(ring, "files of a checkpoint", json.dumps(_files_in(unfinished)), FILE_TIMEOUT, limit=None)
+    names = sorted({name for text in seen for name in json.loads(text)})
+    mine = do_on_all(
+        ring,
+        "reading a checkpoint again",
+        lambda: {name: _digest_of_file(unfinished / name, to_disk=True) for name in names[ring.rank :: ring.size]},
+    )
     files: dict[str, str] = {}
     for text in gather_texts(ring, "checksums of a checkpoint", json.dumps(mine), FILE_TIMEOUT, limit=None):
         files |= json.loads(text)
     do_on_rank0(ring, "saving a checkpoint", lambda: replace(files))
+
+
+def _wait_for_sign(manifest: Path, sign: str) -> None:
+    """Make sure that this rank sees the folder that rank 0 has made. A network's file system may take a while."""
+    end = time.monotonic() + _SEEN_WITHIN
+    while not (manifest.is_file() and manifest.read_text() == sign):
+        if time.monotonic() > end:
+            raise ValueError(
+                f"path: this rank does not see the folder {manifest.parent} that rank 0 has made, or sees another one; "
+                "give an absolute path, on a file system that all hosts share."
+            )
+        time.sleep(0.05)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -254,6 +280,10 @@ def _digest(file: IO[bytes], size: int) -> str:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
+        # The manifest last: what is left by a process that is killed meanwhile is still known for a checkpoint.
+        for inside in sorted(path.iterdir()):
+            if inside.name != MANIFEST:
+                _remove(inside)
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)

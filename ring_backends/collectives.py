@@ -7,7 +7,8 @@ gloo's own collectives end the process where ranks disagree on a size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -16,10 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.agreement import Call, Configuration
+from ring_backends.rendezvous import RING_GROUP, abort
 from ring_backends.ring import Ring, flat_bytes
 
 FILE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for one that reads or writes files. One that dies or raises is noticed long before."""
+
+_EXPECTED, _OTHER = "=", "!"
+"""How a text begins that tells of an error: whether it is of the class that is expected."""
 
 _NUMBERS = 8
 _COMPARISON = Configuration({"order of calls": "a comparison"})
@@ -135,6 +140,37 @@ def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
+@contextlib.contextmanager
+def together(ring: Ring, name: str) -> Iterator[None]:
+    """Around what ranks do together by a framework's own collectives, such as a backward that reduces gradients.
+
+    What is raised in there on one rank, the others are told, whose wait for it ends; the ring is closed.
+
+    Raises:
+        RingPeerError: another rank raised something, or is gone.
+    """
+    ring.check_connected()
+    if ring.agreement is None:
+        yield
+        return
+    call = ring.agreement.begin(_COMPARISON, name=name)
+    with ring.agreement.told(call), ring.agreement.waiting(call, _abort_frameworks):
+        try:
+            yield
+        except RuntimeError as error:
+            if ring.agreement.another_has_failed():
+                what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
+                ring.agreement.fail(call, what, error)
+            raise
+
+
+def _abort_frameworks() -> None:
+    """Close the connections of all process groups but those of rings."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if not group.group_desc.startswith(RING_GROUP):
+            abort(group)
+
+
 def do_on_rank0(ring: Ring, name: str, action: Callable[[], None]) -> None:
     """Let ring rank 0 alone do something, which is done when this returns; if it fails, raise on every rank.
 
@@ -151,11 +187,11 @@ def do_on_all(
     """Let every rank do something without the others; if it fails on one, raise on all.
 
     Args:
-        error_class: of what is raised where it did not fail.
+        error_class: of what is raised where it did not fail, if that is what was raised.
 
     Raises:
         Exception: where it failed, what was raised there.
-        error_class: on the other ranks, with what was raised.
+        error_class, RuntimeError: on the other ranks, with what was raised.
         RingMismatchError, RingPeerError: a rank makes another call, or is gone.
     """
     error: BaseException | None = None
@@ -163,12 +199,15 @@ def do_on_all(
         result = action()
     except BaseException as raised:  # KeyboardInterrupt too: the others are waiting
         error = raised
-    told = gather_texts(ring, name, "" if error is None else f"{type(error).__name__}: {error}", FILE_TIMEOUT)
+    mark = _EXPECTED if isinstance(error, error_class) else _OTHER
+    told = gather_texts(ring, name, "" if error is None else f"{mark}{type(error).__name__}: {error}", FILE_TIMEOUT)
     if error is not None:
         raise error
-    failed = [f"rank {rank}, which raised {text}" for rank, text in enumerate(told) if text]
+    failed = {rank: text for rank, text in enumerate(told) if text}
     if failed:
-        raise error_class(f"{name} failed on {'; and on '.join(failed)}")
+        are_expected = all(text.startswith(_EXPECTED) for text in failed.values())
+        on = "; and on ".join(f"rank {rank}, which raised {text[1:]}" for rank, text in failed.items())
+        raise (error_class if are_expected else RuntimeError)(f"{name} failed on {on}")
     return result
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -42,22 +46,45 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
 
 
-def parameters_behind(loss: Tensor) -> set[int]:
-    """The ids of the parameters that a backward of ``loss`` reaches, by its graph.
+def in_order_of_backward(loss: Tensor) -> Iterator[Node]:
+    """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
     What is computed again in a backward, as by reentrant checkpointing, is not in the graph.
     """
-    found, seen = set(), set()
-    left = [loss.grad_fn]
+    if loss.grad_fn is None:
+        return
+    waits_for: Counter[Node] = Counter()
+    left, seen = [loss.grad_fn], {loss.grad_fn}
     while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            found.add(id(node.variable))
-        left += [following for following, _ in node.next_functions]
-    return found
+        for following, _ in left.pop().next_functions:
+            if following is not None:
+                waits_for[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+    places = itertools.count()
+    ready = [(0, next(places), loss.grad_fn)]
+    while ready:
+        node = heapq.heappop(ready)[-1]
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None:
+                waits_for[following] -= 1
+                if not waits_for[following]:  # of several that are ready, the one that was made last
+                    heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
+
+
+@contextlib.contextmanager
+def hooks_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within it the tensors' own hooks (``register_hook``) do not run."""
+    hooks = [(own, dict(own)) for own in (parameter._backward_hooks for parameter in parameters) if own]
+    for own, _ in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, all_of_them in hooks:
+            own.update(all_of_them)
 
 
 class UnusedParameters:
@@ -67,8 +94,11 @@ class UnusedParameters:
     expert to which none of the rank's tokens went, it would never end.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # As DistributedDataParallel finds out of which parameters the gradients are sparse.
+        embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse = {id(part.weight) for part in embeddings if part.sparse}
         self._reached: set[int] = set()
         # Hooks of these nodes, and not of the tensors: a reducer's run for an undefined gradient too.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]
@@ -89,21 +119,29 @@ class UnusedParameters:
         """After it: run the hooks of the parameters that it has not reached, with no gradient."""
         unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
         if unused:
-            _Nothing.apply(*unused).backward()  # type: ignore[no-untyped-call]
+            is_sparse = [id(parameter) in self._sparse for parameter in unused]
+            with hooks_set_aside(unused):
+                _Nothing.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
 
 
 class _Nothing(torch.autograd.Function):
-    """Depends on some parameters, to none of which it gives a gradient."""
+    """Depends on some parameters, to which it gives no gradient, or a sparse one without entries."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
-        ctx.num_parameters = len(parameters)
+    def forward(ctx: Any, is_sparse: list[bool], *parameters: Tensor) -> Tensor:
+        ctx.is_sparse, ctx.parameters = is_sparse, parameters
         return torch.zeros((), device=parameters[0].device)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, ...]:
-        num_parameters: int = ctx.num_parameters
-        return (None,) * num_parameters
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.is_sparse, ctx.parameters, strict=True)
+        return None, *(_no_rows_of(parameter) if is_sparse else None for is_sparse, parameter in pairs)
+
+
+def _no_rows_of(parameter: Tensor) -> Tensor:
+    """A sparse gradient without entries."""
+    places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
 class GradientsTogether(torch.autograd.Function):
@@ -120,8 +158,8 @@ class GradientsTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Through the graph behind the loss, which in here runs no hook of a parameter.
-        gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
+        with hooks_set_aside(ctx.parameters):  # they run when the gradients are handed on from here
+            gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
         pairs = zip(gradients, ctx.parameters, strict=True)
         return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
 

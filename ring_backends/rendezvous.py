@@ -31,6 +31,9 @@ from ring_backends.watch import WATCH
 START_TIMEOUT = timedelta(seconds=300)
 """Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
 
+RING_GROUP = "ring_backends/"
+"""How the descriptions of rings' process groups begin."""
+
 _rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
 
 
@@ -203,7 +206,7 @@ def connect(
         )
     _rings_made[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
-    name = f"ring_backends/{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
+    name = f"{RING_GROUP}{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
     world = dist.group.WORLD
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
@@ -211,7 +214,7 @@ def connect(
     # NCCL wants a group's first call to be joined by all its ranks, which a hop is not.
     dist.barrier(group)
     group.set_timeout(timeout)
-    agreement = Agreement(store, rank, size, timeout, partial(_abort, group))
+    agreement = Agreement(store, rank, size, timeout, partial(abort, group))
     WATCH.add(agreement)
     return Ring(
         size=size,
@@ -235,8 +238,16 @@ def ring_of_the_world(ring: Ring) -> Ring:
     """The ring of all ranks of the world by which training on ``ring`` compares and collects what it has to.
 
     ``ring`` itself where it has all ranks, else one that is made once for it; all ranks of the world make this call.
+
+    Raises:
+        ValueError: some ranks of the world are in no ring like this one.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if ring.data_size * ring.size != world_size:
+        raise ValueError(
+            f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: training "
+            "runs on all of them; use rings that tile the world evenly."
+        )
     if ring.size == world_size:
         return ring
     if ring.traffic not in _worlds:  # which all layouts of a ring share
@@ -264,7 +275,7 @@ def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: 
     return group
 
 
-def _abort(group: dist.ProcessGroup) -> None:
+def abort(group: dist.ProcessGroup) -> None:
     """Close the group's connections, so that ranks that wait for this one learn at once.
 
     gloo's own abort does nothing, but a wait that runs out of time closes all connections of a group. So wait for what

@@ -18,15 +18,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ring_backends.alike import (
     checked_count,
     describe_model,
+    describe_optimizer,
+    describe_options,
     describe_settings,
     make_settings_plain,
     persistent_buffers,
@@ -40,12 +44,13 @@ from ring_backends.checkpoint_files import (
     find_checkpoint,
     save_file,
 )
-from ring_backends.collectives import agree, broadcast, do_on_all, do_on_rank0
+from ring_backends.collectives import agree, broadcast, do_on_all, do_on_rank0, together
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.reducer import (
     UnusedParameters,
     check_mixed_precision,
     device_of,
+    in_order_of_backward,
     measure_divisor,
     probe,
     under_autocast,
@@ -74,34 +79,41 @@ class TrainingState(ABC):
     divisor: float
     step_count: int
 
-    def __init__(self, model: nn.Module, ring: Ring, max_grad_norm: float | None, accumulation_steps: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ring: Ring,
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+        options: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
         """Check the arguments, compare them and the model with the other ranks', and share the model's buffers.
 
         Args:
             model: as the user made it, before it is wrapped.
+            options: what else ``parallelize`` was given; compared as far as they are plain values.
         """
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive; None does not clip.")
-        if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-            raise ValueError(f"accumulation_steps = {accumulation_steps}: must be an int of at least 1.")
-        world_size = dist.get_world_size() if dist.is_initialized() else 1
-        if ring.data_size * ring.size != world_size:
-            raise ValueError(
-                f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: "
-                "training runs on all of them; use rings that tile the world evenly."
-            )
+        self._world = ring_of_the_world(ring)
+        with self._world.refusals_told():
+            if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
+                raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
+            if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
+                raise ValueError(f"accumulation_steps = {accumulation_steps}: must be an int of at least 1.")
         self.ring = ring
-        self.max_grad_norm = max_grad_norm
+        self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
         self.step_count = self.skipped_steps = 0
         self._backward_calls = 0
         self._step_token_count: float | None = None
-        self._world = ring_of_the_world(ring)
+        self._failure: str | None = None
+        self._trained: list[tuple[str, nn.Parameter, bool]] = []
+        self._num_groups = 0
         self._buffers = persistent_buffers(model)
         fields = {
             "adapter": type(self).__name__,
-            "max_grad_norm": max_grad_norm,
+            "max_grad_norm": self.max_grad_norm,
             "accumulation_steps": accumulation_steps,
+            **describe_options(options),
         }
         agree(self._world, "parallelize", {**fields, **self._describe(model)})
         broadcast(self._world, "buffers in parallelize", [buffer for buffer in model.buffers() if not buffer.is_meta])
@@ -116,7 +128,7 @@ class TrainingState(ABC):
             ValueError, TypeError: it is no finite number of at least 0.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        with self._refusals_told():
+        with self._world.refusals_told():
             count = checked_count("local_count", local_count)
         by_rank = agree(self._world, "global_count", None, [count, isinstance(count, int)])
         total = math.fsum(rank_count for rank_count, _ in by_rank)
@@ -141,7 +153,7 @@ class TrainingState(ABC):
             ValueError, TypeError: several micro-batches make a step and ``step_token_count`` is not given, or a count
                 is no finite number of at least 0.
         """
-        with self._refusals_told():
+        with self._world.refusals_told():
             if step_token_count is None and self.accumulation_steps > 1:
                 raise ValueError(
                     f"step_token_count is not given with accumulation_steps = {self.accumulation_steps}: the mean is "
@@ -157,19 +169,38 @@ class TrainingState(ABC):
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch; the last one of a step reduces the sum over the ranks.
 
+        Args:
+            loss: of :meth:`loss`, one number. It has to depend on the model's output on every rank: of a rank without
+                valid tokens it is a sum over none of them, or 0 times one, and not a constant.
+
         Raises:
-            RuntimeError: all backward calls of the step have been made.
-            RingMismatchError: the ranks are in different steps or micro-batches, or use different ``step_token_count``.
-            RingPeerError: a rank does not make the call.
+            ValueError, TypeError: ``loss`` is not one number, or depends on no parameter.
+            RuntimeError: all backward calls of the step have been made, or parameters are trained or frozen that were
+                not so in ``parallelize``.
+            RingMismatchError: the ranks are in different steps or micro-batches, use different ``step_token_count``, or
+                their losses depend on different parts of the model and the framework cannot have that.
+            RingPeerError: a rank does not make the call, or raised something in it.
         """
-        with self._refusals_told():
+        with self._world.refusals_told():
+            self._check_usable()
+            self._check_loss(loss)
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
                     f"backward() after all {self.accumulation_steps} backward calls of a step: its gradients are "
                     "reduced already; call step() first, add the losses up, or raise accumulation_steps."
                 )
-        self._agree("backward", {"step_token_count": self._step_token_count})
-        self._backward(loss)
+            behind = self._behind(loss)
+        try:
+            self._agree("backward", {"step_token_count": self._step_token_count, **behind})
+        except RingMismatchError as error:
+            if not behind:
+                raise
+            raise RingMismatchError(
+                f"{error} The framework reduces gradients in the order of the backward: let the losses of all ranks "
+                "depend on the same parts of the model, by 0 * output where a rank wants no gradient."
+            ) from error
+        with self._together("backward"):
+            self._backward(loss)
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
@@ -181,14 +212,23 @@ class TrainingState(ABC):
             RingMismatchError: the ranks are in different steps, or their optimizers have different settings.
             RingPeerError: a rank does not make the call.
         """
-        with self._refusals_told():
+        with self._world.refusals_told():
             if self._backward_calls < self.accumulation_steps:
                 raise RuntimeError(
                     f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients "
                     "are not reduced yet; call backward() once per micro-batch first."
                 )
-        self._agree("step", {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)})
-        if self._step():
+            if len(self.optimizer.param_groups) != self._num_groups:
+                raise RuntimeError(
+                    f"optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {self._num_groups} in "
+                    "parallelize(): the gradients of parameters that are added later are not reduced; have them in the "
+                    "model before parallelize()."
+                )
+            optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
+        self._agree("step", {**optimizer, **self._gradients()})
+        with self._together("step"):
+            is_stepped = self._step()
+        if is_stepped:
             self.step_count += 1
         else:
             self.skipped_steps += 1
@@ -196,6 +236,51 @@ class TrainingState(ABC):
         self._step_token_count = None
         self._share_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
+
+    def _check_loss(self, loss: Tensor) -> None:
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"loss is a {type(loss).__name__}: expected a tensor; pass what state.loss() returns.")
+        if loss.numel() != 1:
+            raise ValueError(f"loss has shape {[*loss.shape]}: expected one number; pass its sum to state.loss().")
+        if not loss.requires_grad:
+            raise ValueError(
+                "loss depends on no parameter, and the other ranks wait for this one's part of the backward: on a rank "
+                "without valid tokens pass a sum over none of them, or 0 * output.sum(), and call the model with "
+                "gradients enabled."
+            )
+
+    _trains_what_it_is_told = False
+    """Whether parameters may be frozen and thawed between steps."""
+
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        """What of the graph behind a loss has to be alike on all ranks; called by all of them before a backward.
+
+        Raises:
+            RuntimeError: parameters are frozen or trained that were not when the framework was told.
+        """
+        changed = [name for name, parameter, was_trained in self._trained if parameter.requires_grad != was_trained]
+        if not changed:
+            return {}
+        if self._trains_what_it_is_told:
+            return {"frozen or trained since parallelize()": changed}
+        raise RuntimeError(
+            f"requires_grad of {', '.join(changed[:8])} has changed since parallelize(), which the framework was not "
+            "told of: set it before parallelize(), for a fixed model; or let the loss depend on a part or not."
+        )
+
+    def _gradients(self) -> Mapping[str, object]:
+        """What of the gradients has to be alike on all ranks before a step."""
+        return {}
+
+    @contextlib.contextmanager
+    def _together(self, name: str) -> Iterator[None]:
+        """Around what the framework does by collectives of its own. After an error in there nothing more is trained."""
+        try:
+            with together(self._world, name):
+                yield
+        except BaseException as error:
+            self._failure = f"{name}() raised {type(error).__name__} in step {self.step_count + 1}"
+            raise
 
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
@@ -222,8 +307,8 @@ class TrainingState(ABC):
             RuntimeError: rank 0 could not write it, with what it raised; OSError on rank 0.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        self._agree("save", {"path": os.fspath(path)})
-        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self._saves_a_folder))
+        self._agree_on_path("save", path)
+        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self.saves_a_folder))
         do_on_all(self._world, "saving a checkpoint", lambda: make_settings_plain(self.optimizer), ValueError)
         self._share_buffers("save")
         self._save(path)
@@ -238,13 +323,13 @@ class TrainingState(ABC):
             RuntimeError: gradients of a step that is not finished would be added to those of the next one.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        with self._refusals_told():
+        with self._world.refusals_told():
             if self._backward_calls:
                 raise RuntimeError(
                     f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
                     "next one; call step() first, since load() undoes it."
                 )
-        self._agree("load", {"path": os.fspath(path)})
+        self._agree_on_path("load", path)
         place = find_checkpoint(self._world, path)
         if place is None:
             raise CheckpointNotFoundError(f"path = {os.fspath(path)!r}: there is no checkpoint; save() writes one.")
@@ -267,7 +352,7 @@ class TrainingState(ABC):
             except (RingMismatchError, RingPeerError):
                 raise
             except Exception as error:  # there are many, by framework and by what is wrong
-                if _is_no_fault_of_a_file(error):
+                if is_no_fault_of_a_file(error):
                     raise
                 raise ValueError(
                     f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
@@ -276,7 +361,8 @@ class TrainingState(ABC):
 
         return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
 
-    _saves_a_folder = False
+    saves_a_folder = False
+    """Whether what :meth:`save` writes is a folder, and no file."""
 
     @abstractmethod
     def _save(self, path: StrPath) -> None:
@@ -309,9 +395,39 @@ class TrainingState(ABC):
         """That of what ``make_optimizer`` made, which the framework may have wrapped."""
         return type(self.optimizer)
 
-    def _made(self, make_optimizer: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """The user's optimizer; if making it fails on one rank, all raise."""
-        return do_on_all(self._world, "make_optimizer", lambda: make_optimizer(parameters))
+    def _made(self, make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+        """The user's optimizer of a model's parameters; if making it fails on one rank, all raise.
+
+        Raises:
+            ValueError, TypeError: it is none, or of other parameters.
+            RingMismatchError: the ranks' optimizers have the parameters in other places.
+        """
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+        def make() -> torch.optim.Optimizer:
+            optimizer = make_optimizer(model.parameters())
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                raise TypeError(f"make_optimizer returned {optimizer!r}: expected a torch.optim.Optimizer.")
+            made_of = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if made_of - {*names}:
+                raise ValueError(
+                    f"make_optimizer returned an optimizer with {len(made_of - {*names})} parameters that the model "
+                    "does not have, and whose gradients would not be reduced: make it of the parameters that "
+                    "make_optimizer is called with."
+                )
+            left_out = [name for name, x in model.named_parameters() if x.requires_grad and id(x) not in made_of]
+            if left_out and self.max_grad_norm is not None:
+                raise ValueError(
+                    f"make_optimizer leaves out {', '.join(left_out[:8])}, and max_grad_norm = {self.max_grad_norm} is "
+                    "of the whole gradient: freeze them by requires_grad_(False), or leave max_grad_norm out."
+                )
+            return optimizer
+
+        optimizer = do_on_all(self._world, "make_optimizer", make, ValueError)
+        self._num_groups = len(optimizer.param_groups)
+        self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
+        agree(self._world, "make_optimizer", describe_optimizer(optimizer, names))
+        return optimizer
 
     def has_checkpoint(self, path: StrPath) -> bool:
         """Whether rank 0 sees something at ``path`` that :meth:`load` could read; all ranks make this call."""
@@ -329,6 +445,7 @@ class TrainingState(ABC):
         """
         for name, part in parts:
             part.register_forward_pre_hook(partial(self._compare_call, name), prepend=True)
+            part.register_forward_hook(partial(_mark_outputs, name))
 
     def _compare_call(self, name: str, *_: object) -> None:
         # A compiled graph has no place for it. What is computed again in a backward was compared in the forward.
@@ -345,25 +462,35 @@ class TrainingState(ABC):
 
     def _agree(self, name: str, fields: Mapping[str, object]) -> None:
         """Make sure that all ranks make this call, with these fields, at this point of the training."""
+        self._check_usable()
         point = {"step": self.step_count + self.skipped_steps, "backward calls": self._backward_calls}
         agree(self._world, name, {**point, **fields})
 
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._failure}, and may have left half a gradient behind: nothing more is done with this state; go "
+                "on from the last checkpoint in new processes."
+            )
+
     def _share_buffers(self, name: str) -> None:
         """Give all ranks rank 0's buffers, of those that a state_dict has: the ranks saw different tokens."""
-        if self._buffers:
-            broadcast(self._world, f"buffers in {name}", [getattr(module, buffer) for module, buffer in self._buffers])
+        if not self._buffers:
+            return
+        with self._world.refusals_told():
+            buffers: list[Any] = [getattr(module, buffer, None) for module, buffer in self._buffers]
+            for (module, buffer), found in zip(self._buffers, buffers, strict=True):
+                if not isinstance(found, Tensor):
+                    raise ValueError(
+                        f"buffer {buffer} of a {type(module).__name__} is {found!r}, and was a tensor when the model "
+                        "was handed to parallelize(): keep it one, since all ranks get rank 0's."
+                    )
+        broadcast(self._world, f"buffers in {name}", buffers)
 
-    @contextlib.contextmanager
-    def _refusals_told(self) -> Iterator[None]:
-        """The other ranks hear of an error by which this one refuses a call, and need not wait."""
-        try:
-            yield
-        except (RingMismatchError, RingPeerError):
-            raise
-        except (TypeError, ValueError, RuntimeError) as error:
-            if self._world.agreement is not None:
-                self._world.agreement.refuse(error)
-            raise
+    def _agree_on_path(self, name: str, path: StrPath) -> None:
+        with self._world.refusals_told():
+            fields = {"path": os.fspath(path)}
+        self._agree(name, fields)
 
 
 class ReplicatedTraining(TrainingState):
@@ -382,17 +509,22 @@ class ReplicatedTraining(TrainingState):
         max_grad_norm: float | None,
         accumulation_steps: int,
         mixed_precision: torch.dtype | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        check_mixed_precision(mixed_precision)
-        super().__init__(model, ring, max_grad_norm, accumulation_steps)
+        with ring_of_the_world(ring).refusals_told():
+            check_mixed_precision(mixed_precision)
+        options = {"mixed_precision": mixed_precision, **options}
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, options)
         self._replica, self._wrapped = model, under_autocast(model, mixed_precision)
         self.model = wrap(self._wrapped)
-        self.optimizer = self._made(make_optimizer, model.parameters())
+        self.optimizer = self._made(make_optimizer, model)
         self.divisor = measure_divisor(self._world, lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
         by_itself = ("find_unused_parameters", "static_graph")
         self._unused = None
         if self.model is not self._wrapped and not any(getattr(self.model, name, False) for name in by_itself):
-            self._unused = UnusedParameters(list(model.parameters()))
+            self._unused = UnusedParameters(model)
+        self._calls = _Calls()
+        self.model.register_forward_pre_hook(self._calls)
         self._unreduced = contextlib.ExitStack()
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
@@ -401,7 +533,17 @@ class ReplicatedTraining(TrainingState):
         if not ends_step and self.model is not self._wrapped:
             self._unreduced.enter_context(self.model.no_sync())  # type: ignore[operator]
 
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        if not self._calls.since_backward and self.model is not self._wrapped:
+            raise RuntimeError(
+                "backward() without a call of state.model since the last one: DistributedDataParallel reduces the "
+                "gradients of what went through it alone; call state.model(...), not the model inside of it, once for "
+                "each backward()."
+            )
+        return super()._behind(loss)
+
     def _backward(self, loss: Tensor) -> None:
+        self._calls.since_backward = False
         if self._unused is not None:
             self._unused.begin()
         loss.backward()
@@ -415,7 +557,7 @@ class ReplicatedTraining(TrainingState):
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self._replica.parameters(), self.max_grad_norm)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._replica.zero_grad(set_to_none=True)
         return True
 
     def _save(self, path: StrPath) -> None:
@@ -432,6 +574,16 @@ class ReplicatedTraining(TrainingState):
 
     def _full_state_dict(self) -> dict[str, Tensor]:
         return {name: tensor.detach().cpu().clone() for name, tensor in self._replica.state_dict().items()}
+
+
+class _Calls:
+    """Whether a module has been called with gradients enabled since the last backward; a hook that can be copied."""
+
+    def __init__(self) -> None:
+        self.since_backward = False
+
+    def __call__(self, *_: object) -> None:
+        self.since_backward = self.since_backward or torch.is_grad_enabled()
 
 
 def save_states(state: TrainingState, model: MutableMapping[str, Any], optimizer: Any, path: StrPath) -> None:
@@ -465,11 +617,32 @@ def check_optimizer_class(saved: str, wanted: type) -> None:
         raise ValueError(f"it holds the state of a {saved}, and make_optimizer made a {wanted.__name__}")
 
 
-def _is_no_fault_of_a_file(error: Exception) -> bool:
+_PART = "ring_backends: part of the model"
+
+
+def _mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
+    """Write a part's name to the nodes of the graph by which a backward reaches it."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
+
+
+def parts_behind(loss: Tensor) -> dict[str, object]:
+    """The places of the parts in a backward of ``loss``, by their names."""
+    places: dict[str, object] = {}
+    for node in in_order_of_backward(loss):
+        for name in cast(dict[Any, Any], node.metadata).get(_PART, ()):
+            places.setdefault(f"place of {name or 'the whole model'} in the backward", len(places))
+    return places
+
+
+def is_no_fault_of_a_file(error: BaseException) -> bool:
     """Whether reading failed for another reason than what was read; torch says EINVAL of a file that was cut off."""
     if isinstance(error, OSError):
         return error.errno != errno.EINVAL
-    return isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
+    return not isinstance(error, Exception) or isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
 
 
 def _reduced_by(wrap: Callable[[nn.Module], nn.Module], gradient: float, device: torch.device) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -49,6 +50,32 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
         assert link.is_symlink()
         assert target.exists()
         assert find_checkpoint(ALONE, link) == target
+
+
+def test_a_kill_while_the_old_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of it may still be removed."""
+    path = tmp_path / "checkpoint"
+    save(path, "one")
+    for name in ("a", "z"):
+        (path / name).mkdir()
+        (path / name / "more").touch()
+    remove, num_removed = os.unlink, 0
+
+    def killed(*args: Any, **options: Any) -> None:
+        nonlocal num_removed
+        remove(*args, **options)
+        num_removed += 1
+        if num_removed == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(path, "two")
+    assert (path / "numbers").read_text() == "two"
+    check_place(path, is_folder=True)
+    save(path, "three")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
 
 def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

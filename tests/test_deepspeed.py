@@ -33,9 +33,16 @@ from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
 from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, TwoLayers
 from ring_backends.testing.rings import BY_HOSTS, FOUR, TWO, RingSpec, ring_here, rows_of_ranks
 from ring_backends.testing.saving import SavingTests, save_and_load, sign
+from ring_backends.testing.stepping import (
+    SteppingTests,
+    check_states,
+    train_two_layers,
+    train_two_layers_alone,
+    train_with_hooks,
+)
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.together import TogetherTests, check_experts, train_experts
@@ -100,21 +107,21 @@ def check_stage(
 
 
 @slow
-class TestZeRO1(TrainingTests, TogetherTests, SavingTests):
+class TestZeRO1(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
 
 
 @slow
-class TestZeRO2(TrainingTests, TogetherTests, SavingTests):
+class TestZeRO2(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(2))
 
 
 @slow
-class TestZeRO3(TrainingTests, TogetherTests, SavingTests):
+class TestZeRO3(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     adapter = ADAPTER
     without = MappingProxyType(
         {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
@@ -153,9 +160,38 @@ class TestZeRO:
     def test_ranks_that_use_different_parameters_of_a_module_are_told(self, world: World) -> None:
         for outcome in world.run_collect(train_two_weights):
             assert outcome.raised(RingMismatchError), outcome
-            assert "parameters without a gradient" in outcome.message, outcome
-            assert "rank 0: ['weights.1']" in outcome.message, outcome
-            assert "rank 1: ['weights.0']" in outcome.message, outcome
+            assert "place of the gradient of weights.0 (rank 0: [0], rank 1: absent" in outcome.message, outcome
+            assert "place of the gradient of weights.1 (rank 0: absent, rank 1: [0]" in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_may_come_in_another_order(self, world: World, stage: int) -> None:
+        by_rank = world.run(train_two_layers, ADAPTER, "nothing", True, zero(stage))
+        check_states(by_rank, train_two_layers_alone("nothing"))
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_other_parameters_in_a_reentrant_checkpoint_are_told(self, world: World, stage: int) -> None:
+        """They are behind no loss, and known when their gradients are there; with ZeRO 3, when they are gathered."""
+        for outcome in world.run_collect(train_in_a_reentrant_checkpoint, stage):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "layers.0" in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_hooks_of_parameters_run_once(self, world: World, stage: int) -> None:
+        for moved in world.run(train_with_hooks, ADAPTER, zero(stage)):
+            assert moved == pytest.approx(12.0)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_of_another_loss_are_told(self, world: World, stage: int) -> None:
+        for ended in world.run(train_through_another, stage, True):
+            assert ended.error == "no error", ended
+        for ended in world.run(train_through_another, stage, False):
+            assert ended.is_a(RuntimeError), ended
+            assert "came from a backward that was not this state's" in ended.message, ended
+
+    def test_a_parameter_that_is_not_contiguous_is_refused_by_name(self, world: World) -> None:
+        for ended in world.run(transpose_a_parameter):
+            assert ended.is_a(ValueError), ended
+            assert "parameter layers.0.weight of strides (1, 4)" in ended.message, ended
 
     @pytest.mark.parametrize("stage", range(4))
     def test_a_step_with_nan_is_counted_for_what_it_was(self, world: World, stage: int) -> None:
@@ -246,6 +282,37 @@ def train_two_weights() -> None:
     ring = ring_here(ADAPTER, TWO)
     state = backend.parallelize(TwoWeights(), lambda x: torch.optim.SGD(x, lr=1.0), ring, zero_stage=3)
     state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
+
+
+def train_in_a_reentrant_checkpoint(stage: int) -> None:
+    """Each rank uses one of two layers, in a part that is computed again in the backward."""
+    state = parallelize_here(zero(stage), TwoLayers())
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = state.model(x, 0, [dist.get_rank() % 2])
+        return out
+
+    x = torch.ones(2, 4, requires_grad=True)
+    state.backward(state.loss(checkpoint(run, x, use_reentrant=True).sum(), 2))
+    state.step()
+
+
+def train_through_another(stage: int, is_frozen: bool) -> Ended:
+    """A loss of one state goes through the model of another one, which is trained by a loss of its own after it."""
+    first, second = (parallelize_here(zero(stage), TwoLayers()) for _ in range(2))
+    x = torch.ones(1, 4)
+    second.model.requires_grad_(not is_frozen)
+    first.backward(first.loss(second.model.module(first.model(x, 0), 0).sum(), 1))
+    first.step()
+    second.model.requires_grad_(True)
+    return ending(lambda: second.backward(second.loss(second.model(x, 0).sum(), 1)))
+
+
+def transpose_a_parameter() -> Ended:
+    model = TwoLayers()
+    weight = model.get_parameter("layers.0.weight")
+    weight.data = weight.data.T
+    return ending(lambda: parallelize_here(zero(1), model))
 
 
 SKIPPED = (
@@ -383,18 +450,17 @@ BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def parallelize_here(options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Any:
+def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None) -> Any:
     from ring_backends.adapters import deepspeed as backend
 
     ring = ring_here(ADAPTER, TWO)
     assert ring is not None
-    return backend.parallelize(
-        OneParameter().to(dtype), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options
-    )
+    model = OneParameter().float() if model is None else model
+    return backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options)
 
 
 def parallelize_badly(options: Mapping[str, Any], dtype: torch.dtype = torch.float32) -> Ended:
-    return ending(lambda: parallelize_here(options, dtype))
+    return ending(lambda: parallelize_here(options, OneParameter().to(dtype)))
 
 
 def parallelize_with_a_mesh(options: dict[str, Any]) -> tuple[Ended, float]:

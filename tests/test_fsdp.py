@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -38,9 +39,10 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing import together, training
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.models import Block, Experts, OneParameter, make_model
+from ring_backends.testing.models import Block, BlocksOfExperts, Experts, OneParameter, make_model
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
 from ring_backends.testing.saving import SavingTests, Stretch, five_steps, load_and_go_on
+from ring_backends.testing.stepping import SteppingTests
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.together import TogetherTests, check_experts, train_experts
 from ring_backends.testing.traffic import planned_hops
@@ -58,7 +60,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # which the adapter needs
 
-from ring_backends.adapters import fsdp
+from ring_backends.adapters import fsdp, fsdp_training
 from ring_backends.adapters.fsdp_sharding import Strategy
 from ring_backends.checkpoint_files import MANIFEST
 
@@ -77,13 +79,13 @@ class TestFSDP(AdapterTests):
 
 
 @pytest.mark.slow
-class TestHSDP(TrainingTests, TogetherTests, SavingTests):
+class TestHSDP(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
 
 
 @pytest.mark.slow
-class TestFSDP1(TrainingTests, TogetherTests, SavingTests):
+class TestFSDP1(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
     without = MappingProxyType(
@@ -117,6 +119,40 @@ def test_ranks_that_call_different_blocks_are_told(world: World, strategy: str) 
         assert "experts.0" in outcome.message, outcome
         assert "experts.1" in outcome.message, outcome
         assert "leave them out of blocks=" in outcome.message, outcome
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_ranks_whose_losses_depend_on_different_blocks_are_told(world: World, strategy: str) -> None:
+    """All ranks call all blocks, and one rank cuts the gradient off behind one of them."""
+    for outcome in world.run_collect(cut_a_gradient_off, strategy):
+        assert outcome.raised(RingMismatchError), outcome
+        assert "blocks.0 in the backward" in outcome.message, outcome
+        assert "rank 1: absent" in outcome.message, outcome
+
+
+def cut_a_gradient_off(strategy: str) -> None:
+    state = fsdp.parallelize(BlocksOfExperts((4, 4)), sgd, ring_here(ADAPTER, FOUR), strategy=strategy)
+    if dist.get_rank() == 1:
+        state.model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, out: out.detach())
+    state.backward(state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10))
+
+
+def interrupt_a_load(path: str) -> str:
+    """Ctrl-C on one rank while the others read too: what each of them raises."""
+    state = fsdp.parallelize(OneParameter(), sgd, ring_here(ADAPTER, TWO))
+    state.save(path)
+    interrupted = mock.patch.object(fsdp_training.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
+    with interrupted if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            state.load(path)
+        except BaseException as error:
+            return type(error).__name__
+    return "no error"
+
+
+def test_a_load_that_is_interrupted_says_nothing_against_the_checkpoint(world: World, tmp_path: Path) -> None:
+    told = world.run(interrupt_a_load, str(tmp_path / "checkpoint"))
+    assert told == ["RingPeerError", "KeyboardInterrupt", "RingPeerError", "RingPeerError"]
 
 
 def train_experts_as_blocks(strategy: str) -> None:

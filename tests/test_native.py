@@ -7,20 +7,71 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ring_backends import transfer
+from ring_backends.adapters import native
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
-from ring_backends.testing.rings import FOUR
+from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.stepping import train_with_hooks
 from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.world import World
 from ring_backends.transfer import Transfer, needs_host, through_host
 
 
 class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
+
+
+def test_hooks_of_parameters_run_once(world: World) -> None:
+    for moved in world.run(train_with_hooks, TestNative.adapter, {}):
+        assert moved == pytest.approx(12.0)
+
+
+class SparseTable(nn.Module):
+    """Adds up the rows of a table that it is asked for, and a number more."""
+
+    def __init__(self, table: nn.Embedding) -> None:
+        super().__init__()
+        self.table, self.more = table, nn.Parameter(torch.zeros(1))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.more + (self.table(rows).sum() if len(rows) else 0)
+
+
+def embed_on_some_ranks() -> Tensor:
+    """One rank looks nothing up in a table whose gradients are sparse."""
+    table = nn.Embedding(4, 2, sparse=True)
+    nn.init.zeros_(table.weight)
+    model = SparseTable(table)
+    state = native.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(TestNative.adapter, TWO))
+    rows = torch.tensor([] if dist.get_rank() == 1 else [dist.get_rank()], dtype=torch.int64)
+    state.backward(state.loss(state.model(rows).sum(), 1, 1))
+    state.step()
+    return state.full_state_dict()["table.weight"][:, 0]
+
+
+def test_a_sparse_gradient_of_some_ranks(world: World) -> None:
+    for weights in world.run(embed_on_some_ranks):
+        assert weights.tolist() == [-1, 0, -1, -1]
+
+
+def call_the_model_inside() -> Ended:
+    """Not through what reduces the gradients."""
+    model = nn.Linear(1, 1)
+    state = native.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(TestNative.adapter, TWO))
+    return ending(lambda: state.backward(state.loss(model(torch.ones(1)).sum(), 1)))
+
+
+def test_a_backward_past_the_reducer_is_refused(world: World) -> None:
+    for ended in world.run(call_the_model_inside):
+        assert ended.is_a(RuntimeError), ended
+        assert "call state.model(...)" in ended.message, ended
 
 
 @dataclass

@@ -68,6 +68,8 @@ class TrainOptions:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value}: must be above 0 and finite; give a positive number.")
+        if self.timeout > _LONGEST_TIMEOUT:
+            raise ValueError(f"timeout = {self.timeout}: must be at most {_LONGEST_TIMEOUT:,} s, a year.")
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
@@ -97,6 +99,7 @@ def default_branches(seq_len: int) -> Branches:
     return lengths, tuple(rates)
 
 
+_LONGEST_TIMEOUT = 365 * 24 * 3600
 _MODEL, _TEXT, _TRAINING, _RANKS, _FILES = "Attention and model", "Text", "Training", "Ranks", "Files"
 
 

@@ -26,11 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional as F
 
-from ring_backends.checkpoint_files import replace_file
+from ring_backends.checkpoint_files import check_place, replace_file
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.model import LongNetLM
 from ring_backends.cli.train import TrainOptions
-from ring_backends.collectives import agree
+from ring_backends.collectives import agree, do_on_rank0
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.rendezvous import ring_of_the_world
@@ -225,6 +225,8 @@ class Trainer:
         path = self.options.save
         if path is None:
             return
+        is_folder = self.state.saves_a_folder
+        do_on_rank0(self.world, "save", lambda: check_place(path, is_folder=is_folder, name="save"))
         if not self.options.resume:
             if path.exists():
                 self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")

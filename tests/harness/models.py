@@ -122,6 +122,24 @@ class BlocksOfExperts(nn.Module):
         return y
 
 
+class TwoLayers(nn.Module):
+    """Rows of width 4 through two layers, which are called in either order, or some of them."""
+
+    def __init__(self, places: Sequence[int] = (0, 1)) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for place in places:  # in which order they are registered
+            self.layers.add_module(str(place), nn.Linear(4, 4))
+        generator = torch.Generator().manual_seed(3)
+        for _, parameter in sorted(self.named_parameters()):
+            parameter.data = torch.randn(parameter.shape, generator=generator) / 2
+
+    def forward(self, x: Tensor, first: int, layers: Sequence[int] = (0, 1)) -> Tensor:
+        order = reversed(layers) if first else layers
+        outs = {index: self.layers.get_submodule(str(index))(x) for index in order}
+        return torch.stack([torch.sin((index + 1) * outs[index]) for index in layers]).sum(0)
+
+
 class Normalized(nn.Module):
     """Has running statistics, which a state_dict has, and a buffer that it does not have."""
 

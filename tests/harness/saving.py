@@ -267,6 +267,21 @@ def load_nothing(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
     return ending(lambda: trainer.state.load(path))
 
 
+def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, int]:
+    """Save to a relative path from working directories that differ; then load what rank 0 has there."""
+    trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
+    before, there = Path.cwd(), Path(folder, str(min(1, dist.get_rank())))
+    trainer.state.save(Path(folder, "0", "checkpoint"))
+    trainer.step(0)
+    there.mkdir(exist_ok=True)
+    os.chdir(there)
+    try:
+        saved = ending(lambda: trainer.state.save("checkpoint"))
+    finally:
+        os.chdir(before)
+    return saved, ending(lambda: trainer.state.load(Path(folder, "0", "checkpoint"))), trainer.state.step_count
+
+
 class SavingTests(AdapterSuite):
     @requires("training", "save and load")
     @every_precision
@@ -371,6 +386,19 @@ class SavingTests(AdapterSuite):
             assert by_content.is_a(ValueError), by_content
             assert "the ranks see different checkpoints there" in by_content.message, by_content
             assert step_count == 0
+
+    @requires("training", "save and load")
+    def test_ranks_that_save_to_different_places_are_told(self, world: World, tmp_path: Path) -> None:
+        """Unless rank 0 alone writes; what is there before is not lost."""
+        (tmp_path / "0").mkdir()
+        for saved, loaded, step_count in world.run(
+            save_elsewhere, self.adapter, str(tmp_path), dict(self.framework_options)
+        ):
+            assert loaded.error == "no error", loaded
+            if saved.error != "no error":
+                assert saved.is_a(ValueError), saved
+                assert "does not see the folder" in saved.message, saved
+                assert step_count == 0
 
     @requires("training", "save and load")
     def test_where_there_is_no_checkpoint(self, world: World, tmp_path: Path) -> None:

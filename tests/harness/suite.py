@@ -21,6 +21,7 @@ from ring_backends.testing.leaving import LeavingTests
 from ring_backends.testing.numbers import NumberTests
 from ring_backends.testing.saving import SavingTests
 from ring_backends.testing.soak import SoakTests
+from ring_backends.testing.stepping import SteppingTests
 from ring_backends.testing.together import TogetherTests
 from ring_backends.testing.traffic import TrafficTests
 from ring_backends.testing.training import TrainingTests
@@ -32,6 +33,7 @@ class AdapterTests(
     CompileTests,
     TrainingTests,
     TogetherTests,
+    SteppingTests,
     SavingTests,
     CopyTests,
     SoakTests,

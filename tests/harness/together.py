@@ -21,7 +21,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import AT_ONCE, Ended, ending
-from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter
+from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter, TwoLayers
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.world import World
 
@@ -183,11 +183,15 @@ class Otherwise:
     odd: Callable[[str, Ring, Mapping[str, Any]], None]
 
 
-def _parallelize(model: Callable[[], nn.Module] = OneParameter, **more: Any) -> Any:
+def _parallelize(model: Callable[[], nn.Module] = OneParameter, optimizer: Any = sgd, **more: Any) -> Any:
     def parallelize(adapter: str, ring: Ring, options: Mapping[str, Any]) -> None:
-        backend(adapter).parallelize(model(), sgd, ring, **{**options, **more})
+        backend(adapter).parallelize(model(), optimizer, ring, **{**options, **more})
 
     return parallelize
+
+
+def _backwards(parameters: Any) -> torch.optim.Optimizer:
+    return sgd([*parameters][::-1])
 
 
 def _experts(width: int = 4) -> nn.Module:
@@ -216,6 +220,13 @@ def _train(lr: float = 0.5, step_token_count: int = 4, optimizer: Any = torch.op
 OTHERWISE: dict[str, Otherwise] = {
     "accumulation": Otherwise("accumulation_steps", _parallelize(), _parallelize(accumulation_steps=2)),
     "clipping": Otherwise("max_grad_norm", _parallelize(), _parallelize(max_grad_norm=1.0)),
+    "precision": Otherwise("mixed_precision", _parallelize(), _parallelize(mixed_precision=torch.bfloat16)),
+    "order of parameters": Otherwise(
+        "parameter layers.0.weight", _parallelize(TwoLayers), _parallelize(lambda: TwoLayers((1, 0)))
+    ),
+    "order in the optimizer": Otherwise(
+        "number 0 of parameter group 0", _parallelize(TwoLayers), _parallelize(TwoLayers, optimizer=_backwards)
+    ),
     "shape": Otherwise(
         "blocks.0.experts.1.0.weight",
         _parallelize(lambda: BlocksOfExperts((4, 4))),

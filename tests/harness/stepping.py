@@ -1,0 +1,250 @@
+"""What a loss may depend on, what may change between steps, and how a step ends that goes wrong on one rank.
+
+Where a framework cannot do what a rank asks for, no rank may step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.errors import AT_ONCE, Ended, ending
+from ring_backends.testing.models import Normalized, TwoLayers
+from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
+from ring_backends.testing.together import ODD_RANK, State, rows_of, sgd
+from ring_backends.testing.world import World
+
+STEPS, NUM_RANKS, COUNT = 3, 4, 10
+
+Change = Callable[[nn.Module, torch.optim.Optimizer, int], None]
+"""(model, optimizer, step) -> None: what a program does before a step."""
+
+
+def _nothing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    pass
+
+
+def _clear_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+
+
+def _freeze_the_first(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for name, parameter in model.named_parameters():
+        if "layers.0" in name:
+            parameter.requires_grad_(step != 1)
+
+
+CHANGES: dict[str, Change] = {"nothing": _nothing, "cleared gradients": _clear_gradients, "frozen": _freeze_the_first}
+
+
+def train_two_layers(adapter: str, change: str, other_order: bool, options: Mapping[str, Any]) -> list[State]:
+    """The state after each step; with ``other_order`` some ranks call the layers in another order."""
+    ring, rank = ring_here(adapter, TWO), dist.get_rank()
+    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
+    states = []
+    for step in range(STEPS):
+        CHANGES[change](state.model, state.optimizer, step)
+        out = state.model(rows_of(rank, step), rank % 2 if other_order else 0)
+        state.backward(state.loss(out.square().sum(), COUNT))
+        state.step()
+        states.append(state.full_state_dict())
+    return states
+
+
+def train_two_layers_alone(change: str) -> list[State]:
+    """The same in one process, by plain torch."""
+    model = TwoLayers()
+    optimizer = sgd(model.parameters())
+    states = []
+    for step in range(STEPS):
+        CHANGES[change](model, optimizer, step)
+        optimizer.zero_grad()
+        for rank in range(NUM_RANKS):
+            (model(rows_of(rank, step), 0).square().sum() / (NUM_RANKS * COUNT)).backward()
+        optimizer.step()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return states
+
+
+def check_states(by_rank: list[list[State]], wanted: list[State]) -> None:
+    for rank, states in enumerate(by_rank):
+        for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
+            for name, tensor in right.items():
+                error = float((got[name] - tensor).abs().max())
+                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} is off by {error}"
+
+
+def freeze_later(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, list[State]]:
+    states: list[State] = []
+    return ending(lambda: states.extend(train_two_layers(adapter, "frozen", False, options))), states
+
+
+def add_parameters_later(adapter: str, options: Mapping[str, Any]) -> Ended:
+    state = backend(adapter).parallelize(TwoLayers(), sgd, ring_here(adapter, TWO), **options)
+    state.backward(state.loss(state.model(torch.ones(1, 4), 0).sum(), 1))
+    state.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    return ending(state.step)
+
+
+LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
+    "a constant": (ValueError, "loss depends on no parameter", lambda out: torch.zeros(())),
+    "many numbers": (ValueError, "loss has shape [2, 5, 4]", lambda out: out),
+    "a number": (TypeError, "loss is a float", lambda out: 0.0),
+}
+
+
+def lose_oddly(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
+    """One rank has a loss that it cannot have."""
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
+    out = state.model(rows_of(dist.get_rank(), 0), 0)
+    loss = LOSSES[kind][2](out) if dist.get_rank() == ODD_RANK else state.loss(out.sum(), 1, 4)
+    return ending(lambda: state.backward(loss))
+
+
+def raise_in_a_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, Ended]:
+    """One rank raises in the midst of a backward, and stays; then all try to step and to save."""
+
+    def fail(grad: Tensor) -> None:
+        raise ZeroDivisionError("on purpose")
+
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
+    out = state.model(rows_of(dist.get_rank(), 0), 0)
+    if dist.get_rank() == ODD_RANK:
+        out.register_hook(fail)
+    ended = ending(lambda: state.backward(state.loss(out.sum(), 1, 4)))
+    return ended, ending(state.step), ending(lambda: state.backward(out.sum()))
+
+
+def _of_another_parameter(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=1.0)
+
+
+def _of_the_first(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD([next(iter(parameters))], lr=1.0)
+
+
+OPTIMIZERS: dict[str, tuple[type[Exception], str, Any]] = {
+    "another parameter": (ValueError, "1 parameters that the model does not have", _of_another_parameter),
+    "left out": (ValueError, "make_optimizer leaves out", _of_the_first),
+    "none": (TypeError, "make_optimizer returned None", lambda parameters: None),
+}
+
+
+def optimize_oddly(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
+    parallelize = partial(backend(adapter).parallelize, TwoLayers(), OPTIMIZERS[kind][2], ring_here(adapter, TWO))
+    return ending(lambda: parallelize(max_grad_norm=1.0, **options))
+
+
+def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
+    """How far a parameter moves whose hook doubles its gradient, of 3, which comes from rank 0 alone."""
+    model = TwoLayers()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    model.get_parameter("layers.1.bias").register_hook(lambda grad: 2 * grad)
+    state = backend(adapter).parallelize(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring_here(adapter, TWO), **options
+    )
+    layers = [0, 1] if dist.get_rank() == 0 else [0]
+    state.backward(state.loss(3 * state.model(torch.zeros(1, 4), 0, layers).sum(), 1, 1))
+    state.step()
+    return -float(state.full_state_dict()["layers.1.bias"][0])
+
+
+def refuse_to_parallelize(adapter: str, options: Mapping[str, Any]) -> Ended:
+    """One rank's arguments cannot be."""
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    bad = {"max_grad_norm": -1.0} if dist.get_rank() == ODD_RANK else {}
+    return ending(lambda: backend(adapter).parallelize(TwoLayers(), sgd, ring, **bad, **options))
+
+
+def lose_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
+    """A buffer becomes None on one rank."""
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    model = Normalized()
+    state = backend(adapter).parallelize(model, sgd, ring, **options)
+    if dist.get_rank() == ODD_RANK:
+        model.norm.running_mean = None
+    return ending(state.full_state_dict)
+
+
+class SteppingTests(AdapterSuite):
+    @requires("training")
+    def test_gradients_may_come_in_another_order(self, world: World) -> None:
+        arguments = train_two_layers, self.adapter, "nothing", True, dict(self.framework_options)
+        if "parameters of some ranks" in self.without:
+            for outcome in world.run_collect(*arguments):
+                assert outcome.raised(RingMismatchError), outcome
+            return
+        check_states(world.run(*arguments), train_two_layers_alone("nothing"))
+
+    @requires("training")
+    def test_a_program_may_clear_the_gradients_itself(self, world: World) -> None:
+        arguments = self.adapter, "cleared gradients", False, dict(self.framework_options)
+        check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
+
+    @requires("training", "frozen parameters")
+    def test_what_is_frozen_later_is_refused_or_right(self, world: World) -> None:
+        by_rank = world.run(freeze_later, self.adapter, dict(self.framework_options))
+        if by_rank[0][0].error == "no error":
+            check_states([states for _, states in by_rank], train_two_layers_alone("frozen"))
+            return
+        for ended, states in by_rank:
+            assert ended.is_a(RuntimeError), ended
+            assert "requires_grad of " in ended.message, ended
+            assert states == []
+
+    @requires("training")
+    def test_parameters_that_are_added_later_are_refused(self, world: World) -> None:
+        for ended in world.run(add_parameters_later, self.adapter, dict(self.framework_options)):
+            assert ended.is_a(RuntimeError), ended
+            assert "optimizer has 2 parameter groups, and had 1" in ended.message, ended
+
+    @requires("training")
+    @pytest.mark.parametrize("kind", LOSSES)
+    def test_a_loss_that_cannot_be_is_told(self, world: World, kind: str) -> None:
+        error, told, _ = LOSSES[kind]
+        for rank, ended in enumerate(world.run(lose_oddly, self.adapter, kind, dict(self.framework_options))):
+            assert ended.is_a(error if rank == ODD_RANK else RingMismatchError), ended
+            assert told in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+
+    @requires("training")
+    def test_an_error_in_a_backward_is_told(self) -> None:
+        """With ranks of its own, since the connections of the frameworks' groups are closed."""
+        with World(2, preload=[self.adapter]) as ranks:
+            endings = ranks.run(raise_in_a_backward, self.adapter, dict(self.framework_options))
+        for rank, (ended, step, backward) in enumerate(endings):
+            assert ended.is_a(ZeroDivisionError if rank == ODD_RANK else RingPeerError), ended
+            assert "on purpose" in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+            for later in (step, backward):
+                assert later.is_a(RuntimeError), later
+                assert later.seconds < AT_ONCE, later
+            assert "backward() raised" in backward.message, backward
+
+    @requires("training")
+    @pytest.mark.parametrize("what", [refuse_to_parallelize, lose_a_buffer])
+    def test_what_one_rank_refuses_is_told(self, world: World, what: Callable[..., Ended]) -> None:
+        for rank, ended in enumerate(world.run(what, self.adapter, dict(self.framework_options))):
+            assert ended.is_a(ValueError if rank == ODD_RANK else RingMismatchError), ended
+            assert ("max_grad_norm = -1.0" if what is refuse_to_parallelize else "running_mean") in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
+
+    @requires("training", "gradient clipping")
+    @pytest.mark.parametrize("kind", OPTIMIZERS)
+    def test_optimizers_that_cannot_be_are_refused(self, world: World, kind: str) -> None:
+        error, told, _ = OPTIMIZERS[kind]
+        for ended in world.run(optimize_oddly, self.adapter, kind, dict(self.framework_options)):
+            assert ended.is_a(error), ended
+            assert told in ended.message, ended
