@@ -11,7 +11,7 @@ import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from ring_backends.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
 from ring_backends.collectives import agree
+from ring_backends.errors import RingMismatchError
 from ring_backends.reducer import GradientsTogether, check_mixed_precision, in_order_of_backward, measure_divisor, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
@@ -184,21 +185,41 @@ class DeepSpeedTraining(TrainingState):
         if self._came_from_elsewhere:
             raise RuntimeError(
                 f"gradients of {', '.join(sorted(self._came_from_elsewhere)[:8])} came from a backward that was not "
-                "this state's, and ZeRO has reduced them already: while another loss goes through the model, freeze it "
-                "by requires_grad_(False) and call the module inside of the engine."
+                "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes, and "
+                "while another loss goes through the model, freeze it by requires_grad_(False) and call the module "
+                "inside of the engine."
             )
         names = {id(parameter): name for name, parameter in self._parameters.items()}
-        reached = [id(getattr(node, "variable", None)) for node in in_order_of_backward(loss)]
-        order = [names[parameter] for parameter in reached if parameter in names]
-        by_rank = agree(self._world, "parameters of a backward", None, [_number(order)])
-        self._mixes_gradients_up = any(row != by_rank[0] for row in by_rank)
-        if self._mixes_gradients_up and self._zero_stage == 3:
-            return {**behind, **_places(order)}
+        order, is_checkpointed = [], False
+        for node, num_others in in_order_of_backward(loss):
+            is_checkpointed |= node.name() == "CheckpointFunctionBackward"  # torch's, DeepSpeed's or FairScale's
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                order.append((name, num_others))
+        if self._zero_stage == 3:
+            return {**behind, _ORDER: [name for name, _ in order]}
+        by_rank = agree(self._world, "parameters of a backward", None, [_number(order), is_checkpointed])
+        self._mixes_gradients_up = any(number != by_rank[0][0] for number, _ in by_rank)
+        if self._mixes_gradients_up and any(is_checkpointed for _, is_checkpointed in by_rank):
+            raise RingMismatchError(
+                "the ranks' losses depend on different parameters, or on the same ones in another order, and "
+                "reentrant checkpointing keeps ZeRO from taking their gradients together: use use_reentrant=False, or "
+                "zero_stage=0."
+            )
         return behind
+
+    def _check_optimizer(self) -> None:
+        # DeepSpeed has put other tensors in the places of parameters.
+        if len(self.optimizer.param_groups) != self._num_groups:
+            raise RuntimeError(
+                f"optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {self._num_groups} in "
+                "parallelize(): DeepSpeed does not know of what is added later; have it in the model, and in the "
+                "optimizer, before parallelize()."
+            )
 
     def _gradients(self) -> Mapping[str, object]:
         # What reentrant checkpointing computes again in a backward is behind no loss, and is known afterwards alone.
-        return _places(self._arrived)
+        return {_ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
         if self._mixes_gradients_up:
@@ -276,17 +297,12 @@ class DeepSpeedTraining(TrainingState):
         return whole
 
 
-def _places(names: Iterable[str]) -> dict[str, object]:
-    """The places of parameters in the order of their gradients."""
-    places: dict[str, Any] = {}
-    for place, name in enumerate(names):
-        places.setdefault(f"place of the gradient of {name}", []).append(place)
-    return dict(sorted(places.items()))
+_ORDER = "parameters in the order of their gradients"
 
 
-def _number(names: list[str]) -> int:
-    """Stands for some names; exact as a float."""
-    return int.from_bytes(hashlib.blake2b("\n".join(names).encode(), digest_size=6).digest(), "big")
+def _number(order: list[tuple[str, int]]) -> int:
+    """Stands for an order of names; exact as a float."""
+    return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=6).digest(), "big")
 
 
 @contextlib.contextmanager

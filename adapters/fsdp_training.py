@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException, load, save  # type: ignore[attr-defined]
 from torch.distributed.checkpoint.state_dict import (
@@ -32,7 +33,7 @@ from ring_backends.adapters.fsdp_sharding import Sharding
 from ring_backends.alike import describe_model
 from ring_backends.checkpoint_files import StrPath, as_plain, check_folder, read_manifest, replace_folder
 from ring_backends.errors import RingPeerError
-from ring_backends.reducer import device_of, measure_divisor, probe
+from ring_backends.reducer import device_of, mark_outputs, measure_divisor, parts_behind, probe
 from ring_backends.rendezvous import start_world_of_one
 from ring_backends.ring import Ring
 from ring_backends.training import (
@@ -40,7 +41,6 @@ from ring_backends.training import (
     TrainingState,
     check_optimizer_class,
     is_no_fault_of_a_file,
-    parts_behind,
 )
 
 
@@ -75,6 +75,8 @@ class ShardedTraining(TrainingState):
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
         self._compare_calls_of(self._sharded_parts())
+        for name, part in self._sharded_parts():
+            part.register_forward_hook(partial(mark_outputs, name))
         self.optimizer = self._made(make_optimizer, self.model)
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
@@ -94,7 +96,7 @@ class ShardedTraining(TrainingState):
 
     def _behind(self, loss: Tensor) -> Mapping[str, object]:
         # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
-        return {**super()._behind(loss), **parts_behind(loss)}
+        return {**super()._behind(loss), "parts of the model behind the loss": parts_behind(loss)}
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -116,7 +118,7 @@ class ShardedTraining(TrainingState):
         holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
         def write(folder: Path) -> None:
-            with _failures_as_errors(self._world.rank):
+            with _failures_as_errors():
                 save(state, checkpoint_id=folder)
 
         replace_folder(self._world, path, write, holds)
@@ -151,7 +153,7 @@ class ShardedTraining(TrainingState):
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
                     del states[name]
-        with _failures_as_errors(self._world.rank):
+        with _failures_as_errors():
             load(state, storage_reader=reader, planner=CheckpointPlanner())
         set_model_state_dict(self.model, state["model"])
         self.optimizer.state.clear()
@@ -182,7 +184,7 @@ class ShardedTraining(TrainingState):
 
 
 @contextlib.contextmanager
-def _failures_as_errors(own_rank: int) -> Iterator[None]:
+def _failures_as_errors() -> Iterator[None]:
     """torch.distributed.checkpoint raises what is no Exception, which programs do not expect.
 
     Raises:
@@ -194,12 +196,13 @@ def _failures_as_errors(own_rank: int) -> Iterator[None]:
         yield
     except CheckpointException as failure:
         errors = {rank: error for rank, (error, _) in failure.failures.items()}
-        if own_rank in errors and is_no_fault_of_a_file(errors[own_rank]):
-            raise errors[own_rank] from failure
+        own = errors.get(dist.get_rank())
+        if own is not None and is_no_fault_of_a_file(own):
+            raise own from failure
         told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
         told = f"torch.distributed.checkpoint failed ({told})"
         if any(is_no_fault_of_a_file(error) for error in errors.values()):
-            raise RingPeerError(f"{told}; the checkpoint may be good.") from failure
+            raise RingPeerError(f"{told}, which is no fault of a checkpoint.") from failure
         raise RuntimeError(told) from failure
 
 

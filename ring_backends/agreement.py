@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import time
 import zlib
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -203,10 +204,12 @@ class Agreement:
 
         Called from another thread, while the rank that waits for a hop has no use for the store.
         """
-        if self._waiting is not None:
-            call, end = self._waiting
-            if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
-                end()
+        waiting = self._waiting  # once: the other thread may be done with it at any moment
+        if waiting is None:
+            return
+        call, end = waiting
+        if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
+            end()
 
     def another_has_failed(self) -> bool:
         """Whether a rank has published that it closed the ring, while this one has not."""
@@ -306,10 +309,13 @@ class Agreement:
         except GeneratorExit:  # nobody goes on with the walk
             raise
         except BaseException as error:
-            if self._failure is None:
-                where = call.direction if call.name is None else call.name
-                self._close(f"rank {self.rank} raised in {where}", f"{type(error).__name__}: {error}")
+            self.end(call.direction if call.name is None else call.name, error)
             raise
+
+    def end(self, what: str, error: BaseException) -> None:
+        """Close the ring, unless it is closed, and tell the others what was raised on this rank in ``what``."""
+        if self._failure is None:
+            self._close(f"rank {self.rank} raised in {what}", f"{type(error).__name__}: {error}")
 
     def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
         """Publish this rank's latest calls and what it raised, close the ring, and return what was published."""
@@ -338,6 +344,8 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
         if len({json.dumps(value) for value in values.values()}) > 1:
+            if all(isinstance(value, list) for value in values.values()):
+                values = _what_differs(cast(dict[int, list[object]], values))
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
     if not differing:  # in the order alone
         orders = zip(*fields_of.values(), strict=True)
@@ -350,6 +358,22 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
         f"the ranks differ in {shown}{more}. Every rank has to make the same calls in the same order with the same "
         "arguments, each on its own shard."
     )
+
+
+def _what_differs(lists: Mapping[int, list[object]]) -> dict[int, object]:
+    """Of lists, what not all of them have; if that is nothing, the first place where they differ."""
+    texts = {rank: [json.dumps(item) for item in items] for rank, items in lists.items()}
+    common = set.intersection(*map(set, texts.values()))
+    own = {
+        rank: [item for item, text in zip(lists[rank], texts[rank], strict=True) if text not in common]
+        for rank in lists
+    }
+    if any(own.values()):
+        return {rank: items[:_MAX_DIFFERENCES] for rank, items in own.items()}
+    for place, items in enumerate(itertools.zip_longest(*lists.values(), fillvalue="nothing")):
+        if any(item != items[0] for item in items):
+            return {rank: f"{item} at place {place}" for rank, item in zip(lists, items, strict=True)}
+    raise AssertionError("the lists are alike")
 
 
 _MAX_DIFFERENCES = 8

@@ -61,8 +61,21 @@ def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
-    """Arguments, as far as they are plain values; of others, such as meshes, the class."""
-    return {name: _text(options[name]) for name in sorted(options)}
+    """Arguments, as far as they are plain values; of others, such as meshes, the class. What is a rank's own is not."""
+    return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _OF_A_RANK}
+
+
+_OF_A_RANK = frozenset({"device_id", "device_ids", "output_device", "nvme_path", "output_path"})
+"""Arguments, and entries of configurations, in which ranks and hosts may differ."""
+
+
+def _shared(value: Any) -> Any:
+    """What ranks have to have in common of a value; of a device the type."""
+    if isinstance(value, Mapping):
+        return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _OF_A_RANK}
+    if isinstance(value, (list, tuple)):
+        return [_shared(item) for item in value]
+    return value.type if isinstance(value, torch.device) else value
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:

@@ -29,8 +29,8 @@ MANIFEST = "ring_backends.json"
 _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
 """What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
 
-_SEEN_WITHIN = 10.0
-"""Seconds until all hosts have to see a new folder."""
+_SEEN_WITHIN = 90.0
+"""Seconds until all hosts have to see a new folder; NFS remembers what it has seen for a minute."""
 
 _COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
 
@@ -125,6 +125,7 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
     Args:
         holds: what the manifest says of the checkpoint; values that JSON can hold.
     """
+    given = path
     path, unfinished, replaced, discarded = _places(Path(path).resolve())
 
     def prepare() -> str:
@@ -151,7 +152,9 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
 
     sign = do_on_all(ring, "preparing a checkpoint", prepare if ring.rank == 0 else str)
     sign, *_ = gather_texts(ring, "the sign of a checkpoint", sign)
-    do_on_all(ring, "finding the checkpoint's folder", lambda: _wait_for_sign(unfinished / MANIFEST, sign), ValueError)
+    do_on_all(
+        ring, "finding the checkpoint's folder", lambda: _wait_for_sign(given, unfinished / MANIFEST, sign), ValueError
+    )
     write(unfinished)
     seen = gather_texts(ring, "files of a checkpoint", json.dumps(_files_in(unfinished)), FILE_TIMEOUT, limit=None)
     names = sorted({name for text in seen for name in json.loads(text)})
@@ -166,14 +169,14 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
     do_on_rank0(ring, "saving a checkpoint", lambda: replace(files))
 
 
-def _wait_for_sign(manifest: Path, sign: str) -> None:
+def _wait_for_sign(given: StrPath, manifest: Path, sign: str) -> None:
     """Make sure that this rank sees the folder that rank 0 has made. A network's file system may take a while."""
     end = time.monotonic() + _SEEN_WITHIN
     while not (manifest.is_file() and manifest.read_text() == sign):
         if time.monotonic() > end:
             raise ValueError(
-                f"path: this rank does not see the folder {manifest.parent} that rank 0 has made, or sees another one; "
-                "give an absolute path, on a file system that all hosts share."
+                f"path = {os.fspath(given)!r}: this rank does not see the folder {manifest.parent} as rank 0 has made "
+                "it; give an absolute path, on a file system that all hosts share."
             )
         time.sleep(0.05)
 

@@ -8,6 +8,7 @@ gloo's own collectives end the process where ranks disagree on a size.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.agreement import Call, Configuration
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.rendezvous import RING_GROUP, abort
 from ring_backends.ring import Ring, flat_bytes
 
@@ -153,12 +155,21 @@ def together(ring: Ring, name: str) -> Iterator[None]:
     if ring.agreement is None:
         yield
         return
-    call = ring.agreement.begin(_COMPARISON, name=name)
-    with ring.agreement.told(call), ring.agreement.waiting(call, _abort_frameworks):
+    call, ended = ring.agreement.begin(_COMPARISON, name=name), threading.Event()
+
+    def end() -> None:
+        if not ended.is_set():
+            ended.set()
+            _abort_frameworks()
+
+    with ring.agreement.told(call), ring.agreement.waiting(call, end):
         try:
             yield
+        except (RingMismatchError, RingPeerError):
+            raise
         except RuntimeError as error:
-            if ring.agreement.another_has_failed():
+            is_of_a_connection = ended.is_set() or isinstance(error, dist.DistError) or "gloo" in str(error)
+            if is_of_a_connection and ring.agreement.another_has_failed():
                 what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
                 ring.agreement.fail(call, what, error)
             raise
@@ -168,7 +179,8 @@ def _abort_frameworks() -> None:
     """Close the connections of all process groups but those of rings."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if not group.group_desc.startswith(RING_GROUP):
-            abort(group)
+            with contextlib.suppress(Exception):  # of one that cannot be, or is gone already
+                abort(group)
 
 
 def do_on_rank0(ring: Ring, name: str, action: Callable[[], None]) -> None:

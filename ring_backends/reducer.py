@@ -7,11 +7,12 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
 
 from ring_backends.collectives import agree
 from ring_backends.ring import Ring
@@ -46,10 +47,12 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
 
 
-def in_order_of_backward(loss: Tensor) -> Iterator[Node]:
+def in_order_of_backward(loss: Tensor) -> Iterator[tuple[Node, int]]:
     """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
-    What is computed again in a backward, as by reentrant checkpointing, is not in the graph.
+    With each comes how many others could run: it is by these that the engine orders the parameters of one node, which
+    here come as the node has them. What is computed again in a backward, as by reentrant checkpointing, is not in the
+    graph.
     """
     if loss.grad_fn is None:
         return
@@ -66,12 +69,31 @@ def in_order_of_backward(loss: Tensor) -> Iterator[Node]:
     ready = [(0, next(places), loss.grad_fn)]
     while ready:
         node = heapq.heappop(ready)[-1]
-        yield node
+        yield node, len(ready)
         for following, _ in node.next_functions:
             if following is not None:
                 waits_for[following] -= 1
                 if not waits_for[following]:  # of several that are ready, the one that was made last
                     heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
+
+
+_PART = "ring_backends: part of the model"
+
+
+def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
+    """A forward hook that writes a part's name to the nodes of the graph by which a backward reaches the part."""
+    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        return
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
+
+
+def parts_behind(loss: Tensor) -> list[str]:
+    """The names of the marked parts of a model, in the order in which a backward of ``loss`` comes to them."""
+    nodes = (node for node, _ in in_order_of_backward(loss))
+    found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
+    return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
 @contextlib.contextmanager

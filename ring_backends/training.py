@@ -19,12 +19,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from ring_backends.alike import (
     checked_count,
@@ -50,7 +49,6 @@ from ring_backends.reducer import (
     UnusedParameters,
     check_mixed_precision,
     device_of,
-    in_order_of_backward,
     measure_divisor,
     probe,
     under_autocast,
@@ -107,7 +105,6 @@ class TrainingState(ABC):
         self._step_token_count: float | None = None
         self._failure: str | None = None
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
-        self._num_groups = 0
         self._buffers = persistent_buffers(model)
         fields = {
             "adapter": type(self).__name__,
@@ -181,8 +178,8 @@ class TrainingState(ABC):
                 their losses depend on different parts of the model and the framework cannot have that.
             RingPeerError: a rank does not make the call, or raised something in it.
         """
+        self._check_usable()
         with self._world.refusals_told():
-            self._check_usable()
             self._check_loss(loss)
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
@@ -193,11 +190,11 @@ class TrainingState(ABC):
         try:
             self._agree("backward", {"step_token_count": self._step_token_count, **behind})
         except RingMismatchError as error:
-            if not behind:
+            if not any(name in str(error) for name in behind):
                 raise
             raise RingMismatchError(
-                f"{error} The framework reduces gradients in the order of the backward: let the losses of all ranks "
-                "depend on the same parts of the model, by 0 * output where a rank wants no gradient."
+                f"{error} The framework reduces gradients as they come: let the losses of all ranks depend on the same "
+                "of the model, by 0 * output where a rank wants no gradient."
             ) from error
         with self._together("backward"):
             self._backward(loss)
@@ -218,12 +215,7 @@ class TrainingState(ABC):
                     f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients "
                     "are not reduced yet; call backward() once per micro-batch first."
                 )
-            if len(self.optimizer.param_groups) != self._num_groups:
-                raise RuntimeError(
-                    f"optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {self._num_groups} in "
-                    "parallelize(): the gradients of parameters that are added later are not reduced; have them in the "
-                    "model before parallelize()."
-                )
+            self._check_optimizer()
             optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
         self._agree("step", {**optimizer, **self._gradients()})
         with self._together("step"):
@@ -268,6 +260,17 @@ class TrainingState(ABC):
             "told of: set it before parallelize(), for a fixed model; or let the loss depend on a part or not."
         )
 
+    def _check_optimizer(self) -> None:
+        """Refuse parameters that were added to the optimizer, and whose gradients nobody reduces."""
+        known = {id(parameter) for _, parameter, _ in self._trained}
+        groups = self.optimizer.param_groups
+        num_others = sum(id(parameter) not in known for group in groups for parameter in group["params"])
+        if num_others:
+            raise RuntimeError(
+                f"optimizer has {num_others} parameters that the model did not have in parallelize(): gradients of "
+                "what is added later are not reduced; have it in the model before parallelize()."
+            )
+
     def _gradients(self) -> Mapping[str, object]:
         """What of the gradients has to be alike on all ranks before a step."""
         return {}
@@ -279,6 +282,8 @@ class TrainingState(ABC):
             with together(self._world, name):
                 yield
         except BaseException as error:
+            if self.ring.agreement is not None:  # where a rank of the same ring may be waiting for a hop
+                self.ring.agreement.end(name, error)
             self._failure = f"{name}() raised {type(error).__name__} in step {self.step_count + 1}"
             raise
 
@@ -424,7 +429,6 @@ class TrainingState(ABC):
             return optimizer
 
         optimizer = do_on_all(self._world, "make_optimizer", make, ValueError)
-        self._num_groups = len(optimizer.param_groups)
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
         agree(self._world, "make_optimizer", describe_optimizer(optimizer, names))
         return optimizer
@@ -445,7 +449,6 @@ class TrainingState(ABC):
         """
         for name, part in parts:
             part.register_forward_pre_hook(partial(self._compare_call, name), prepend=True)
-            part.register_forward_hook(partial(_mark_outputs, name))
 
     def _compare_call(self, name: str, *_: object) -> None:
         # A compiled graph has no place for it. What is computed again in a backward was compared in the forward.
@@ -538,7 +541,7 @@ class ReplicatedTraining(TrainingState):
             raise RuntimeError(
                 "backward() without a call of state.model since the last one: DistributedDataParallel reduces the "
                 "gradients of what went through it alone; call state.model(...), not the model inside of it, once for "
-                "each backward()."
+                "each backward(), and under no reentrant checkpoint as a whole."
             )
         return super()._behind(loss)
 
@@ -615,27 +618,6 @@ def read_states(path: Path, device: torch.device | str, optimizer_class: type) -
 def check_optimizer_class(saved: str, wanted: type) -> None:
     if saved != wanted.__name__:
         raise ValueError(f"it holds the state of a {saved}, and make_optimizer made a {wanted.__name__}")
-
-
-_PART = "ring_backends: part of the model"
-
-
-def _mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
-    """Write a part's name to the nodes of the graph by which a backward reaches it."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
-        return
-    for output in tree_leaves(outputs):
-        if isinstance(output, Tensor) and output.grad_fn is not None:
-            cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
-
-
-def parts_behind(loss: Tensor) -> dict[str, object]:
-    """The places of the parts in a backward of ``loss``, by their names."""
-    places: dict[str, object] = {}
-    for node in in_order_of_backward(loss):
-        for name in cast(dict[Any, Any], node.metadata).get(_PART, ()):
-            places.setdefault(f"place of {name or 'the whole model'} in the backward", len(places))
-    return places
 
 
 def is_no_fault_of_a_file(error: BaseException) -> bool:

@@ -94,7 +94,7 @@ class Watch:
                 continue
             try:
                 ring.look()
-            except dist.DistError:  # the store is gone; the wait ends by its own limit
+            except Exception:  # such as that the store is gone; the wait ends by its own limit
                 with self._lock:
                     self._rings.discard(ring)
         return waits

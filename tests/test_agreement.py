@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from ring_backends.agreement import Agreement, Configuration
+from ring_backends.agreement import Agreement, Configuration, describe_differences
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.watch import Watch
 
 A_MOMENT = 1.0
 """Seconds that a busy machine may take beyond what it is told to wait."""
@@ -112,6 +113,39 @@ def test_another_order_is_another_configuration() -> None:
     for error in told:
         assert isinstance(error, RingMismatchError)
         assert "the order of their fields, at place 1 (rank 0: b, rank 1: c)" in str(error)
+
+
+def test_lists_are_told_by_what_differs() -> None:
+    names = [f"block {index}" for index in range(100)]
+    told = describe_differences({0: {"parts": names}, 1: {"parts": names[:-1]}})
+    assert "parts (rank 0: ['block 99'], rank 1: [])" in told
+    told = describe_differences({0: {"parts": names}, 1: {"parts": [names[1], names[0], *names[2:]]}})
+    assert "parts (rank 0: block 0 at place 0, rank 1: block 1 at place 0)" in told
+
+
+def test_a_look_at_a_wait_that_ends_meanwhile() -> None:
+    """The thread that looks goes on, whatever one of the rings raises."""
+    watch, looked = Watch(), threading.Event()
+
+    class Failing:
+        def wait_number(self) -> int:
+            return 1
+
+        def look(self) -> None:
+            raise TypeError("on purpose")
+
+    class Waiting:
+        def wait_number(self) -> int:
+            return 1
+
+        def look(self) -> None:
+            looked.set()
+
+    rings = Failing(), Waiting()
+    for ring in rings:
+        watch.add(ring)
+    assert looked.wait(10)
+    watch.stop(10)
 
 
 def test_checks_do_not_fill_the_store() -> None:

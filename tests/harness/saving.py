@@ -16,11 +16,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ring_backends import checkpoint_files
 from ring_backends.checkpoint_files import MANIFEST
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, requires
@@ -276,7 +278,8 @@ def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tup
     there.mkdir(exist_ok=True)
     os.chdir(there)
     try:
-        saved = ending(lambda: trainer.state.save("checkpoint"))
+        with mock.patch.object(checkpoint_files, "_SEEN_WITHIN", 1.0):
+            saved = ending(lambda: trainer.state.save("checkpoint"))
     finally:
         os.chdir(before)
     return saved, ending(lambda: trainer.state.load(Path(folder, "0", "checkpoint"))), trainer.state.step_count
