@@ -14,6 +14,7 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -162,8 +163,7 @@ def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple
 def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:
     """Save with a setting of another kind, on one rank alone or on all; the settings that are loaded then; whether
     there is a checkpoint."""
-    import numpy
-
+    numpy = import_module("numpy")  # by this, since the types of those who do not have it are checked too
     settings: dict[str, Any] = {"number of NumPy": numpy.float64(0.25), "object": object(), "object on one rank": 0.25}
     setting = object() if "one rank" in kind and dist.get_rank() == ODD_RANK else settings[kind]
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
