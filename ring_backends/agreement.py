@@ -344,7 +344,7 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
         if len({json.dumps(value) for value in values.values()}) > 1:
-            if all(isinstance(value, list) for value in values.values()):
+            if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LENGTH:
                 values = _what_differs(cast(dict[int, list[object]], values))
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
     if not differing:  # in the order alone
@@ -376,4 +376,4 @@ def _what_differs(lists: Mapping[int, list[object]]) -> dict[int, object]:
     raise AssertionError("the lists are alike")
 
 
-_MAX_DIFFERENCES = 8
+_MAX_DIFFERENCES, _MAX_LENGTH = 8, 400
