@@ -65,7 +65,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
     """When part of a checkpoint is there, or up to 20 ms later."""
-    unfinished, is_there, deadline = folder / "checkpoint.unfinished", False, time.monotonic() + 60
+    unfinished, is_there, deadline = folder / "checkpoint.unfinished", False, time.monotonic() + 200
     while process.poll() is None and not is_there and time.monotonic() < deadline:
         if unfinished.exists():
             os.killpg(process.pid, signal.SIGSTOP)
