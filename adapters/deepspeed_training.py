@@ -189,6 +189,8 @@ class DeepSpeedTraining(TrainingState):
                 "while another loss goes through the model, freeze it by requires_grad_(False) and call the module "
                 "inside of the engine."
             )
+        if self._world.size == 1:
+            return behind
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         order, is_checkpointed = [], False
         for node, num_others in in_order_of_backward(loss):

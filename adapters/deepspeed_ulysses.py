@@ -11,8 +11,9 @@ RingPeerError, in a backward by torch's own error.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
 
+from ring_backends.agreement import Call
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.layout import LayoutKind
@@ -176,45 +178,37 @@ class UlyssesAttention:
             draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused
         needs_gradients = request.needs_gradients
         call = ring.agreement.begin(request.configuration(self.module._module_number, needs_gradients=needs_gradients))
-        try:
-            return self._trade_and_attend(
-                query, key, value, is_causal, seq_len, key_padding_mask, document_ids, return_lse
+        statistics: list[Tensor] = []
+        # Made anew for each call, since it holds a process group, with which a model could not be copied.
+        trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
+        with self._trading(call):
+            out = trade(
+                query,
+                key,
+                value,
+                0,
+                is_causal=is_causal,
+                seq_len=seq_len,
+                key_padding_mask=None if key_padding_mask is None else self._of_group(key_padding_mask.byte()).bool(),
+                document_ids=None if document_ids is None else self._of_group(document_ids),
+                statistics=statistics if return_lse else None,
             )
+            if not return_lse:
+                return out
+            lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
+        return out, lse.squeeze(-1).transpose(1, 2)
+
+    @contextlib.contextmanager
+    def _trading(self, call: Call) -> Iterator[None]:
+        """Around trades, whose failure is that of the ring's call."""
+        ring = self.ring
+        assert ring.agreement is not None
+        try:
+            yield
         except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
             ring.agreement.fail(call, f"rank {ring.rank} waited for its Ulysses group to trade heads for rows", error)
-
-    def _trade_and_attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        is_causal: bool,
-        seq_len: int,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        return_lse: bool,
-    ) -> Any:
-        ring = self.ring
-        statistics: list[Tensor] = []
-        # Made anew for each call, since it holds a process group, with which a model could not be copied.
-        trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
-        out = trade(
-            query,
-            key,
-            value,
-            0,
-            is_causal=is_causal,
-            seq_len=seq_len,
-            key_padding_mask=None if key_padding_mask is None else self._of_group(key_padding_mask.byte()).bool(),
-            document_ids=None if document_ids is None else self._of_group(document_ids),
-            statistics=statistics if return_lse else None,
-        )
-        if not return_lse:
-            return out
-        lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
-        return out, lse.squeeze(-1).transpose(1, 2)
 
     def _attend_share(
         self,

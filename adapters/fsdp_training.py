@@ -92,9 +92,11 @@ class ShardedTraining(TrainingState):
         optimizer.step()
         return -float(self._whole_state(wrapped)["weight"])
 
-    _trains_what_it_is_told = True
+    _may_freeze_later = True
 
     def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        if self._world.size == 1:
+            return super()._behind(loss)
         # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
         return {**super()._behind(loss), "parts of the model behind the loss": parts_behind(loss)}
 

@@ -118,8 +118,7 @@ class DilatedPattern:
         if self.head_mode == "grouped" and num_heads < self.num_branches:
             raise ValueError(
                 f"head_mode='grouped' with {num_heads} heads and {self.num_branches} branches: every branch needs a "
-                "head "
-                f"of its own; use at least {self.num_branches} heads, fewer branches, or head_mode='all'."
+                f"head of its own; use at least {self.num_branches} heads, fewer branches, or head_mode='all'."
             )
         if self.padding == "zeros":
             for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True):

@@ -50,9 +50,9 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
 def in_order_of_backward(loss: Tensor) -> Iterator[tuple[Node, int]]:
     """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
-    With each comes how many others could run: it is by these that the engine orders the parameters of one node, which
-    here come as the node has them. What is computed again in a backward, as by reentrant checkpointing, is not in the
-    graph.
+    With each node comes the number of others that could run then. The engine's order among the parameters of one node
+    depends on that number; here they come in the node's own order. What is computed again in a backward, as by
+    reentrant checkpointing, is not in the graph.
     """
     if loss.grad_fn is None:
         return
@@ -77,12 +77,18 @@ def in_order_of_backward(loss: Tensor) -> Iterator[tuple[Node, int]]:
                     heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
 
 
+def is_eager_forward() -> bool:
+    """Whether a hook of a forward should compare and mark: not in a compiled graph, which has no place for it, nor in
+    what a backward computes again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
 _PART = "ring_backends: part of the model"
 
 
 def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
     """A forward hook that writes a part's name to the nodes of the graph by which a backward reaches the part."""
-    if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+    if not is_eager_forward():
         return
     for output in tree_leaves(outputs):
         if isinstance(output, Tensor) and output.grad_fn is not None:

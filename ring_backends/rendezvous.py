@@ -128,8 +128,7 @@ def ring_ranks(
         if world_size % size:
             raise ValueError(
                 f"ring_size = {size}: must divide the {world_size} ranks of the world, which are data size × ring "
-                "size; "
-                "start a multiple of it, or use another ring size."
+                "size; start a multiple of it, or use another ring size."
             )
         order = range(world_size) if order is None else order
         first = order.index(dist.get_rank()) // size * size if world_size > 1 else 0

@@ -49,6 +49,7 @@ from ring_backends.reducer import (
     UnusedParameters,
     check_mixed_precision,
     device_of,
+    is_eager_forward,
     measure_divisor,
     probe,
     under_autocast,
@@ -194,7 +195,7 @@ class TrainingState(ABC):
                 raise
             raise RingMismatchError(
                 f"{error} The framework reduces gradients as they come: let the losses of all ranks depend on the same "
-                "of the model, by 0 * output where a rank wants no gradient."
+                "parts of the model, by 0 * output where a rank wants no gradient."
             ) from error
         with self._together("backward"):
             self._backward(loss)
@@ -241,7 +242,7 @@ class TrainingState(ABC):
                 "gradients enabled."
             )
 
-    _trains_what_it_is_told = False
+    _may_freeze_later = False
     """Whether parameters may be frozen and thawed between steps."""
 
     def _behind(self, loss: Tensor) -> Mapping[str, object]:
@@ -253,11 +254,11 @@ class TrainingState(ABC):
         changed = [name for name, parameter, was_trained in self._trained if parameter.requires_grad != was_trained]
         if not changed:
             return {}
-        if self._trains_what_it_is_told:
+        if self._may_freeze_later:
             return {"frozen or trained since parallelize()": changed}
         raise RuntimeError(
-            f"requires_grad of {', '.join(changed[:8])} has changed since parallelize(), which the framework was not "
-            "told of: set it before parallelize(), for a fixed model; or let the loss depend on a part or not."
+            f"requires_grad of {', '.join(changed[:8])} has changed since parallelize(), and the framework goes by "
+            "what it was then: set it before parallelize(), or use the fsdp adapter, which takes such a change."
         )
 
     def _check_optimizer(self) -> None:
@@ -414,9 +415,10 @@ class TrainingState(ABC):
             if not isinstance(optimizer, torch.optim.Optimizer):
                 raise TypeError(f"make_optimizer returned {optimizer!r}: expected a torch.optim.Optimizer.")
             made_of = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            if made_of - {*names}:
+            others = made_of - names.keys()
+            if others:
                 raise ValueError(
-                    f"make_optimizer returned an optimizer with {len(made_of - {*names})} parameters that the model "
+                    f"make_optimizer returned an optimizer with {len(others)} parameters that the model "
                     "does not have, and whose gradients would not be reduced: make it of the parameters that "
                     "make_optimizer is called with."
                 )
@@ -451,8 +453,7 @@ class TrainingState(ABC):
             part.register_forward_pre_hook(partial(self._compare_call, name), prepend=True)
 
     def _compare_call(self, name: str, *_: object) -> None:
-        # A compiled graph has no place for it. What is computed again in a backward was compared in the forward.
-        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() != -1:
+        if not is_eager_forward():
             return
         try:
             agree(self._world, "forward of the model", {"part": name or "all of it"})
