@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from ring_backends.arrange import AutoOptions, RingSize
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
-from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import join_ring
-from ring_backends.ring import Ring
-from ring_backends.topology import RingOrder
-from ring_backends.training import ReplicatedTraining, TrainingState
-from ring_backends.transfer import Transfer, batch_of_works, transfer_of_works
+from ring_backends.cost.arrangement import AutoOptions, RingSize
+from ring_backends.joining import join_ring
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import RingOrder
+from ring_backends.ring.transfer import Transfer, batch_of_works, transfer_of_works
+from ring_backends.schedule.layout import LayoutKind
+from ring_backends.training.state import ReplicatedTraining, TrainingState
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

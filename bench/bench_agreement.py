@@ -11,8 +11,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends import Ring
 from ring_backends.adapters.native import RingDilatedAttention
-from ring_backends.agreement import Agreement
-from ring_backends.walk import Inputs
+from ring_backends.engine.walk import Inputs
+from ring_backends.ring.agreement import Agreement
 
 
 def bench_agreed_call(benchmark: Any) -> None:

@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ring_backends.packing import PackedRows
+from ring_backends.engine.wire_buffers import PackedRows
 
 
 class BufferWatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ring_backends.pattern import DilatedPattern
+from ring_backends.schedule.pattern import DilatedPattern
 
 ONE_DEVICE, BARE_KERNELS, SDPA = "one device", "bare kernels", "SDPA"
 DENSE_RING, ALL_GATHER, SYNCHRONOUS = "dense ring", "all-gather", "native, synchronous hops"

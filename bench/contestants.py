@@ -26,8 +26,8 @@ from ring_backends.cli.contestant import local_inputs
 from ring_backends.cli.machine import Device
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
-from ring_backends.ring import Ring
-from ring_backends.transfer import Transfer
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_backends.pattern import DilatedPattern
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.pattern import DilatedPattern
 
 BLOCK = 512  # rows; the bias of 8 heads is then 8 MiB
 

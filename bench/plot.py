@@ -17,7 +17,7 @@ import typer
 from matplotlib.ticker import LogLocator
 from records import ORDER, Record, beside, is_on_one_rank, read_records
 
-from ring_backends.cli.plot import draw_timeline, new_figure
+from ring_backends.plotting import draw_timeline, new_figure
 
 _RESULTS = Path(__file__).parent / "results"
 _MARKERS = "osD^vXP*"

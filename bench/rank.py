@@ -27,7 +27,7 @@ from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.measuring import finish, forget_peak, meet
 from ring_backends.cli.timeline import Span, record_spans
 from ring_backends.registry import load_adapter
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 Direction = Literal["forward", "backward", "both"]
 

@@ -14,7 +14,7 @@ from setups import ring_setups
 from torch import Tensor
 from worlds import Worlds
 
-from ring_backends.reference import reference_attention
+from ring_backends.testing.reference import reference_attention
 
 # Shards of more than one of the dense ring's blocks, and nothing that divides anything.
 UNEVEN = Case(

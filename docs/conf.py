@@ -45,7 +45,7 @@ python_maximum_signature_line_length = 100
 # deepspeed and fairscale do not go into one environment, and one page is no reason to install any framework.
 autodoc_mock_imports = [
     *("deepspeed", "fairscale", "transformers", "matplotlib"),
-    "ring_backends.adapters.fairscale_training",  # reads FairScale's signatures when it is imported
+    "ring_backends.adapters.fairscale.training",  # reads FairScale's signatures when it is imported
 ]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False

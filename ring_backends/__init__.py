@@ -10,15 +10,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ring_backends.arrange import AutoOptions
     from ring_backends.attention import RingDilatedAttention, dilated_attention
+    from ring_backends.cost.arrangement import AutoOptions
     from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
-    from ring_backends.layout import SequenceLayout
-    from ring_backends.pattern import DilatedPattern
     from ring_backends.registry import available_adapters, create_attention
-    from ring_backends.ring import Ring
-    from ring_backends.schedule import RingSchedule
-    from ring_backends.transfer import Transfer
+    from ring_backends.ring.ring import Ring
+    from ring_backends.ring.transfer import Transfer
+    from ring_backends.schedule.layout import SequenceLayout
+    from ring_backends.schedule.pattern import DilatedPattern
+    from ring_backends.schedule.ring_schedule import RingSchedule
 
 __all__ = [
     "AdapterUnavailableError",
@@ -39,15 +39,15 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "AdapterUnavailableError": "errors",
-    "AutoOptions": "arrange",
-    "DilatedPattern": "pattern",
-    "Ring": "ring",
+    "AutoOptions": "cost.arrangement",
+    "DilatedPattern": "schedule.pattern",
+    "Ring": "ring.ring",
     "RingDilatedAttention": "attention",
     "RingMismatchError": "errors",
     "RingPeerError": "errors",
-    "RingSchedule": "schedule",
-    "SequenceLayout": "layout",
-    "Transfer": "transfer",
+    "RingSchedule": "schedule.ring_schedule",
+    "SequenceLayout": "schedule.layout",
+    "Transfer": "ring.transfer",
     "available_adapters": "registry",
     "create_attention": "registry",
     "dilated_attention": "attention",

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_backends import graph
-from ring_backends.agreement import Configuration
-from ring_backends.pattern import DilatedPattern, HeadMode, Offset, Padding
-from ring_backends.request import Request, Start, no_hops
-from ring_backends.ring import Ring
-from ring_backends.transfer import Transfer
-from ring_backends.validation import check_dropout, check_scale, draw_seed
-from ring_backends.walk import Hops, Inputs
+from ring_backends.engine import compiled
+from ring_backends.engine.call import Request, Start, no_hops
+from ring_backends.engine.validation import check_dropout, check_scale, draw_seed
+from ring_backends.engine.walk import Hops, Inputs
+from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 
 class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
     An adapter subclasses this and supplies :meth:`ring_pass`; everything else stands here. Under ``torch.compile`` a
-    call is part of the graph around it, and each hop an operator (:mod:`ring_backends.graph`).
+    call is part of the graph around it, and each hop an operator (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
@@ -66,7 +66,7 @@ class RingDilatedAttention(nn.Module, ABC):
         self.ring = Ring() if ring is None else ring
         self.scale = check_scale(scale)
         self.kernel = kernel
-        self._handle = graph.enlist(self)
+        self._handle = compiled.enlist(self)
 
     @property
     def ring(self) -> Ring:
@@ -86,7 +86,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = graph.enlist(self)
+        self._handle = compiled.enlist(self)
 
     def copy_for(self, what: str) -> RingDilatedAttention:
         """A copy whose calls the ranks tell from those of this module and of other copies by ``what`` they are for."""
@@ -163,9 +163,9 @@ class RingDilatedAttention(nn.Module, ABC):
         dropout_p = self.dropout_p if self.training else 0.0
         tensors = (query, key, value, key_padding_mask, document_ids)
         if torch.compiler.is_compiling():
-            constants = graph.constants(self.pattern, self.ring, self.scale, self.kernel)
+            constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
             seed = draw_seed(dropout_seed, dropout_p)
-            return graph.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
+            return compiled.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
         with self.ring.refusals_told():
             inputs = Inputs(*tensors, draw_seed(dropout_seed, dropout_p))
         request = self._request(inputs, is_causal, seq_len, return_lse)

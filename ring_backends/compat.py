@@ -22,10 +22,10 @@ from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.collectives import all_reduce
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention, load_adapter
-from ring_backends.ring import Ring
+from ring_backends.ring.collectives import all_reduce
+from ring_backends.ring.ring import Ring
 
 __all__ = [
     "RingDilatedAttentionProduction",

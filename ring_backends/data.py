@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 
 def ring_sampler(

@@ -11,8 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ring_backends.layout import SequenceLayout
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import SequenceLayout
 
 _MAX_CACHED_TABLES = 4
 

@@ -16,7 +16,7 @@ from ring_backends.errors import AdapterUnavailableError
 
 if TYPE_CHECKING:
     from ring_backends.attention import RingDilatedAttention
-    from ring_backends.ring import Ring
+    from ring_backends.ring.ring import Ring
 
 ENTRY_POINT_GROUP = "ring_backends.adapters"
 

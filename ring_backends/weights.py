@@ -13,13 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ring_backends.agreement import Configuration
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.layout import SequenceLayout
-from ring_backends.pattern import DilatedPattern
-from ring_backends.request import Request
-from ring_backends.softmax import statistics_dtype
-from ring_backends.walk import Inputs
+from ring_backends.engine.call import Request
+from ring_backends.engine.walk import Inputs
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.ring.agreement import Configuration
+from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
 
 __all__ = ["attention_weights", "draw_pattern", "draw_weights"]
 
@@ -115,7 +115,7 @@ def draw_pattern(
     Raises:
         ValueError: matplotlib is not installed or knows no such file, or the pattern does not fit.
     """
-    from ring_backends.cli.plot import check_plot, new_figure
+    from ring_backends.plotting import check_plot, new_figure
 
     check_plot(path)
     pattern.check(seq_len=seq_len, num_heads=num_heads)
@@ -144,7 +144,7 @@ def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
     Raises:
         ValueError: matplotlib is not installed or knows no such file, or the shapes do not fit.
     """
-    from ring_backends.cli.plot import check_plot, new_figure
+    from ring_backends.plotting import check_plot, new_figure
 
     check_plot(path)
     if weights.dim() != 3 or weights.shape[1] != len(positions):

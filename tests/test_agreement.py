@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
-from ring_backends.agreement import Agreement, Configuration, describe_differences
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.watch import Watch
+from ring_backends.ring.agreement import Agreement, Configuration, describe_differences
+from ring_backends.ring.watch import Watch
 
 A_MOMENT = 1.0
 """Seconds that a busy machine may take beyond what it is told to wait."""

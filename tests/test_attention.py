@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
-from ring_backends.reference import dense_attention, reference_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.reference import (
+    dense_attention,
+    reference_attention,
+    reference_counts,
+    reference_phantom_counts,
+)
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.threads import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 

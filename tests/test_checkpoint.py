@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ring_backends import dilated_attention
+from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
 from ring_backends.adapters import native
-from ring_backends.checkpoint import attention_operators, keep_attention, remember_attention
 from ring_backends.testing.recording import recorded
 
 BRANCHES = ([16, 64], [1, 2])

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ring_backends.checkpoint_files import (
+from ring_backends.ring.ring import Ring
+from ring_backends.training.checkpoint_files import (
     MANIFEST,
     as_plain,
     check_file,
@@ -21,7 +22,6 @@ from ring_backends.checkpoint_files import (
     replace_folder,
     save_file,
 )
-from ring_backends.ring import Ring
 
 ALONE = Ring()
 

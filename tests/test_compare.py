@@ -30,12 +30,12 @@ from ring_backends.cli import app, compare, contestant, exact, plot
 from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
 from ring_backends.cli.machine import Device
 from ring_backends.cli.report import Failure, RankFailedError
-from ring_backends.layout import LayoutKind, SequenceLayout
-from ring_backends.pattern import DilatedPattern
-from ring_backends.reference import reference_attention
-from ring_backends.ring import Ring
-from ring_backends.schedule import RingSchedule
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
 from ring_backends.testing.world import World
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ring_backends import compat
-from ring_backends.reference import reference_attention
+from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.world import World
 
 SEGMENT_LENGTHS, DILATION_RATES = (5, 13, 40), (1, 2, 3)

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from ring_backends import dilated_attention
 from ring_backends.data import document_ids, rank_seed, ring_sampler
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 
 def rings(data_size: int, ring_size: int) -> list[list[Ring]]:

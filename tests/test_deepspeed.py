@@ -27,10 +27,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring_backends.checkpoint import remember_attention
+from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.errors import RingMismatchError
-from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.ring.topology import HOST_VARIABLE
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.models import OneParameter, TwoLayers
@@ -58,7 +59,6 @@ from ring_backends.testing.training import (
     train_in_bf16,
 )
 from ring_backends.testing.world import World
-from ring_backends.topology import HOST_VARIABLE
 
 ADAPTER = "ring_backends.adapters.deepspeed"
 _FP32 = "DeepSpeed reduces gradients and keeps optimizer states in fp32"

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
-from ring_backends.dropout import Dropout
+from ring_backends.kernels.dropout import Dropout
 
 P = 0.3
 SIZE = 512

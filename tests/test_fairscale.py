@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends.checkpoint import remember_attention
-from ring_backends.planner import rank_plan
+from ring_backends.activation_checkpointing import remember_attention
+from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing import training
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.errors import Ended, ending

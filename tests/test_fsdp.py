@@ -35,7 +35,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ring_backends.checkpoint import keep_attention
+from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing import together, training
 from ring_backends.testing.compiled import Graphs
@@ -62,8 +62,8 @@ from ring_backends.testing.world import World
 pytest.importorskip("numpy")  # which the adapter needs
 
 from ring_backends.adapters import fsdp, fsdp_training
-from ring_backends.adapters.fsdp_sharding import Strategy
-from ring_backends.checkpoint_files import MANIFEST
+from ring_backends.adapters.fsdp.sharding import Strategy
+from ring_backends.training.checkpoint_files import MANIFEST
 
 ADAPTER = "ring_backends.adapters.fsdp"
 STRATEGIES = ("fsdp2", "hsdp", "fsdp1")

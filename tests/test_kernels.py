@@ -40,7 +40,7 @@ from ring_backends.kernels.aten_cuda import (
     AtenCudaFlashKernel,
 )
 from ring_backends.kernels.math import MathKernel
-from ring_backends.softmax import statistics_dtype
+from ring_backends.kernels.merge import statistics_dtype
 
 CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
 CUDA_KERNELS = [AtenCudaFlashKernel(), AtenCudaEfficientKernel(), AtenCudaCudnnKernel()]

@@ -13,9 +13,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from ring_backends.adapters.native import NativeRingDilatedAttention
-from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
 
 EMBED_DIM, HEADS, HEAD_DIM = 24, 6, 4
 

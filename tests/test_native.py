@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends import transfer
 from ring_backends.adapters import native
+from ring_backends.ring import transfer
+from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.errors import Ended, ending
@@ -21,7 +22,6 @@ from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.stepping import train_with_hooks
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.world import World
-from ring_backends.transfer import Transfer, needs_host, through_host
 
 
 class TestNative(AdapterTests):

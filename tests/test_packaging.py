@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import configparser
 import os
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -136,12 +137,8 @@ def test_entry_points(wheel: Path) -> None:
     written = configparser.ConfigParser()
     written.read_string(dist_info(wheel, "entry_points.txt"))
     assert dict(written["console_scripts"]) == {"ring-backends": "ring_backends.cli:main"}
-    # An adapter is a module that gives its class the common name; the others in the directory serve one.
-    adapters = {
-        path.stem: f"ring_backends.adapters.{path.stem}"
-        for path in (ROOT / "adapters").glob("*.py")
-        if "\nRingDilatedAttention = " in path.read_text(encoding="utf-8")
-    }
+    modules = pkgutil.iter_modules([str(ROOT / "adapters")])
+    adapters = {module.name: f"ring_backends.adapters.{module.name}" for module in modules}
     assert dict(written["ring_backends.adapters"]) == adapters
 
 
@@ -173,12 +170,18 @@ def test_tox_pins_a_torch_the_package_accepts_and_the_tools_that_dev_installs(me
         if line and not line.startswith("{")
     ]
     pins = {req.name: req.specifier for req in deps}
-    assert set(pins) == {"torch", "ruff", "mypy", "pytest-xdist"}  # of xdist any that `hosts` gets will do
+    assert set(pins) == {
+        "torch",
+        "ruff",
+        "mypy",
+        "import-linter",
+        "pytest-xdist",
+    }  # of xdist any that `hosts` gets will do
     (torch,) = (req for req in requirements(metadata) if req.name == "torch")
     (pin,) = pins["torch"]
     assert pin.operator == "=="
     assert pin.version in torch.specifier
-    for tool in ("ruff", "mypy"):
+    for tool in ("ruff", "mypy", "import-linter"):
         (dev,) = (req for req in requirements(metadata) if req.name == tool)
         assert str(dev.marker) == 'extra == "dev"'
         assert dev.specifier == pins[tool]

@@ -22,13 +22,14 @@ from typer.testing import CliRunner
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.cli import app
 from ring_backends.cli.plan_options import parse_bytes, parse_hosts
-from ring_backends.cost import RingCost, Workload
-from ring_backends.gather import DilatedRows
-from ring_backends.hardware import Hardware
-from ring_backends.planner import COMMUNICATION_SHARE, rank_plan
-from ring_backends.probe import slowest
+from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.model import RingCost, Workload
+from ring_backends.cost.probe import slowest
+from ring_backends.ring.topology import Place, topology_order
+from ring_backends.schedule.planner import COMMUNICATION_SHARE, rank_plan
+from ring_backends.schedule.rows import DilatedRows
+from ring_backends.schedule.traffic import Links, bytes_between_hosts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.topology import Links, Place, bytes_between_hosts, topology_order
 
 PLAIN = Hardware(
     latency_seconds=1e-3, bytes_per_second=1e9, forward_flops_per_second=1e9, backward_flops_per_second=5e8

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from torch import Tensor
 
-import ring_backends.reference
-from ring_backends.reference import (
+import ring_backends.testing.reference
+from ring_backends.testing.reference import (
     dense_attention,
     reference_attention,
     reference_counts,
@@ -275,7 +275,7 @@ def test_refuses_what_is_not_defined(options, named):
 
 
 def test_shares_no_code_with_the_package():
-    tree = ast.parse(Path(ring_backends.reference.__file__).read_text())
+    tree = ast.parse(Path(ring_backends.testing.reference.__file__).read_text())
     imported = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):

@@ -13,7 +13,7 @@ import torch
 
 from ring_backends import AdapterUnavailableError, DilatedPattern, available_adapters, create_attention, registry
 from ring_backends.adapters import native
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 OTHER = "other_distribution.adapter"
 

@@ -16,14 +16,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
-from ring_backends.gather import DilatedRows, gather
-from ring_backends.packing import PackedRows, RowFormat
-from ring_backends.plan import Message, Parcel, RankPlan, Step
-from ring_backends.planner import rank_plan
-from ring_backends.reference import reference_counts
+from ring_backends.engine.wire_buffers import PackedRows, RowFormat
+from ring_backends.kernels.gather_rows import gather
+from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
+from ring_backends.schedule.rows import DilatedRows
+from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.tiling import max_tile_bytes
 
 RING_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 31, 64]))
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])

@@ -15,18 +15,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.gather import gather_into, scatter_add
+from ring_backends.engine.call import attend, no_hops
+from ring_backends.engine.walk import ByHops, Hops, Inputs, MarkedRows, Walk, Workspace, add_tile_grads, merge_tile
+from ring_backends.engine.wire_buffers import PackedRows, RowFormat
 from ring_backends.kernels import KernelInputs, select_kernel
-from ring_backends.packing import PackedRows, RowFormat
-from ring_backends.pattern import DilatedPattern
-from ring_backends.plan import HeadBlock, Parcel, RankPlan, Tile
-from ring_backends.planner import rank_plan
-from ring_backends.request import attend, no_hops
-from ring_backends.ring import Ring
-from ring_backends.schedule import RingSchedule
-from ring_backends.softmax import statistics_dtype
-from ring_backends.tiling import max_tile_bytes
-from ring_backends.walk import ByHops, Hops, Inputs, MarkedRows, Walk, Workspace, add_tile_grads, merge_tile
+from ring_backends.kernels.gather_rows import gather_into, scatter_add
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
+from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.tiling import max_tile_bytes
 
 
 class _Rows(PackedRows):

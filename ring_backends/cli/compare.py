@@ -20,10 +20,10 @@ import typer
 from ring_backends.cli.branches import Branches, describe_branches, parse_branches
 from ring_backends.cli.launch import launch, under_launcher
 from ring_backends.cli.options import check_choices, check_files
-from ring_backends.cli.plot import check_plot, draw_comparison
 from ring_backends.cli.report import Failure, RankFailedError, reported_errors
 from ring_backends.cli.train import default_branches
-from ring_backends.pattern import DilatedPattern
+from ring_backends.plotting import check_plot, draw_comparison
+from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from rich.console import Console

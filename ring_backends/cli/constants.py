@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cli.launch import launch, under_launcher
-from ring_backends.hardware import Hardware
+from ring_backends.cost.hardware import Hardware
 
 HEAD_DIM = 64
 SECONDS = 0.3
@@ -44,7 +44,7 @@ def measure(command: str, num_ranks: int, dtype: str, device: str, head_dim: int
 
 def merged(found: list[dict[str, Any]]) -> dict[str, Any]:
     """One account of the ranks' measurements, the slowest of them for each number."""
-    from ring_backends.probe import slowest
+    from ring_backends.cost.probe import slowest
 
     hardware = slowest([rank["hardware"] for rank in found])
     return {
@@ -61,9 +61,9 @@ def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) ->
     import torch.distributed as dist
 
     from ring_backends.cli.machine import Device
+    from ring_backends.cost.probe import RankProbe, available_memory_bytes
     from ring_backends.kernels import KernelInputs, resolve_dtype, select_kernel
-    from ring_backends.probe import RankProbe, available_memory_bytes
-    from ring_backends.rendezvous import START_TIMEOUT, join_world
+    from ring_backends.ring.rendezvous import START_TIMEOUT, join_world
 
     here = Device.of_this_rank(device)
     resolved = resolve_dtype(dtype, here.torch)

@@ -26,7 +26,7 @@ from ring_backends.cli.measuring import finish, forget_peak, meet
 from ring_backends.cli.timeline import Span, record_spans
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 CHUNK = 1024
 _WARM_UP_TOKENS = 64  # per rank

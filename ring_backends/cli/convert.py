@@ -17,7 +17,7 @@ import typer
 from ring_backends.cli.branches import describe_branches, parse_branches
 from ring_backends.cli.options import check_files
 from ring_backends.cli.report import reported_errors
-from ring_backends.pattern import DilatedPattern
+from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -124,7 +124,7 @@ def _check_paths(source: Path, target: Path, force: bool) -> None:
 
 def _converted_before(source: Path) -> Mapping[str, Any]:
     """What `convert` has said of the model in a file that it has written; nothing of others."""
-    from ring_backends.longnet_checkpoint import load_tensors
+    from ring_backends.longnet.torchscale import load_tensors
 
     found = load_tensors(source)
     before = found.get("longnet") if isinstance(found, Mapping) else None
@@ -145,7 +145,7 @@ def _tensors_in(source: Path) -> tuple[Mapping[str, Tensor], list[str]]:
     """The state_dict in a checkpoint, at the top or under one of the names that programs use; and what lies beside."""
     import torch
 
-    from ring_backends.longnet_checkpoint import load_tensors
+    from ring_backends.longnet.torchscale import load_tensors
 
     found, beside = load_tensors(source), []
     while isinstance(found, Mapping):
@@ -194,8 +194,8 @@ def _kind_of(prefix: str, state_dict: Mapping[str, Tensor]) -> str:
 def _checked_sizes(said: Mapping[str, Any], state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     """The sizes, once a model of them has taken the parameters."""
     from ring_backends.adapters.native import NativeRingDilatedAttention
-    from ring_backends.longnet import LongNetDecoder, LongNetEncoder
-    from ring_backends.longnet_checkpoint import OPTIONS, load_parameters, sizes_of
+    from ring_backends.longnet.model import LongNetDecoder, LongNetEncoder
+    from ring_backends.longnet.torchscale import OPTIONS, load_parameters, sizes_of
 
     sizes = sizes_of(state_dict)
     options = {name: said[name] for name in OPTIONS}
@@ -208,7 +208,7 @@ def _checked_sizes(said: Mapping[str, Any], state_dict: Mapping[str, Tensor]) ->
 def _write(target: Path, found: dict[str, Any]) -> None:
     import torch
 
-    from ring_backends.checkpoint_files import replace_file
+    from ring_backends.training.checkpoint_files import replace_file
 
     replace_file(target, lambda file: torch.save(found, file))
 

@@ -1,7 +1,7 @@
 """The fp64 numbers that ``compare`` measures errors against, at lengths for which no n × n matrix fits.
 
-The rule of this file: like ring_backends.reference it is written down from the definition and shares nothing with what
-is compared. It looks only at pairs of covered positions, a few query rows at a time; the gradients are spelled out.
+The rule of this file: it is written down from the definition and shares nothing with what is compared. It looks only at
+pairs of covered positions, a few query rows at a time; the gradients are spelled out.
 """
 
 from __future__ import annotations

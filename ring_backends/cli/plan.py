@@ -14,10 +14,10 @@ import typer
 from ring_backends.cli.branches import parse_branches
 from ring_backends.cli.options import check_choices, check_files
 from ring_backends.cli.plan_options import parse_bytes, parse_hosts
-from ring_backends.cli.plot import check_plot
 from ring_backends.cli.report import reported_errors
 from ring_backends.cli.train import default_branches
-from ring_backends.pattern import DilatedPattern
+from ring_backends.plotting import check_plot
+from ring_backends.schedule.pattern import DilatedPattern
 
 
 @dataclass(frozen=True)

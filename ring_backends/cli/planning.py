@@ -16,13 +16,14 @@ from rich.table import Table
 
 from ring_backends.cli import constants
 from ring_backends.cli.plan import PlanOptions
-from ring_backends.cli.plot import draw_ring_sizes
-from ring_backends.cost import RingChoice, RingCost, Workload
-from ring_backends.hardware import Hardware
+from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.model import RingChoice, RingCost, Workload
 from ring_backends.kernels import resolve_dtype
-from ring_backends.layout import SequenceLayout
-from ring_backends.schedule import RingSchedule
-from ring_backends.topology import Place, bytes_between_hosts, topology_order
+from ring_backends.plotting import draw_ring_sizes
+from ring_backends.ring.topology import Place, topology_order
+from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.traffic import bytes_between_hosts
 
 _WIDTH = 120  # off a terminal
 _PLOTTED_SIZES = 17  # powers of two: up to 65,536

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ring_backends.walk import POST_SPAN, TILE_SPAN, WAIT_SPAN
+from ring_backends.engine.walk import POST_SPAN, TILE_SPAN, WAIT_SPAN
 
 Span = tuple[str, str, float, float]
 """(part of the call, what, start, end): seconds on the clock that all processes of this machine share."""

@@ -17,7 +17,7 @@ from ring_backends.cli.data import Document, standard_library_sources
 from ring_backends.cli.launch import interrupt_deadline, launch, under_launcher
 from ring_backends.cli.options import check_choices, check_files
 from ring_backends.cli.report import reported_errors
-from ring_backends.pattern import DilatedPattern
+from ring_backends.schedule.pattern import DilatedPattern
 
 
 @dataclass(frozen=True)

@@ -26,14 +26,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional as F
 
-from ring_backends.checkpoint_files import check_place, replace_file
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.model import LongNetLM
 from ring_backends.cli.train import TrainOptions
-from ring_backends.collectives import agree, do_on_rank0
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
-from ring_backends.rendezvous import ring_of_the_world
+from ring_backends.ring.collectives import agree, do_on_rank0
+from ring_backends.ring.rendezvous import ring_of_the_world
+from ring_backends.training.checkpoint_files import check_place, replace_file
 
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 
 try:
     from transformers import AttentionInterface, AttentionMaskInterface

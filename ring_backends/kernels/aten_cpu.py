@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, KernelInputs, blank_rows, check_tile, lse_for_backward
 from ring_backends.kernels.math import MathKernel
-from ring_backends.softmax import statistics_dtype
+from ring_backends.kernels.merge import statistics_dtype
 
 _KEEPS_APART = MathKernel()
 _FEW_KEYS = 64

@@ -17,8 +17,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ring_backends.dropout import Dropout
-from ring_backends.softmax import statistics_dtype
+from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.merge import statistics_dtype
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, PairRule, check_tile
-from ring_backends.softmax import statistics_dtype
+from ring_backends.kernels.merge import statistics_dtype
 
 
 class _BlockPair(NamedTuple):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, PairRule
 from ring_backends.kernels.math import MathKernel
-from ring_backends.softmax import merge_, statistics_dtype
+from ring_backends.kernels.merge import merge_, statistics_dtype
 
 _MATH = MathKernel()
 

@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_backends import arrange, probe
+from ring_backends.cost import arrangement, probe
 from ring_backends.errors import RingMismatchError
-from ring_backends.layout import LayoutKind
+from ring_backends.ring.topology import HOST_VARIABLE
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import Ended, ending
@@ -27,7 +28,6 @@ from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backen
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.world import World
-from ring_backends.topology import HOST_VARIABLE
 
 _CASE = AttentionCase(
     seq_len=401,
@@ -46,7 +46,7 @@ _HOSTS = ("a", "b", "c", "a")
 
 def _initialize(adapter: str, **options: Any) -> Any:
     """With tiles so short that measuring takes a moment; what is measured is as true as on other small tiles."""
-    with mock.patch.object(probe, "TILE_ROWS", 256), mock.patch.object(arrange, "PROBE_SECONDS", 0.001):
+    with mock.patch.object(probe, "TILE_ROWS", 256), mock.patch.object(arrangement, "PROBE_SECONDS", 0.001):
         return backend(adapter).initialize(timeout=timedelta(seconds=60), **options)
 
 

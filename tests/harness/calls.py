@@ -15,9 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.layout import LayoutKind
-from ring_backends.reference import dense_attention, reference_attention, reference_counts, reference_phantom_counts
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
+from ring_backends.testing.reference import (
+    dense_attention,
+    reference_attention,
+    reference_counts,
+    reference_phantom_counts,
+)
 from ring_backends.testing.rings import RingSpec, backend, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import (
     set_checkpoint_early_stop,
 )
 
-from ring_backends.checkpoint import attention_operators, keep_attention, remember_attention
-from ring_backends.layout import LayoutKind
+from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, local_call, new_attention, of_ring
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.compiled import Graphs

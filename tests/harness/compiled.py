@@ -17,9 +17,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx import GraphModule
 
 import ring_backends
-from ring_backends.layout import LayoutKind
 from ring_backends.multihead import RingDilatedMultiheadAttention
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_here

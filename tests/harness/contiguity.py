@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.rings import FOUR, in_every_layout, ring_here

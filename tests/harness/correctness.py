@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     Results,
     ask,

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from ring_backends import planner, tiling
 from ring_backends.kernels import pairwise
-from ring_backends.planner import rank_plan
+from ring_backends.schedule import planner, tiling
+from ring_backends.schedule.planner import rank_plan
 
 
 @contextlib.contextmanager

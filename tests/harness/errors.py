@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring, ring_here

@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ring_backends.engine.walk import Walk
 from ring_backends.errors import RingPeerError
+from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
     LocalCall,
@@ -38,8 +40,6 @@ from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
-from ring_backends.transfer import Transfer
-from ring_backends.walk import Walk
 
 CASE = AttentionCase(
     seq_len=16,

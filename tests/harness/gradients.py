@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
     LocalCall,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.models import DenseAttention

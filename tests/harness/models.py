@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_backends.reference import reference_attention
+from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.strategies import AttentionCase
 
 VOCABULARY = 11

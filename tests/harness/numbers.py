@@ -12,8 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ring_backends.layout import LayoutKind
-from ring_backends.reference import reference_counts
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
     Results,
@@ -24,6 +23,7 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.rings import FOUR, every_layout
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World

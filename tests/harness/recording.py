@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-import ring_backends.request
+import ring_backends.engine.call
 from ring_backends.kernels import select_kernel
-from ring_backends.plan import RankPlan
-from ring_backends.planner import rank_plan
-from ring_backends.transfer import Transfer
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.rank_plan import RankPlan
 
 COLLECTIVES = (
     "_allgather_base",
@@ -151,8 +151,8 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
 
     with (
         mock.patch.object(attention_class, "ring_pass", recorded_pass),
-        mock.patch.object(ring_backends.request, "rank_plan", recorded_plan),
-        mock.patch.object(ring_backends.request, "select_kernel", recorded_kernel),
+        mock.patch.object(ring_backends.engine.call, "rank_plan", recorded_plan),
+        mock.patch.object(ring_backends.engine.call, "select_kernel", recorded_kernel),
     ):
         yield recording
 

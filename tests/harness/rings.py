@@ -21,9 +21,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ring_backends.layout import LayoutKind
-from ring_backends.ring import Ring
-from ring_backends.topology import HOST_VARIABLE
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import HOST_VARIABLE
+from ring_backends.schedule.layout import LayoutKind
 
 
 @dataclass(frozen=True)

@@ -23,14 +23,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_backends import checkpoint_files
-from ring_backends.checkpoint_files import MANIFEST
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training import Precision, Recipe, State, Trainer, every_precision
 from ring_backends.testing.world import World
+from ring_backends.training import checkpoint_files
+from ring_backends.training.checkpoint_files import MANIFEST
 
 ODD_RANK = 1
 ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_here
 from ring_backends.testing.world import World

@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_backends.dropout import Dropout
+from ring_backends.kernels.dropout import Dropout
 
 # Small, prime, powers of two and their neighbours: where index arithmetic goes wrong.
 _TELLING_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)

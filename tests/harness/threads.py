@@ -27,11 +27,11 @@ from typing import TypeVar
 from torch import Tensor
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ring_backends.agreement import Agreement
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.layout import LayoutKind
-from ring_backends.ring import Ring
-from ring_backends.transfer import Transfer
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.layout import LayoutKind
 
 T = TypeVar("T")
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring import Ring
+from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import AT_ONCE, Ended, ending
 from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter, TwoLayers

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from ring_backends.layout import LayoutKind, SequenceLayout
-from ring_backends.pattern import DilatedPattern
-from ring_backends.planner import rank_plan
-from ring_backends.schedule import RingSchedule
+from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.correctness import EDGE_CASES, examples

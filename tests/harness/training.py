@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends.layout import LayoutKind
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import new_attention
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.errors import Ended, ending

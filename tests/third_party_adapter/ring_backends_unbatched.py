@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ring_backends
-from ring_backends.arrange import RingSize
-from ring_backends.layout import LayoutKind
-from ring_backends.rendezvous import join_ring
-from ring_backends.ring import Ring
-from ring_backends.topology import RingOrder
+from ring_backends.cost.arrangement import RingSize
+from ring_backends.joining import join_ring
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.topology import RingOrder
+from ring_backends.ring.transfer import Transfer, WorkTransfer
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
-from ring_backends.transfer import Transfer, WorkTransfer
 
 
 def initialize(

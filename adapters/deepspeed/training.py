@@ -1,0 +1,384 @@
+"""Training by a DeepSpeed engine: its configuration, the divisor of its reducer, its checkpoints.
+
+The rule of this file: nothing is told to DeepSpeed twice. What ``parallelize`` has an argument for must not be said
+otherwise in ``config``; everything else in there reaches DeepSpeed as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import deepspeed.comm as comm
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import groups
+from deepspeed.utils.tensor_fragment import fragment_address
+from torch import Tensor, nn
+
+from ring_backends.errors import RingMismatchError
+from ring_backends.ring.collectives import agree
+from ring_backends.ring.rendezvous import start_world_of_one
+from ring_backends.ring.ring import Ring
+from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
+from ring_backends.training.reducer import (
+    GradientsTogether,
+    check_mixed_precision,
+    in_order_of_backward,
+    measure_divisor,
+    probe,
+)
+from ring_backends.training.state import MakeOptimizer, TrainingState, check_optimizer_class
+
+
+def start_deepspeed() -> None:
+    """Let ``deepspeed.comm`` use the process group there is.
+
+    On CPU it would compile a shared-memory all-reduce, which takes minutes and a compiler; nothing here needs that.
+    Whoever wants it starts ``deepspeed.init_distributed()`` beforehand. What is compiled is what stands in DeepSpeed's
+    list of operators, made when first looked at; for the moment of starting an empty one takes its place.
+    """
+    if comm.is_initialized():
+        return
+    operators = vars(deepspeed.ops)
+    found = operators.get("__compatible_ops__")
+    operators["__compatible_ops__"] = {}
+    try:
+        comm.init_distributed(auto_mpi_discovery=False, verbose=False)
+    finally:
+        del operators["__compatible_ops__"]
+        if found is not None:
+            operators["__compatible_ops__"] = found
+
+
+def engine_settings(
+    model: nn.Module,
+    config: Mapping[str, Any] | None,
+    zero_stage: int | None,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    mixed_precision: torch.dtype | None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration from ours and the user's, which may not contradict each other."""
+    if not isinstance(config, (Mapping, type(None))):
+        raise TypeError(f"config = {config!r}: expected a dict, as deepspeed.initialize takes; read the file first.")
+    settings = copy.deepcopy(dict(config or {}))
+    if (settings.get("checkpoint") or {}).get("load_universal"):
+        raise ValueError(
+            "config has checkpoint.load_universal = True: DeepSpeed unpickles whatever such a checkpoint holds; leave "
+            "it out, and load what save() wrote."
+        )
+    zero = settings.setdefault("zero_optimization", {})
+    stage = zero.get("stage", 0) if zero_stage is None else zero_stage
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in range(4):
+        raise ValueError(f"zero_stage = {stage!r}: expected 0, 1, 2 or 3.")
+    check_mixed_precision(mixed_precision)
+    for part, key, value, argument in (
+        (settings, "gradient_accumulation_steps", accumulation_steps, f"accumulation_steps = {accumulation_steps}"),
+        (settings, "gradient_clipping", float(max_grad_norm or 0), f"max_grad_norm = {max_grad_norm}"),
+        (zero, "stage", stage, f"zero_stage = {zero_stage}"),
+    ):
+        if part.setdefault(key, value) != value:
+            raise ValueError(f"config has {key} = {part[key]!r} and {argument}: leave {key} out of config.")
+    said_elsewhere = {
+        "optimizer": "make_optimizer makes it",
+        "train_batch_size": "it is train_micro_batch_size_per_gpu × accumulation_steps × ranks, ring ranks included",
+        "fp16": "a scaled loss skips steps; pass mixed_precision=torch.bfloat16",
+    }
+    if mixed_precision:
+        said_elsewhere |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} says it")
+    for key, instead in said_elsewhere.items():
+        if key in settings:
+            raise ValueError(f"config has {key} = {settings[key]!r}: {instead}; leave {key} out of config.")
+    if mixed_precision:
+        # With modules listed here, DeepSpeed would reduce their gradients in bf16.
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    _settle_dtype(settings, model)
+    settings.setdefault("train_micro_batch_size_per_gpu", 1)
+    settings.setdefault("zero_allow_untested_optimizer", True)
+    return settings
+
+
+def _settle_dtype(settings: dict[str, Any], model: nn.Module) -> None:
+    """Let a model of bf16 be trained as such; refuse what DeepSpeed would cast without being told, or not at all."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes == {torch.bfloat16} and "torch_autocast" not in settings:
+        settings.setdefault("bf16", {"enabled": True})
+    own_bf16 = settings.get("bf16", {}).get("enabled", False)
+    taken = (torch.float32, torch.bfloat16) if own_bf16 else (torch.float32,)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"model has parameter {name} of no dimension: DeepSpeed cannot flatten a scalar; give it the shape "
+                "[1], or use another adapter."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed wants contiguous ones; assign "
+                "parameter.data.contiguous(), or use another adapter."
+            )
+        if parameter.dtype not in taken:
+            raise ValueError(
+                f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
+                "or not, and models all of bf16 over fp32 masters; convert it with .float() or .bfloat16(), or use "
+                "another adapter."
+            )
+
+
+class DeepSpeedTraining(TrainingState):
+    """Training by a DeepSpeed engine, which is ``model``. A checkpoint is DeepSpeed's, a folder."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        ring: Ring,
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+        settings: dict[str, Any],
+        mpu: Any,
+        options: Mapping[str, Any],
+        mixed_precision: torch.dtype | None,
+    ) -> None:
+        compared = {**options, **settings, "mixed_precision": mixed_precision}
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
+        start_world_of_one()
+        if dist.get_world_size() == 1:
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
+        start_deepspeed()
+        self._mixes_gradients_up = False
+        self._is_in_backward = False
+        self._arrived: list[str] = []
+        self._came_from_elsewhere: set[str] = set()
+        self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self.divisor = _divisor(self._world, settings, mpu, options)
+        self.optimizer = self._made(make_optimizer, model)
+        with _default_dtype(torch.float32):
+            self._engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options
+            )
+        if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
+            self._engine.checkpoint_engine.load = _load_tensors
+        self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
+        self._zero_stage: int = self._engine.zero_optimization_stage()
+        if self._zero_stage:
+            for name, parameter in self._parameters.items():
+                parameter.register_post_accumulate_grad_hook(partial(self._note_the_gradient, name))
+        if self._zero_stage == 3:
+            modules = self._engine.module.named_modules()
+            self._compare_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
+        self._expect_micro_batch(ends_step=accumulation_steps == 1)
+
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        """Find out whether the backwards of all ranks reach the same parameters, in the same order.
+
+        ZeRO 1 to 3 put gradients into buckets in the order in which they come, and reduce the buckets of all ranks.
+        """
+        behind = super()._behind(loss)
+        if not self._zero_stage:
+            return behind
+        if self._came_from_elsewhere:
+            raise RuntimeError(
+                f"gradients of {', '.join(sorted(self._came_from_elsewhere)[:8])} came from a backward that was not "
+                "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes, and "
+                "while another loss goes through the model, freeze it by requires_grad_(False) and call the module "
+                "inside of the engine."
+            )
+        if self._world.size == 1:
+            return behind
+        names = {id(parameter): name for name, parameter in self._parameters.items()}
+        order, is_checkpointed = [], False
+        for node, num_others in in_order_of_backward(loss):
+            is_checkpointed |= node.name() == "CheckpointFunctionBackward"  # torch's, DeepSpeed's or FairScale's
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                order.append((name, num_others))
+        if self._zero_stage == 3:
+            return {**behind, _ORDER: [name for name, _ in order]}
+        by_rank = agree(self._world, "parameters of a backward", None, [_number(order), is_checkpointed])
+        self._mixes_gradients_up = any(number != by_rank[0][0] for number, _ in by_rank)
+        if self._mixes_gradients_up and any(is_checkpointed for _, is_checkpointed in by_rank):
+            raise RingMismatchError(
+                "the ranks' losses depend on different parameters, or on the same ones in another order, and "
+                "reentrant checkpointing keeps ZeRO from taking their gradients together: use use_reentrant=False, or "
+                "zero_stage=0."
+            )
+        return behind
+
+    def _check_optimizer(self) -> None:
+        # DeepSpeed has put other tensors in the places of parameters.
+        if len(self.optimizer.param_groups) != self._num_groups:
+            raise RuntimeError(
+                f"optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {self._num_groups} in "
+                "parallelize(): DeepSpeed does not know of what is added later; have it in the model, and in the "
+                "optimizer, before parallelize()."
+            )
+
+    def _gradients(self) -> Mapping[str, object]:
+        # What reentrant checkpointing computes again in a backward is behind no loss, and is known afterwards alone.
+        return {_ORDER: self._arrived} if self._zero_stage else {}
+
+    def _backward(self, loss: Tensor) -> None:
+        if self._mixes_gradients_up:
+            loss = GradientsTogether.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
+        # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
+        self._is_in_backward = True
+        self._engine.backward(loss, scale_wrt_gas=False)
+        self._is_in_backward = False
+
+    def _note_the_gradient(self, name: str, *_: object) -> None:
+        if self._is_in_backward:
+            self._arrived.append(name)
+        else:
+            self._came_from_elsewhere.add(name)
+
+    def _step(self) -> bool:
+        self._arrived.clear()
+        self._engine.step()
+        applied: bool = self._engine.was_step_applied()
+        if not applied and self._world.rank == 0:
+            warnings.warn(
+                f"DeepSpeed has skipped the step after step {self.step_count}, since the gradient has a NaN or an "
+                f"infinity: the parameters are as before, and step_count stays {self.step_count}; skipped_steps is "
+                f"{self.skipped_steps + 1}.",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+        return applied
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(ends_step)
+
+    saves_a_folder = True
+
+    def _save(self, path: StrPath) -> None:
+        """Write a folder with one of DeepSpeed's checkpoints; what is there already is replaced once it is whole."""
+        tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
+        holds = {**self._layout, "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
+
+        def write(folder: Path) -> None:
+            self._engine.save_checkpoint(os.fspath(folder), tag, client_state)
+
+        replace_folder(self._world, path, write, holds)
+
+    @property
+    def _layout(self) -> dict[str, object]:
+        """What DeepSpeed's checkpoints can be read by alone."""
+        return {"adapter": "deepspeed", "ranks": self._world.size, "zero_stage": self._zero_stage}
+
+    def _check(self, path: Path) -> str:
+        digest = check_folder(self._world, path)
+        manifest = read_manifest(path)
+        for name, here in self._layout.items():
+            if manifest[name] != here:
+                raise ValueError(f"it was written with {name} = {manifest[name]!r}, and here it is {here!r}")
+        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
+        return digest
+
+    def _load(self, path: Path) -> None:
+        """Read the latest checkpoint of the folder ``path``, written by as many ranks at the same ZeRO stage.
+
+        Raises:
+            ValueError: there is none.
+        """
+        folder, client_state = self._engine.load_checkpoint(os.fspath(path))
+        if folder is None:
+            raise ValueError("there is no DeepSpeed checkpoint in it")
+        self.step_count = client_state["step_count"]
+
+    def _full_state_dict(self) -> dict[str, Tensor]:
+        whole = {}
+        for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
+            with deepspeed.zero.GatheredParameters([tensor]):  # what ZeRO 3 has not sharded is left as it is
+                whole[name] = tensor.detach().cpu().clone()
+        return whole
+
+
+_ORDER = "parameters in the order of their gradients"
+
+
+def _number(order: list[tuple[str, int]]) -> int:
+    """Stands for an order of names; exact as a float."""
+    return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=6).digest(), "big")
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """DeepSpeed makes buffers of the default dtype, and means fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _load_tensors(path: str, map_location: Any = None) -> Any:
+    """Tensors and a few plain classes of DeepSpeed's; its own loading would run any code in a checkpoint."""
+    with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+_NO_PART_IN_REDUCING = (
+    *("bf16", "torch_autocast", "scheduler", "gradient_accumulation_steps"),
+    *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "autotuning", "wall_clock_breakdown"),
+)
+
+
+def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) -> float:
+    """What the engine's reducer divides by, from an engine of one parameter with the same groups."""
+    probe_settings = {key: value for key, value in settings.items() if key not in _NO_PART_IN_REDUCING}
+    probe_settings |= {
+        "gradient_clipping": 0.0,  # without the key DeepSpeed clips at 1
+        "zero_force_ds_cpu_optimizer": False,  # the probe's optimizer is plain SGD, offloaded or not
+    }
+    probe_options = {key: value for key, value in options.items() if key == "mesh_param"}
+
+    def reduced(gradient: float) -> float:
+        module, x = probe(torch.device("cpu"), gradient)
+        engine, *_ = deepspeed.initialize(
+            model=module,
+            optimizer=torch.optim.SGD(module.parameters(), lr=1.0),
+            config=copy.deepcopy(probe_settings),
+            mpu=mpu,
+            **probe_options,
+        )
+        engine.backward(engine(x.to(engine.device)).sum())
+        engine.step()
+        with deepspeed.zero.GatheredParameters([module.weight]):
+            value: float = -module.weight.item()
+        engine.destroy()
+        return value
+
+    with _groups_left_alone(), _default_dtype(torch.float32):
+        try:
+            return measure_divisor(world, reduced)
+        except RuntimeError as error:
+            if groups.mesh_device is None:
+                raise
+            raise RuntimeError(
+                f"{error} DeepSpeed has a mesh, from mesh_param= or from data_parallel_size and sequence_parallel_size "
+                "in its config, and at this ZeRO stage reduces over the data axis alone. Leave the mesh out, since "
+                "ring ranks are data ranks, or pass an mpu."
+            ) from error
+
+
+@contextlib.contextmanager
+def _groups_left_alone() -> Iterator[None]:
+    """DeepSpeed keeps an engine's mpu and mesh for whatever comes later in the process; a probe shall leave none."""
+    mpu, mesh = groups.mpu, groups.mesh_device
+    try:
+        yield
+    finally:
+        groups.mpu, groups.mesh_device = mpu, mesh

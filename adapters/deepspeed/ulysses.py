@@ -1,0 +1,279 @@
+"""Ulysses × ring: neighbouring ranks of a ring trade heads for rows, and K and V travel among fewer, larger shards.
+
+The sequence lies over all ranks of the ring as it always does; nothing in ``shard``, ``unshard``, ``positions``, the
+data size or the loss knows of Ulysses. Within a call, each group of ``ulysses_size`` neighbouring ranks trades, by
+DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509): every rank gets the rows of its whole group for its share of
+the heads. With those it takes part in a ring of every ``ulysses_size``-th rank, the outer axis of the mesh. The rows of
+a group are the shard of that smaller ring if all ranks hold equally many, hence the rule for ``seq_len``.
+``traffic`` counts hops alone. A rank lost while its group trades is told within the ring's timeout: in a forward by
+RingPeerError, in a backward by torch's own error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import deepspeed.comm as comm
+import torch
+import torch.distributed as dist
+from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
+from torch import Tensor
+
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.engine.validation import draw_seed
+from ring_backends.engine.walk import Inputs
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.agreement import Call
+from ring_backends.ring.rendezvous import connect
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
+from ring_backends.schedule.pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class UlyssesRing(Ring):
+    """A ring whose neighbouring ranks trade heads for rows.
+
+    Attributes:
+        hop_ring: the ring that K and V travel, of every ``ulysses_size``-th rank. It shares ``traffic`` with this one.
+        ulysses_group: this rank and the neighbours it trades with.
+        ulysses_size, ulysses_rank: how many those are, and this rank's place among them.
+    """
+
+    hop_ring: Ring = dataclasses.field(default_factory=Ring)
+    ulysses_group: dist.ProcessGroup | None = None
+    ulysses_size: int = 1
+    ulysses_rank: int = 0
+
+    def with_layout(self, kind: LayoutKind) -> Ring:
+        return dataclasses.replace(self, layout_kind=kind, hop_ring=self.hop_ring.with_layout(kind))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        connections = ("group", "agreement", "traffic", "ulysses_group")
+        kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return _unpickle_ring, ({name: value for name, value in kept.items() if name not in connections},)
+
+
+def _unpickle_ring(fields: dict[str, Any]) -> UlyssesRing:
+    return UlyssesRing(**fields)
+
+
+def check_ulysses_size(ulysses_size: object) -> None:
+    if not isinstance(ulysses_size, int) or isinstance(ulysses_size, bool):
+        raise TypeError(f"ulysses_size = {ulysses_size!r}: expected an int; 1 trades no heads.")
+    if ulysses_size < 1:
+        raise ValueError(f"ulysses_size = {ulysses_size}: must be at least 1; 1 trades no heads.")
+
+
+def connect_ulysses(
+    ranks: Sequence[int],
+    layout: LayoutKind,
+    timeout: timedelta,
+    ulysses_size: int,
+    order: Sequence[int] | None = None,
+) -> UlyssesRing:
+    """Join the ring of these global ranks, each ``ulysses_size`` neighbours of which trade heads.
+
+    Args:
+        order: as of ``connect``.
+
+    Raises:
+        ValueError: ``ulysses_size`` does not divide the ring.
+    """
+    if len(ranks) % ulysses_size:
+        raise ValueError(
+            f"ulysses_size = {ulysses_size}: must divide the {len(ranks)} ranks of the ring, which are cut into groups "
+            "of that size; choose a divisor."
+        )
+    ring = connect(ranks, layout, timeout, adapter="deepspeed", order=order)
+    first = ring.rank - ring.rank % ulysses_size
+    neighbours = connect(ranks[first : first + ulysses_size], layout, timeout, adapter="deepspeed")
+    hop_ring = connect(ranks[neighbours.rank :: ulysses_size], layout, timeout, adapter="deepspeed")
+    return UlyssesRing(
+        **vars(ring),
+        hop_ring=dataclasses.replace(hop_ring, traffic=ring.traffic),
+        ulysses_group=neighbours.group,
+        ulysses_size=ulysses_size,
+        ulysses_rank=neighbours.rank,
+    )
+
+
+@dataclass(frozen=True)
+class _ShareOfHeads(DilatedPattern):
+    """A pattern as the heads of one Ulysses rank see it: they keep the branches and offsets of their own numbers."""
+
+    ulysses_size: int = 1
+    ulysses_rank: int = 0
+
+    def heads(self, branch: int, num_heads: int) -> range:
+        first = self.ulysses_rank * num_heads
+        whole = super().heads(branch, num_heads * self.ulysses_size)
+        start = min(max(whole.start - first, 0), num_heads)
+        return range(start, max(start, min(whole.stop - first, num_heads)))
+
+    def head_offset(self, branch: int, head: int, num_heads: int) -> int:
+        return super().head_offset(branch, self.ulysses_rank * num_heads + head, num_heads * self.ulysses_size)
+
+    def check(self, *, seq_len: int, num_heads: int) -> None:
+        super().check(seq_len=seq_len, num_heads=num_heads * self.ulysses_size)
+
+
+@dataclass(frozen=True)
+class UlyssesAttention:
+    """One attention module's calls over a :class:`UlyssesRing`.
+
+    Attributes:
+        module: the module, whose ring the sequence lies over.
+        ring: that ring.
+        share: attends over ``ring.hop_ring``, for the heads that this rank gets.
+    """
+
+    module: RingDilatedAttention
+    ring: UlyssesRing
+    share: RingDilatedAttention
+
+    @classmethod
+    def of(cls, module: RingDilatedAttention) -> UlyssesAttention:
+        ring, pattern = module.ring, module.pattern
+        assert isinstance(ring, UlyssesRing)
+        share = type(module)(**vars(pattern), ring=ring.hop_ring, scale=module.scale, kernel=module.kernel)
+        share.pattern = _ShareOfHeads(**vars(pattern), ulysses_size=ring.ulysses_size, ulysses_rank=ring.ulysses_rank)
+        return cls(module, ring, share)
+
+    # The ranks compare their calls in here, which is nothing for a graph.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        seq_len: int | None,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        dropout_seed: int | None,
+        return_lse: bool,
+    ) -> Any:
+        """As :meth:`RingDilatedAttention.forward`, with every argument given.
+
+        Raises:
+            ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
+                equally many rows, or weights are to be dropped.
+        """
+        ring = self.ring
+        ring.check_connected()
+        assert ring.agreement is not None
+        request = self.module._request(Inputs(query, key, value, key_padding_mask, document_ids), is_causal, seq_len)
+        query, key, value = request.inputs.query, request.inputs.key, request.inputs.value
+        seq_len = request.schedule.layout.seq_len
+        with ring.refusals_told():
+            _check_trade(query.shape[2], key.shape[2], seq_len, ring)
+            _check_no_dropout(self.module)
+            draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused
+        needs_gradients = request.needs_gradients
+        call = ring.agreement.begin(request.configuration(self.module._module_number, needs_gradients=needs_gradients))
+        statistics: list[Tensor] = []
+        # Made anew for each call, since it holds a process group, with which a model could not be copied.
+        trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
+        with self._trading(call):
+            out = trade(
+                query,
+                key,
+                value,
+                0,
+                is_causal=is_causal,
+                seq_len=seq_len,
+                key_padding_mask=None if key_padding_mask is None else self._of_group(key_padding_mask.byte()).bool(),
+                document_ids=None if document_ids is None else self._of_group(document_ids),
+                statistics=statistics if return_lse else None,
+            )
+            if not return_lse:
+                return out
+            lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
+        return out, lse.squeeze(-1).transpose(1, 2)
+
+    @contextlib.contextmanager
+    def _trading(self, call: Call) -> Iterator[None]:
+        """Around trades, whose failure is that of the ring's call."""
+        ring = self.ring
+        assert ring.agreement is not None
+        try:
+            yield
+        except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            ring.agreement.fail(call, f"rank {ring.rank} waited for its Ulysses group to trade heads for rows", error)
+
+    def _attend_share(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        seq_len: int,
+        key_padding_mask: Tensor | None,
+        document_ids: Tensor | None,
+        statistics: list[Tensor] | None,
+    ) -> Tensor:
+        """Attend from the group's rows, in the order of its ranks, for this rank's share of the heads."""
+        options = {"is_causal": is_causal, "seq_len": seq_len, "return_lse": True}
+        marks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
+        order = self._order(seq_len, query.device)
+        if order is None:
+            out, lse = self.share(query, key, value, **marks, **options)
+        else:
+            back = order.argsort()
+            marks = {name: None if x is None else x[:, order] for name, x in marks.items()}
+            out, lse = self.share(query[:, order], key[:, order], value[:, order], **marks, **options)
+            out, lse = out[:, back], lse[:, :, back]
+        if statistics is not None:
+            statistics.append(lse)
+        contiguous: Tensor = out.contiguous()
+        return contiguous
+
+    def _order(self, seq_len: int, device: torch.device) -> Tensor | None:
+        """Where the rows of the hop ring's shard lie among the group's; None if they lie there in order."""
+        ring = self.ring
+        if ring.layout_kind == "contiguous":
+            return None
+        layout, first = ring.layout(seq_len), ring.rank - ring.ulysses_rank
+        positions = torch.cat([layout.positions(rank) for rank in range(first, first + ring.ulysses_size)])
+        return positions.argsort().to(device)
+
+    def _of_group(self, marks: Tensor) -> Tensor:
+        """The marks of the group's rows, in the order of its ranks."""
+        gathered = [torch.empty_like(marks) for _ in range(self.ring.ulysses_size)]
+        comm.all_gather(gathered, marks.contiguous(), group=self.ring.ulysses_group)
+        return torch.cat(gathered, 1)
+
+
+def _check_no_dropout(module: RingDilatedAttention) -> None:
+    if module.dropout_p and module.training:
+        raise ValueError(
+            f"dropout_p = {module.dropout_p} with ulysses_size > 1: which weights are dropped follows from the number "
+            "of the head, and the ranks of an Ulysses group number their own heads; use ulysses_size = 1, or "
+            "dropout_p = 0."
+        )
+
+
+def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesRing) -> None:
+    for name, heads in (("query", num_heads), ("key", num_kv_heads)):
+        if heads % ring.ulysses_size:
+            raise ValueError(
+                f"{name} has {heads} heads with ulysses_size = {ring.ulysses_size}: every rank takes an equal share of "
+                "them; use a ulysses_size that divides both numbers of heads."
+            )
+    chunks = ring.size * (2 if ring.layout_kind == "zigzag" else 1)
+    if seq_len % chunks:
+        raise ValueError(
+            f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: ranks that trade have to hold equally many "
+            f"rows, so a {ring.layout_kind} ring of {ring.size} needs a multiple of {chunks}; pad the sequence, and "
+            "mask the padding with key_padding_mask."
+        )

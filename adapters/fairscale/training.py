@@ -1,0 +1,271 @@
+"""Training by FairScale: OSS with ShardedDataParallel, or its FullyShardedDataParallel, over data × ring.
+
+The rule of this file: gradients are reduced after the whole backward, by a call. ShardedDataParallel would rather do it
+in backward hooks, and ends its reduction when a run of autograd's engine ends; ``checkpoint_wrapper`` makes such runs
+in the midst of a backward, and gradients were then reduced twice or by halves, without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataParallel
+from fairscale.optim import OSS
+from torch import Tensor, nn
+
+from ring_backends.ring.rendezvous import ring_of_the_world
+from ring_backends.ring.ring import Ring
+from ring_backends.training.checkpoint_files import StrPath, check_file
+from ring_backends.training.reducer import check_mixed_precision, device_of, measure_divisor, probe, under_autocast
+from ring_backends.training.state import MakeOptimizer, TrainingState, read_states, save_states
+
+MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+class FairScaleTraining(TrainingState):
+    """What the strategies share: the divisor is measured on a model of one weight that is wrapped like the model."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        ring: Ring,
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+        mixed_precision: torch.dtype | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._options = options
+        with ring_of_the_world(ring).refusals_told():
+            check_mixed_precision(mixed_precision)
+            self._check_model(model)
+        compared = {**options, "mixed_precision": mixed_precision}
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
+        make = partial(self._made, make_optimizer)
+        self._module, self.model, self.optimizer = self._wrap(model, make, mixed_precision)
+        self.divisor = measure_divisor(self._world, self._reduced)
+
+    @abstractmethod
+    def _check_model(self, model: nn.Module) -> None:
+        """Refuse what cannot be wrapped."""
+
+    @abstractmethod
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        """The module whose state_dict has the model's own names, the wrapped model, and its optimizer."""
+
+    @abstractmethod
+    def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
+        """Backward of one micro-batch, and the reduction if it ends the step."""
+
+    @abstractmethod
+    def _optimizer_state(self) -> Any:
+        """The whole optimizer's state, on rank 0; all ranks together."""
+
+    def _reduced(self, gradient: float) -> float:
+        """By how much a rate of 1 moves a weight of 0 whose gradient on this rank is ``gradient``."""
+        weight, x = probe(device_of(self.model), gradient)
+        _, model, optimizer = self._wrap(weight, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
+        self._run_backward(model, optimizer, model(x).sum(), True)
+        optimizer.step()
+        (moved,) = model.state_dict().values()
+        return -float(moved)
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        """A forward is the same whether or not its backward ends the step."""
+
+    def _backward(self, loss: Tensor) -> None:
+        ends_step = self._backward_calls + 1 >= self.accumulation_steps
+        self._run_backward(self.model, self.optimizer, loss, ends_step)
+
+    def _save(self, path: StrPath) -> None:
+        save_states(self, self._module.state_dict(), self._optimizer_state(), path)
+
+    def _check(self, path: Path) -> str:
+        return check_file(path)
+
+    def _full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
+
+
+class ShardedTraining(FairScaleTraining):
+    """OSS and ShardedDataParallel: a whole model everywhere, of whose parameters each rank updates some.
+
+    OSS.clip_grad_norm is not used. It rounds the norm to the parameters' dtype and sends an fp32 number instead where a
+    rank has no parameters, which for bf16 ends the process; it refuses fp64.
+    """
+
+    optimizer: OSS
+
+    @property
+    def _optimizer_class(self) -> type:
+        return type(self.optimizer.optim)
+
+    def _check_model(self, model: nn.Module) -> None:
+        _check_options(self._options, _OSS_OPTIONS | _SHARDED_DDP_OPTIONS, "OSS and ShardedDataParallel")
+        if self._options.get("group") is not self._options.get("process_group"):
+            raise ValueError(
+                "group and process_group differ: OSS sends out the parameters whose gradients ShardedDataParallel "
+                "reduced; pass both alike, or better none, since training is over the whole world."
+            )
+
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        oss_options = {name: value for name, value in self._options.items() if name in _OSS_OPTIONS}
+        optimizer = _shard(make_optimizer(model), oss_options)
+        options = {name: value for name, value in self._options.items() if name in _SHARDED_DDP_OPTIONS}
+        # Buffers are every adapter's business alike, after a step.
+        options.setdefault("broadcast_buffers", False)
+        wrapped = ShardedDataParallel(under_autocast(model, mixed_precision), optimizer, **options)
+        # The optimizer's own would cut gradients off from the buckets in which they are reduced.
+        optimizer.zero_grad = wrapped.zero_grad
+        return model, wrapped, optimizer
+
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        if not self.model.training:
+            raise RuntimeError(
+                "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode alone, so "
+                "replicas would drift apart; call state.model.train() before the forward."
+            )
+        return super()._behind(loss)
+
+    def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
+        with model.no_sync():  # type: ignore[operator]
+            loss.backward()
+        if ends_step:
+            for parameter in _parameters(optimizer):
+                if parameter.requires_grad and parameter.grad is None:  # unused here, perhaps not elsewhere
+                    parameter.grad = torch.zeros_like(parameter)
+            model.reduce()  # type: ignore[operator]
+
+    def _step(self) -> bool:
+        if self.max_grad_norm is not None:
+            owned = [parameter for parameter in _parameters(self.optimizer.optim) if parameter.grad is not None]
+            squares = torch.zeros((), dtype=torch.float64, device=device_of(self.model))
+            for parameter in owned:
+                precise = torch.promote_types(parameter.dtype, torch.float32)
+                squares += torch.linalg.vector_norm(parameter.grad, dtype=precise).double().square()
+            dist.all_reduce(squares)
+            nn.utils.clip_grads_with_norm_(owned, self.max_grad_norm, squares.sqrt())
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def _optimizer_state(self) -> Any:
+        self.optimizer.consolidate_state_dict(recipient_rank=0)
+        return self.optimizer.state_dict() if dist.get_rank() == 0 else None
+
+    def _load(self, path: Path) -> None:
+        state = read_states(path, device_of(self.model), self._optimizer_class)
+        self._module.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step_count = state["step"]
+
+
+class FullyShardedTraining(FairScaleTraining):
+    """FairScale's FullyShardedDataParallel: each rank has a flat shard of every wrapped unit's parameters."""
+
+    def _check_model(self, model: nn.Module) -> None:
+        _check_options(self._options, _FSDP_OPTIONS, "FullyShardedDataParallel")
+        reasons = fsdp_not_supported_reasons(model)
+        if reasons:
+            raise ValueError(
+                f"strategy = 'fsdp': FairScale's FSDP cannot run here: {'; '.join(reasons)}. Use "
+                "strategy='sharded_ddp', or the fsdp adapter, which is torch's own."
+            )
+
+    def _wrap(
+        self, model: nn.Module, make_optimizer: MakeFor, mixed_precision: torch.dtype | None = None
+    ) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer]:
+        wrapped = FullyShardedDataParallel(model, **self._options)
+        optimizer = make_optimizer(wrapped)
+        return wrapped, under_autocast(wrapped, mixed_precision), optimizer
+
+    def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
+        loss.backward()  # each micro-batch is reduced and added to the shard: no_sync would keep whole gradients
+
+    def _step(self) -> bool:
+        if self.max_grad_norm is not None:
+            self._module.clip_grad_norm_(self.max_grad_norm)  # type: ignore[operator]
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return True
+
+    def _optimizer_state(self) -> Any:
+        # FairScale makes plain numbers of Adam's step tensors in the state it is given, so that is not the live one.
+        state = self.optimizer.state_dict()
+        state["state"] = {index: dict(values) for index, values in state["state"].items()}
+        of_copy = SimpleNamespace(state_dict=lambda: state)
+        return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+
+    def _load(self, path: Path) -> None:
+        state = read_states(path, "cpu", self._optimizer_class)
+        self._module.load_state_dict(state["model"])
+        shard = self._module.get_shard_from_optim_state_dict(state["optimizer"])  # type: ignore[operator]
+        self.optimizer.load_state_dict(shard)
+        self.step_count = state["step"]
+
+
+def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
+    """Why FairScale's FSDP cannot train a model on this machine; empty where it can."""
+    reasons = []
+    if not torch.cuda.is_available():
+        reasons.append("it calls torch.cuda.stream in every forward, and this machine has no CUDA device")
+    devices = sorted({parameter.device.type for parameter in model.parameters()} - {"cuda"})
+    if devices:
+        reasons.append(f"it computes on CUDA devices, and the model has parameters on {', '.join(devices)}")
+    return reasons
+
+
+def _shard(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OSS:
+    """The optimizer anew as an OSS: its class, its groups, and what its constructor takes out of its defaults."""
+    made_by = type(optimizer)
+    arguments = list(inspect.signature(made_by).parameters.values())[1:]
+    defaults = {argument.name: optimizer.defaults.get(argument.name) for argument in arguments}
+    lost = [
+        str(argument.replace(annotation=argument.empty, default=argument.empty))
+        for argument in arguments
+        if argument.name not in optimizer.defaults
+    ]
+    if lost:
+        raise ValueError(
+            f"make_optimizer returned a {made_by.__name__}, which OSS cannot build again: its constructor takes "
+            f"{', '.join(lost)}, and {made_by.__name__}.defaults does not say with what it was called; keep every "
+            "argument in the defaults of the optimizer, under its name."
+        )
+    dtypes = {str(parameter.dtype) for parameter in _parameters(optimizer) if parameter.requires_grad}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"the parameters to train are {' and '.join(sorted(dtypes))}: OSS packs each rank's parameters into one "
+            "buffer of one dtype; cast the model to one, and compute in another by torch.autocast."
+        )
+    return OSS([dict(group) for group in optimizer.param_groups], optim=made_by, **options, **defaults)
+
+
+def _arguments(function: Any, *besides: str) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters) - {*besides}
+
+
+_OSS_OPTIONS = _arguments(OSS, "params", "optim", "default")
+_SHARDED_DDP_OPTIONS = _arguments(ShardedDataParallel, "module", "sharded_optimizer")
+_FSDP_OPTIONS = _arguments(FullyShardedDataParallel, "module")
+
+
+def _check_options(options: Mapping[str, Any], known: frozenset[str], what: str) -> None:
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"unknown framework option {unknown}: {what} takes {', '.join(sorted(known))}.")
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

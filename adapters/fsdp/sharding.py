@@ -1,0 +1,259 @@
+"""How FSDP shards a model over data × ring, by each strategy, and a probe in the same way.
+
+FSDP reduces a gradient over the ranks that shard its parameter. That must be all ranks of data × ring: each has the
+gradient of its own part of a sequence, so that replicas reduced over fewer would drift apart, without an error.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.fsdp.wrap import CustomPolicy
+
+from ring_backends.ring.ring import Ring
+from ring_backends.training.reducer import device_of
+
+Strategy = Literal["fsdp2", "hsdp", "fsdp1"]
+Policy = TypeVar("Policy", MixedPrecision | None, MixedPrecisionPolicy)
+
+
+class Sharding(NamedTuple):
+    """How a model gets sharded.
+
+    Attributes:
+        shard: (model, blocks of it) -> the sharded model.
+        probes: each shards a module of one parameter as ``shard`` does a part of the model, in the parameter's own
+            dtype, since a lower one may not hold the number of ranks.
+    """
+
+    shard: Callable[[nn.Module, Sequence[nn.Module]], nn.Module]
+    probes: Sequence[Callable[[nn.Module], nn.Module]]
+
+
+def by_fully_shard(
+    model: nn.Module,
+    ring: Ring,
+    strategy: Strategy,
+    mixed_precision: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> Sharding:
+    """Sharding by ``fully_shard`` over a mesh of the whole world, by public means: one axis, or replicas × shards."""
+    world_size = dist.get_world_size()
+    mesh = options.get("mesh")
+    if mesh is None:
+        mesh = _mesh(device_of(model).type, ring, strategy)
+    if mesh.size() != world_size:
+        raise ValueError(
+            f"mesh = {mesh}: has {mesh.size()} of the {world_size} ranks of data × ring. Gradients would be reduced "
+            "over those alone, each of a part of the sequence or batch, and the replicas would drift apart; leave mesh "
+            "out, or pass one of all ranks (flat, or of two axes: replicas × shards)."
+        )
+    policy = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision and torch.float32)
+    policy = _policy("mp_policy", policy, mixed_precision, options)
+    _refuse_ignored(options.get("ignored_params") or (), "ignored_params")
+
+    def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        give_all_ranks_the_first_ones_numbers(module)
+        inside_out = reversed(list(module.modules()))
+        for part in (part for part in inside_out if part is module or part in blocks):
+            fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policy})
+        return module
+
+    def probe(module: nn.Module) -> nn.Module:
+        own_dtype = replace(policy, param_dtype=None, reduce_dtype=None)
+        fully_shard(module, **{**options, "mesh": mesh, "mp_policy": own_dtype, "ignored_params": None})
+        return module
+
+    return Sharding(shard, [probe])
+
+
+def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
+    """All ranks in one axis, or replicas × shards, where the ranks of a ring hold one replica."""
+    ranks = torch.arange(dist.get_world_size(), device="cpu")
+    if strategy == "fsdp2":
+        return DeviceMesh(device_type, ranks, mesh_dim_names=("data_and_ring",))
+    if ring.order:
+        ranks = torch.tensor(ring.order, device="cpu")
+    # Sorted, since a mesh's process groups are: a rank's place among the shards has to be its place in their group.
+    replicas = ranks.view(ring.data_size, ring.size).sort().values
+    return DeviceMesh(device_type, replicas, mesh_dim_names=("replicas", "shards"))
+
+
+def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Sharding:
+    """Sharding by FullyShardedDataParallel."""
+    policy = None
+    if mixed_precision is not None:
+        policy = MixedPrecision(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+    policy = _policy("mixed_precision", policy, mixed_precision, options)
+    ignored = [
+        parameter
+        for name in ("ignored_modules", "ignored_states")
+        for entry in options.get(name) or ()
+        for parameter in (entry.parameters() if isinstance(entry, nn.Module) else (entry,))
+    ]
+    _refuse_ignored(ignored, "ignored_modules or ignored_states")
+    # The device has to be named: without it FSDP asks CUDA. Original parameters keep optimizers and frozen ones usable.
+    options = {"device_id": device_of(model), "use_orig_params": True, **options, "mixed_precision": policy}
+
+    def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        give_all_ranks_the_first_ones_numbers(module)
+        by_block = CustomPolicy(lambda part: any(part is block for block in blocks))
+        return FullyShardedDataParallel(module, **{"auto_wrap_policy": by_block, **options})
+
+    def probe(module: nn.Module) -> nn.Module:
+        of_model = ("auto_wrap_policy", "param_init_fn", "ignored_modules", "ignored_states")
+        own_dtype = {} if policy is None else {"mixed_precision": replace(policy, param_dtype=None, reduce_dtype=None)}
+        kept = {name: option for name, option in options.items() if name not in of_model}
+        return FullyShardedDataParallel(module, **{**kept, **own_dtype})
+
+    return Sharding(shard, [probe])
+
+
+def as_it_is(model: FullyShardedDataParallel) -> Sharding:
+    """No sharding of a model that is sharded already; one probe for each group of ranks that shards parts of it.
+
+    That a parameter is ignored, and which ranks are replicas, FSDP tells in attributes that are private.
+    """
+    parts = FullyShardedDataParallel.fsdp_modules(model)
+    for part in parts:
+        _refuse_ignored(part._ignored_params, "a FullyShardedDataParallel's ignored_modules or ignored_states")
+
+    def probe_like(part: FullyShardedDataParallel) -> Callable[[nn.Module], nn.Module]:
+        group = part.process_group
+        return lambda module: FullyShardedDataParallel(
+            module,
+            process_group=cast(Any, (group, part._inter_node_pg) if _is_hybrid(part) else group),
+            sharding_strategy=part.sharding_strategy,
+            mixed_precision=replace(part.mixed_precision, param_dtype=None, reduce_dtype=None),
+            device_id=device_of(model),
+            use_orig_params=True,
+        )
+
+    def make_replicas_alike(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+        for part in parts:
+            replicas = part._inter_node_pg if _is_hybrid(part) else part.process_group
+            if _is_hybrid(part) or part.sharding_strategy == ShardingStrategy.NO_SHARD:
+                inner = [other for other in FullyShardedDataParallel.fsdp_modules(part) if other is not part]
+                of_others = {id(parameter) for other in inner for parameter in other.parameters()}
+                own = [parameter for parameter in part.parameters() if id(parameter) not in of_others]
+                give_first_ones_numbers(own, replicas)
+        return module
+
+    alike = {(part.process_group, part.sharding_strategy): part for part in parts}
+    return Sharding(make_replicas_alike, [probe_like(part) for part in alike.values()])
+
+
+def _is_hybrid(part: FullyShardedDataParallel) -> bool:
+    return part.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+
+
+def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
+    """The user's own policy if there is one, else ``policy``."""
+    if name in options and mixed_precision is not None and name != "mixed_precision":
+        raise ValueError(f"{name} and mixed_precision = {mixed_precision} are both given: leave one of them out.")
+    own: Policy = options.get(name) or policy
+    return own
+
+
+def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:
+    if any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            f"{name} holds parameters to be trained: nobody would reduce their gradients, and the replicas would drift "
+            "apart; leave them out, or freeze them with requires_grad_(False)."
+        )
+
+
+def refuse_sharded_parts(model: nn.Module) -> None:
+    """Refuse a model with sharded parts whose rest nobody would reduce, or that ``fully_shard`` has sharded before."""
+    for name, part in model.named_modules():
+        if isinstance(part, FSDPModule):
+            raise ValueError(
+                f"model.{name} is sharded by fully_shard already: parallelize does that itself, over data × ring; "
+                "pass the plain model, and what fully_shard is to be given as framework options (mesh=, mp_policy=)."
+            )
+        if isinstance(part, FullyShardedDataParallel) and not isinstance(model, FullyShardedDataParallel):
+            raise ValueError(
+                f"model.{name} is a FullyShardedDataParallel, but not the whole model: nobody would reduce the "
+                "gradients of the rest; wrap the model too, or pass it without any wrapping."
+            )
+
+
+def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequence[nn.Module]:
+    """The blocks that the user names, or those that the model seems to be made of."""
+    if blocks is None:
+        return find_blocks(model)
+    inside = {id(module) for module in model.modules()} - {id(model)}
+    users = _users(model)
+    for block in blocks:
+        if id(block) not in inside:
+            raise ValueError(
+                f"blocks has a {type(block).__name__} that is no module inside of the model: name modules of "
+                "the model, or leave blocks out."
+            )
+        if not _has_its_own_parameters(block, users):
+            raise ValueError(
+                f"blocks has a {type(block).__name__} with a parameter that other modules use too: it would be sharded "
+                "twice; leave that block out."
+            )
+    return blocks
+
+
+def give_all_ranks_the_first_ones_numbers(model: nn.Module) -> None:
+    """FSDP shards what each rank has: of models that were initialised differently, a mixture."""
+    give_first_ones_numbers([*model.parameters(), *model.buffers()], dist.group.WORLD)
+
+
+def give_first_ones_numbers(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+    """Broadcast the memory that tensors lie in, since tensors need be neither contiguous nor free of overlaps."""
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    for storage in storages.values():
+        if storage.nbytes():
+            memory = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            dist.broadcast(memory, group_src=0, group=group)
+
+
+def find_blocks(model: nn.Module) -> list[nn.Module]:
+    """A model's repeated modules: those of one class in an nn.ModuleList or nn.Sequential, the outermost ones.
+
+    Only modules that are in one place, with parameters that nobody else has, so that each can be sharded by itself.
+    """
+    users = _users(model)
+    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    return [block for block in _repeated(model) if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
+
+
+def _has_its_own_parameters(block: nn.Module, users: Counter[int]) -> bool:
+    return all(users[parameter] == count for parameter, count in _users(block).items())
+
+
+def _users(module: nn.Module) -> Counter[int]:
+    """How many modules use each parameter, by its id."""
+    return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+
+
+def _repeated(module: nn.Module) -> Iterator[nn.Module]:
+    children = list(module.children())
+    is_sequence = isinstance(module, (nn.ModuleList, nn.Sequential))
+    classes = Counter(map(type, children))
+    for child in children:
+        # A layer without parts is no block: its parameters may be used without calling it.
+        has_parts = any(True for _ in child.children())
+        if is_sequence and has_parts and classes[type(child)] > 1 and any(True for _ in child.parameters()):
+            yield child
+        else:
+            yield from _repeated(child)

@@ -1,0 +1,284 @@
+"""Training under FSDP: every parameter is sharded over all ranks of data × ring, and stays the same on all of them.
+
+Whatever shards, the steps here are the same: measure the reducer's divisor by a probe through the very wrapper that the
+model gets, give all ranks rank 0's parameters, shard, and make the optimizer from the sharded parameters. Checkpoints
+are those of torch.distributed.checkpoint, which another ring size or number of ranks can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint import CheckpointException, load, save  # type: ignore[attr-defined]
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
+from ring_backends.adapters.fsdp.sharding import Sharding
+from ring_backends.errors import RingPeerError
+from ring_backends.ring.rendezvous import start_world_of_one
+from ring_backends.ring.ring import Ring
+from ring_backends.training.alike import describe_model
+from ring_backends.training.checkpoint_files import StrPath, as_plain, check_folder, read_manifest, replace_folder
+from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, parts_behind, probe
+from ring_backends.training.state import (
+    MakeOptimizer,
+    TrainingState,
+    check_optimizer_class,
+    is_no_fault_of_a_file,
+)
+
+
+class ShardedTraining(TrainingState):
+    """What FSDP2 and FSDP1 have in common.
+
+    Args:
+        wrap: makes what shards the model; called once the other arguments have proved good.
+        blocks: the modules of the model that are sharded each by itself.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: MakeOptimizer,
+        ring: Ring,
+        wrap: Callable[[], Sharding],
+        blocks: Sequence[nn.Module],
+        max_grad_norm: float | None,
+        accumulation_steps: int,
+        options: Mapping[str, Any],
+    ) -> None:
+        super().__init__(model, ring, max_grad_norm, accumulation_steps, options)
+        start_world_of_one()
+        sharding, device = wrap(), device_of(model)
+        divisors = {measure_divisor(self._world, partial(self._reduced_by, shard, device)) for shard in sharding.probes}
+        if len(divisors) > 1:
+            raise ValueError(
+                f"model has parts whose reducers divide by {sorted(divisors)}: no loss can suit them all; wrap every "
+                "part over the same ranks."
+            )
+        (self.divisor,) = divisors
+        self.model = sharding.shard(model, blocks)
+        self._compare_calls_of(self._sharded_parts())
+        for name, part in self._sharded_parts():
+            part.register_forward_hook(partial(mark_outputs, name))
+        self.optimizer = self._made(make_optimizer, self.model)
+        self._expect_micro_batch(ends_step=accumulation_steps == 1)
+
+    def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
+        """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``.
+
+        Read off a step of SGD from 0, since gradients are sharded each in its wrapper's own way.
+        """
+        module, x = probe(device, gradient)
+        wrapped = shard(module)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1.0)
+        wrapped(x).sum().backward()
+        optimizer.step()
+        return -float(self._whole_state(wrapped)["weight"])
+
+    _may_freeze_later = True
+
+    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+        if self._world.size == 1:
+            return super()._behind(loss)
+        # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
+        return {**super()._behind(loss), "parts of the model behind the loss": parts_behind(loss)}
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def _step(self) -> bool:
+        if self.max_grad_norm is not None:
+            self._clip(self.max_grad_norm)
+        self.optimizer.step()
+        self.model.zero_grad(set_to_none=True)
+        return True
+
+    def _full_state_dict(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
+
+    def _save(self, path: StrPath) -> None:
+        """Write a folder of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
+        # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
+        state = self._checkpoint(with_optimizer=self.step_count > 0)
+        holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
+
+        def write(folder: Path) -> None:
+            with _failures_as_errors():
+                save(state, checkpoint_id=folder)
+
+        replace_folder(self._world, path, write, holds)
+
+    def _check(self, path: Path) -> str:
+        digest = check_folder(self._world, path)
+        manifest = read_manifest(path)
+        if manifest["adapter"] != "fsdp":
+            raise ValueError(f"it was written by the {manifest['adapter']} adapter")
+        check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
+        return digest
+
+    def _load(self, path: Path) -> None:
+        """Read what :meth:`save` wrote, with any strategy, ring size and number of ranks.
+
+        Raises:
+            ValueError: it holds another model.
+        """
+        reader = CheckpointReader(path)
+        saved = set(reader.read_metadata().state_dict_metadata)
+        with_optimizer = any(name.startswith("optimizer.") for name in saved)
+        self.optimizer.zero_grad(set_to_none=True)
+        state = self._checkpoint(with_optimizer)
+        missing = sorted(name for name in state["model"] if f"model.{name}" not in saved)
+        if missing or "step" not in saved:
+            raise ValueError(
+                f"path = {str(path)!r}: a checkpoint of another model, without {', '.join(missing) or 'step'}."
+            )
+        if with_optimizer:
+            # Parameters that no loss has depended on have no state, until asking for it makes some up.
+            states = state["optimizer"]["state"]
+            for name in [*states]:
+                if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
+                    del states[name]
+        with _failures_as_errors():
+            load(state, storage_reader=reader, planner=CheckpointPlanner())
+        set_model_state_dict(self.model, state["model"])
+        self.optimizer.state.clear()
+        if with_optimizer:
+            options = StateDictOptions(strict=False)
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        self.step_count = state["step"]
+
+    def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model), "step": self.step_count}
+        if with_optimizer:
+            state["optimizer"] = as_plain(get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state")
+        return state
+
+    saves_a_folder = True
+
+    @abstractmethod
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """The parts of the model, by name, whose call gathers parameters of their own; the model itself is one."""
+
+    @abstractmethod
+    def _clip(self, max_norm: float) -> None:
+        """Clip the norm of the whole gradient, over all shards."""
+
+    @abstractmethod
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
+
+
+@contextlib.contextmanager
+def _failures_as_errors() -> Iterator[None]:
+    """torch.distributed.checkpoint raises what is no Exception, which programs do not expect.
+
+    Raises:
+        BaseException: what was raised on this rank, where that is no fault of a file, such as Ctrl-C.
+        RingPeerError: another rank raised such.
+        RuntimeError: otherwise.
+    """
+    try:
+        yield
+    except CheckpointException as failure:
+        errors = {rank: error for rank, (error, _) in failure.failures.items()}
+        own = errors.get(dist.get_rank())
+        if own is not None and is_no_fault_of_a_file(own):
+            raise own from failure
+        told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
+        told = f"torch.distributed.checkpoint failed ({told})"
+        if any(is_no_fault_of_a_file(error) for error in errors.values()):
+            raise RingPeerError(f"{told}, which is no fault of a checkpoint.") from failure
+        raise RuntimeError(told) from failure
+
+
+class FSDP2Training(ShardedTraining):
+    """A model that ``fully_shard`` has sharded in place."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Else a rank that leaves out a parameter, such as an expert's, would reduce it into that of another one.
+        cast(FSDPModule, self.model).set_reduce_scatter_unused_params(True)
+
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
+        return ((name, part) for name, part in parts if isinstance(part, FSDPModule))
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)
+
+    def _step(self) -> bool:
+        for part in self.model.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # after a forward without a backward, whole parameters would be in place of the shards
+        return super()._step()
+
+    def _clip(self, max_norm: float) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        state = module.state_dict()
+        return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in state.items()}
+
+
+class FSDP1Training(ShardedTraining):
+    """A model inside of a FullyShardedDataParallel."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._unreduced = contextlib.ExitStack()
+        super().__init__(*args, **kwargs)
+        self.model.register_forward_pre_hook(self._refuse_in_the_midst_of_a_step)
+        if any(not group["params"] for group in self.optimizer.param_groups):
+            raise ValueError(
+                "make_optimizer made a group without parameters: FullyShardedDataParallel gives it flat pieces of "
+                "them, which cannot be told by their shapes; use strategy='fsdp2', or groups without regard to shapes."
+            )
+        dtypes = {parameter.dtype for parameter in self.model.parameters()}
+        if self.max_grad_norm is not None and torch.float64 in dtypes:
+            raise ValueError(
+                f"max_grad_norm = {self.max_grad_norm} with parameters of fp64: FullyShardedDataParallel computes "
+                "norms in fp32, and not of fp64; use strategy='fsdp2', or leave max_grad_norm out."
+            )
+
+    def _describe(self, model: nn.Module) -> dict[str, object]:
+        return describe_model(model, with_shapes=not isinstance(model, FullyShardedDataParallel))
+
+    def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
+        parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
+        return ((name, part) for name, part in parts if isinstance(part, FullyShardedDataParallel))
+
+    def _expect_micro_batch(self, *, ends_step: bool) -> None:
+        self._unreduced.close()
+        if not ends_step:
+            self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
+
+    def _refuse_in_the_midst_of_a_step(self, module: nn.Module, inputs: Any) -> None:
+        is_over = self._backward_calls >= self.accumulation_steps
+        if self._backward_calls and (is_over or not torch.is_grad_enabled()):
+            raise RuntimeError(
+                f"a forward without a backward, after {self._backward_calls} backward calls of a step: "
+                "FullyShardedDataParallel keeps whole parameters after it, and the step would be lost; evaluate after "
+                "step(), or use strategy='fsdp2'."
+            )
+
+    def _clip(self, max_norm: float) -> None:
+        cast(FullyShardedDataParallel, self.model).clip_grad_norm_(max_norm)
+
+    def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
+        return cast(dict[str, Tensor], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))

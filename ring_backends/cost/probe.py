@@ -1,0 +1,297 @@
+"""Measure, here and now, the constants of the cost model (:class:`~ring_backends.cost.hardware.Hardware`).
+
+All ranks measure together: tiles are timed while every rank computes, and hops while every rank sends to the next one
+and receives from the one before, as in a ring. So ranks that share cores or a link find what each of them really gets.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.cost.hardware import Hardware
+from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.kernels.gather_rows import gather, scatter_merge
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.ring.transfer import transfer_of_works
+from ring_backends.schedule.rows import DilatedRows, head_runs
+
+LATENCY_BYTES = 1024
+BANDWIDTH_BYTES = 16 * 2**20
+TILE_ROWS = 2048
+
+_HEADS = {"cuda": 32}
+_HEADS_ELSEWHERE = 2
+_CALLS_AT_ONCE = {"cuda": 16}  # between two looks at the clock, which wait for the device
+_DILATION_RATE = 4  # of the copies
+_HOP_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class RankProbe:
+    """Measures on one rank; all ranks of the world make the same calls in the same order.
+
+    Args:
+        device, dtype, head_dim: of the tiles and hops.
+        seconds: for which each kind of tile is computed.
+        order: the global ranks, two at least, in the order of their ring; hops go from each to the next one.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    seconds: float
+    order: Sequence[int]
+
+    def measure(self, *, alone_threads: int | None = None) -> Hardware:
+        """Everything, ``memory_bytes`` excepted.
+
+        Args:
+            alone_threads: how many threads a rank would have that is alone on this machine, for ``speed_alone``. None:
+                every rank has a device of its own.
+        """
+        seconds = self._rounds()
+        forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
+        causal_forward, causal_backward, causal_row_keys = self._tile_rate(seconds, is_causal=True)
+        hop = self.hop_seconds(BANDWIDTH_BYTES, 7)
+        return Hardware(
+            latency_seconds=self.hop_seconds(LATENCY_BYTES, 41),
+            bytes_per_second=BANDWIDTH_BYTES / hop,
+            forward_flops_per_second=forward,
+            backward_flops_per_second=backward,
+            causal_forward_flops_per_second=causal_forward,
+            causal_backward_flops_per_second=causal_backward,
+            row_keys=row_keys,
+            causal_row_keys=causal_row_keys,
+            copy_bytes_per_second=self._copied_bytes() / seconds["copies"],
+            overlap=self.overlap(hop),
+            speed_alone=1.0 if alone_threads is None else self.speed_alone(alone_threads),
+        )
+
+    @property
+    def _num_heads(self) -> int:
+        return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
+
+    def _rounds(self) -> dict[object, float]:
+        """The seconds of a tile of each kind, by (rows, backward, is_causal), and of ``"copies"``.
+
+        All take turns, so that what else the machine is doing hits them alike, whose differences count.
+        """
+        calls: dict[object, Callable[[], object]] = {
+            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for backward in (False, True)
+            for is_causal in (False, True)
+        }
+        return self._seconds_of({**calls, "copies": self._copies()})
+
+    def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
+        """FLOP/s forward and backward, and the keys that each row costs besides: long and short tiles of as many rows.
+
+        Both take (keys seen by a row + row_keys) × rows × the time of a pair.
+        """
+        (long_keys, long), (short_keys, short) = (
+            ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
+        )
+        per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
+        # Where short tiles are no dearer by the pair, or the clock too coarse to tell, a row costs nothing besides.
+        row_keys = max(0.0, sum(long) / per_key - long_keys) if per_key > 0 else 0.0
+        pairs = (long_keys + row_keys) * TILE_ROWS * self._num_heads * self.head_dim
+        return 4 * pairs / long[0], 10 * pairs / long[1], row_keys
+
+    def _tile(self, rows: int, *, backward: bool, is_causal: bool) -> Callable[[], object]:
+        """A kernel call of ``TILE_ROWS`` query rows per head in all, in segments of ``rows``."""
+        kernel = select_kernel("auto", KernelInputs(self.device, self.dtype, self.head_dim))
+        options = {"is_causal": is_causal, "scale": self.head_dim**-0.5, "key_mask": None}
+        shape = (TILE_ROWS // rows, self._num_heads, rows, self.head_dim)
+        query, key, value, grad_out = (self._randn(*shape) for _ in range(4))
+        if not backward:
+            return partial(kernel.forward, query, key, value, **options)
+        out, lse = kernel.forward(query, key, value, **options)
+        return partial(kernel.backward, grad_out, query, key, value, out, lse, **options)
+
+    def _randn(self, *shape: int) -> Tensor:
+        return torch.randn(shape, device=self.device).to(self.dtype)
+
+    def _copies(self) -> Callable[[], None]:
+        """Gathers dilated rows, and merges as many into an output, as often as ``_copied_bytes`` says."""
+        heads, rows = self._num_heads * _DILATION_RATE, TILE_ROWS
+        tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
+        tile = self._randn(1, heads, rows, self.head_dim)
+        statistics_of = statistics_dtype(self.dtype)
+        out, lse = tensor.to(statistics_of), tensor[..., 0].to(statistics_of, copy=True)
+        tile_out, tile_lse = tile.to(statistics_of), tile[..., 0].to(statistics_of, copy=True)
+        runs = head_runs(range(heads), [head % _DILATION_RATE for head in range(heads)])
+        lattice = DilatedRows(0, 1, 0, _DILATION_RATE, rows, runs)
+
+        def gather_and_merge() -> None:
+            gather(tensor, lattice)
+            scatter_merge(out, lse, lattice, tile_out, tile_lse)
+
+        return gather_and_merge
+
+    def _copied_bytes(self) -> int:
+        """A row gathered is read and written; one merged is read, with the output's, and that is written."""
+        numbers = self._num_heads * _DILATION_RATE * TILE_ROWS * self.head_dim
+        return numbers * (2 * self.dtype.itemsize + 3 * statistics_dtype(self.dtype).itemsize)
+
+    def hop_seconds(self, size: int, repeats: int) -> float:
+        """The median time of a hop of ``size`` bytes from every rank to the next one."""
+        return statistics.median(self._exchange(size, lambda: None) for _ in range(repeats))
+
+    def overlap(self, hop: float) -> float:
+        """Which share of a hop a tile hides that takes about as long: of ``BANDWIDTH_BYTES``, ``hop`` seconds alone."""
+        tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
+        one = self._seconds_of({"tile": tile})["tile"]
+        (calls,) = self._first_ones(max(1, round(hop / one)))
+        compute = calls * one
+        together = statistics.median(
+            self._exchange(BANDWIDTH_BYTES, lambda: [tile() for _ in range(calls)]) for _ in range(5)
+        )
+        return min(1.0, max(0.0, (hop + compute - together) / min(hop, compute)))
+
+    def _first_ones(self, number: int) -> list[int]:
+        """The number that the first rank of the order has, on all ranks."""
+        shared = torch.tensor([number], device=self._meeting_device)
+        dist.broadcast(shared, self.order[0])
+        return [int(x) for x in shared.tolist()]
+
+    def speed_alone(self, threads: int) -> float:
+        """How many times as fast the first rank computes while all the others wait for it, with ``threads`` threads."""
+        tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
+        shared = alone = self._seconds_of({"tile": tile})["tile"]
+        self._meet()
+        if dist.get_rank() == self.order[0]:
+            before = torch.get_num_threads()
+            torch.set_num_threads(threads)
+            alone = self._seconds_per_call({"tile": tile})["tile"]
+            torch.set_num_threads(before)
+        self._meet()
+        return shared / alone
+
+    @property
+    def _meeting_device(self) -> torch.device:
+        """Where the world's process group moves tensors."""
+        return (
+            self.device if "nccl" in dist.get_backend_config() and self.device.type == "cuda" else torch.device("cpu")
+        )
+
+    def _meet(self) -> None:
+        self._finish()
+        dist.barrier()
+
+    def _finish(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _exchange(self, size: int, meanwhile: Callable[[], object]) -> float:
+        """Seconds of one hop, begun by all ranks together, with ``meanwhile`` called after it is posted."""
+        group = dist.group.WORLD
+        assert group is not None
+        place = self.order.index(dist.get_rank())
+        to, source = self.order[(place + 1) % len(self.order)], self.order[place - 1]
+        outgoing = {to: torch.zeros(size, dtype=torch.uint8, device=self.device)}
+        incoming = {source: torch.empty(size, dtype=torch.uint8, device=self.device)}
+
+        def post(outgoing: dict[int, Tensor], incoming: dict[int, Tensor]) -> list[dist.Work]:
+            operations = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in incoming.items()]
+            operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in outgoing.items()]
+            return dist.batch_isend_irecv(operations)
+
+        self._meet()
+        started = time.perf_counter()
+        transfer = transfer_of_works(group, post, outgoing, incoming)  # type: ignore[arg-type]
+        meanwhile()
+        transfer.wait(_HOP_TIMEOUT)
+        self._finish()
+        return time.perf_counter() - started
+
+    def _seconds_of(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
+        """As below, begun by all ranks together."""
+        self._meet()
+        return self._seconds_per_call(calls)
+
+    def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
+        """Of each, the median over ``self.seconds`` times their number, or three rounds if these take longer.
+
+        On cores that ranks share a call takes many of the scheduler's slices, and so the time that it really gets.
+        """
+        for call in calls.values():
+            call()
+        self._finish()
+        at_once = _CALLS_AT_ONCE.get(self.device.type, 1)
+        seconds: dict[object, list[float]] = {name: [] for name in calls}
+        started, rounds = time.perf_counter(), 0
+        while rounds < 3 or time.perf_counter() - started < self.seconds * len(calls):
+            for name, call in calls.items():
+                begun = time.perf_counter()
+                for _ in range(at_once):
+                    call()
+                self._finish()
+                seconds[name].append((time.perf_counter() - begun) / at_once)
+            rounds += 1
+        return {name: statistics.median(found) for name, found in seconds.items()}
+
+
+def slowest(found: Sequence[Hardware]) -> Hardware:
+    """The constants of a ring whose ranks have these: the slowest rank's tiles, and the worst of the hops.
+
+    What tiles take comes from one rank, that of the slowest tiles, since rates and ``row_keys`` belong together.
+    """
+
+    def tiles(hardware: Hardware) -> float:
+        kinds = [hardware.tile_rate(backward=b, causal=c) for b in (False, True) for c in (False, True)]
+        return sum((TILE_ROWS / 2 + row_keys) / flops_per_second for flops_per_second, row_keys in kinds)
+
+    def least(name: str) -> Any:
+        values = [getattr(hardware, name) for hardware in found]
+        return None if None in values else min(values)
+
+    at_least = ("bytes_per_second", "copy_bytes_per_second", "overlap", "memory_bytes")
+    return dataclasses.replace(
+        max(found, key=tiles),
+        latency_seconds=max(hardware.latency_seconds for hardware in found),
+        speed_alone=max(hardware.speed_alone for hardware in found),
+        **{name: least(name) for name in at_least},
+    )
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """What is free now: of a GPU's memory, with what torch holds there without using it, or of the host's.
+
+    Raises:
+        OSError: the system does not say how much memory is available.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    table = Path("/proc/meminfo")
+    if table.exists() and (found := re.search(r"^MemAvailable:\s*(\d+) kB", table.read_text(), re.MULTILINE)):
+        available = int(found[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
+def device_of_this_rank() -> torch.device:
+    """Its current GPU, where every rank of the host has one, else the CPU."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if 0 < local_ranks <= torch.cuda.device_count():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

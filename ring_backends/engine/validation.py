@@ -1,0 +1,151 @@
+"""What attention refuses, in words that name the argument, its value, the rule and the way out."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_tensors(
+    query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
+) -> None:
+    """Refuse tensors that do not fit each other: [batch, local seq, heads, head_dim], one dtype, one device."""
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} = {tensor!r}: expected a torch.Tensor of shape [batch, seq, heads, head_dim].")
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}: expected [batch, seq, heads, head_dim]; split or add "
+                "dimensions first."
+            )
+        if tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype}: expected fp64, fp32, bf16 or fp16; convert it with .to()."
+            )
+    assert isinstance(query, Tensor)
+    assert isinstance(key, Tensor)
+    assert isinstance(value, Tensor)
+    for name, tensor in (("key", key), ("value", value)):
+        if tensor.dtype != query.dtype:
+            raise ValueError(
+                f"{name} has dtype {tensor.dtype} and query {query.dtype}: they must be the same; convert one, or "
+                "run under autocast."
+            )
+        if tensor.device != query.device:
+            raise ValueError(f"{name} is on {tensor.device} and query on {query.device}: move them to one device.")
+        if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (query.shape[0], query.shape[1], query.shape[3]):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch, seq and head_dim must "
+                "be the same; "
+                "query, key and value are the same rows of one sequence."
+            )
+    if key.shape != value.shape:
+        raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: they must be the same.")
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"query has {heads} heads and key {kv_heads}: the number of key/value heads must divide that of query "
+            "heads, and "
+            "be at least 1; use one that does."
+        )
+    if query.shape[3] < 1:
+        raise ValueError(f"query has shape {list(query.shape)}: head_dim must be at least 1.")
+    if key_padding_mask is not None:
+        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True where a key is ignored")
+    if document_ids is not None:
+        _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
+
+
+def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
+    """Refuse what is no [batch, seq] tensor that fits ``query``."""
+    if not isinstance(marks, Tensor):
+        raise TypeError(f"{name} = {marks!r}: expected a tensor [batch, seq] of dtype {expected}, or None.")
+    if marks.dtype not in dtypes:
+        raise ValueError(f"{name} has dtype {marks.dtype}: expected {expected}; convert it with .to({dtypes[-1]}).")
+    if marks.shape != query.shape[:2]:
+        raise ValueError(f"{name} has shape {list(marks.shape)}: expected [batch, seq] = {list(query.shape[:2])}.")
+    if marks.device != query.device:
+        raise ValueError(f"{name} is on {marks.device} and query on {query.device}: move it to one device.")
+
+
+def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> None:
+    """Refuse documents with a padding that belongs to none of them."""
+    if document_ids is not None and pattern.padding == "zeros":
+        raise ValueError(
+            "document_ids with padding = 'zeros': the zero keys behind the sequence belong to no document, and "
+            "torchscale, which has them, has no documents; use padding='masked'."
+        )
+
+
+def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLayout:
+    """The layout of the sequence that ``local_len`` rows on this rank belong to."""
+    if seq_len is None:
+        seq_len = local_len * ring.size
+        if seq_len < 1:
+            raise ValueError(
+                "query has no rows and seq_len is not given: the length of the global sequence is unknown; pass "
+                "seq_len."
+            )
+    layout = ring.layout(seq_len)
+    if layout.local_len(ring.rank) != local_len:
+        raise ValueError(
+            f"query has {local_len} rows, but with seq_len = {seq_len} rank {ring.rank} of a {layout.kind} ring of "
+            f"{ring.size} "
+            f"holds {layout.local_len(ring.rank)}; cut the sequence with ring.shard, and pass the length it had."
+        )
+    return layout
+
+
+def check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} = {value!r}: expected True or False.")
+
+
+def check_scale(scale: object) -> float | None:
+    """A finite factor on the scores, or None for 1 / sqrt(head_dim)."""
+    if scale is None:
+        return None
+    if not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise TypeError(f"scale = {scale!r}: expected a float, or None for 1 / sqrt(head_dim).")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale = {scale}: must be finite; None gives 1 / sqrt(head_dim).")
+    return float(scale)
+
+
+def check_dropout(dropout_p: object) -> float:
+    """A probability below 1."""
+    if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
+        raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout; convert it with float().")
+    if not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p = {dropout_p}: must be at least 0 and below 1; 0 is no dropout.")
+    return float(dropout_p)
+
+
+def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
+    """The seed of one call's dropout, int64 [1]; None where nothing is dropped.
+
+    Where ``dropout_seed`` is None it is drawn from the generator of the CPU, so that activation checkpointing, which
+    puts that generator back, draws the same again.
+    """
+    if dropout_seed is None:
+        if not dropout_p:
+            return None
+        return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
+    if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool):
+        raise TypeError(
+            f"dropout_seed = {dropout_seed!r}: expected an int, or None to draw one; convert it with int()."
+        )
+    if not 0 <= dropout_seed < 2**63:
+        raise ValueError(
+            f"dropout_seed = {dropout_seed}: must be at least 0 and below 2**63; give such, or None to draw one."
+        )
+    return torch.tensor([dropout_seed], dtype=torch.int64, device="cpu") if dropout_p else None

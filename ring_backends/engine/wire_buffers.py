@@ -1,0 +1,104 @@
+"""Parcels in buffers: how K and V rows, or dK and dV, lie in the one buffer that a hop moves to a peer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_backends.schedule.rank_plan import Message, Parcel, ParcelRows
+
+ALIGNMENT = 16
+"""Every slice of a buffer starts at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """What a parcel holds: [batch, streams, rows, head_dim] twice, and marks of the keys [batch, streams, rows].
+
+    ``marks`` is their dtype: bool for a key padding mask, an integer for documents, None for none.
+    """
+
+    batch: int
+    head_dim: int
+    dtype: torch.dtype
+    marks: torch.dtype | None = None
+
+    def shapes(self, parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        rows = (self.batch, parcel.num_streams, parcel.rows)
+        slices: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, self.head_dim), self.dtype)] * 2
+        return slices if self.marks is None else [*slices, (rows, self.marks)]
+
+    def payload_bytes(self, parcels: Iterable[Parcel]) -> int:
+        return sum(_num_bytes(shape, dtype) for parcel in parcels for shape, dtype in self.shapes(parcel))
+
+    def buffer_bytes(self, parcels: Iterable[Parcel]) -> int:
+        return sum(_aligned(_num_bytes(shape, dtype)) for parcel in parcels for shape, dtype in self.shapes(parcel))
+
+
+class PackedRows:
+    """The parcels of some messages in one buffer, one message behind the other.
+
+    Attributes:
+        by_peer: the stretch of the buffer that each message's peer sends or receives.
+    """
+
+    def __init__(
+        self, row_format: RowFormat, messages: Sequence[Message], device: torch.device, *, zeroed: bool = False
+    ) -> None:
+        self.row_format = row_format
+        sizes = {message.peer: row_format.buffer_bytes(message.parcels) for message in messages}
+        allocate = torch.zeros if zeroed else torch.empty
+        self.buffer = allocate(sum(sizes.values()), dtype=torch.uint8, device=device)
+        self.by_peer = dict(zip(sizes, self.buffer.split(list(sizes.values())), strict=True))
+        self._offsets: dict[Parcel, int] = {}
+        offset = 0
+        for message in messages:
+            for parcel in message.parcels:
+                self._offsets[parcel] = offset
+                offset += row_format.buffer_bytes([parcel])
+
+    @property
+    def parcels(self) -> Iterable[Parcel]:
+        return self._offsets
+
+    def __contains__(self, parcel: Parcel) -> bool:
+        return parcel in self._offsets
+
+    def slices(self, parcel: Parcel) -> tuple[Tensor, Tensor, Tensor | None]:
+        """K, V and the marks (None without) of ``parcel``, as views of the buffer."""
+        views, offset = [], self._offsets[parcel]
+        for shape, dtype in self.row_format.shapes(parcel):
+            size = _num_bytes(shape, dtype)
+            views.append(self.buffer[offset : offset + size].view(dtype).view(shape))
+            offset += _aligned(size)
+        return views[0], views[1], None if self.row_format.marks is None else views[2]
+
+    def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
+        """:meth:`slices` of some streams and rows of a parcel alone."""
+        streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
+        key, value, marks = self.slices(rows.parcel)
+        return (
+            key[:, streams, row_range],
+            value[:, streams, row_range],
+            None if marks is None else marks[:, streams, row_range],
+        )
+
+    def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
+        """A buffer of just these parcels, in order: part of this one where they lie in it like that, else a copy."""
+        ends = [self._offsets[parcel] + self.row_format.buffer_bytes([parcel]) for parcel in parcels]
+        starts = [self._offsets[parcel] for parcel in parcels]
+        if starts[1:] == ends[:-1]:
+            return self.buffer[starts[0] : ends[-1]]
+        return torch.cat([self.buffer[start:end] for start, end in zip(starts, ends, strict=True)])
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,340 @@
+"""LongNet as torchscale publishes it (arXiv 2307.02486): an encoder and a decoder whose weights load by name.
+
+Pre-norm transformer layers with sub-layer norm (Magneto, arXiv 2210.06423) around dilated attention. Parameters have
+torchscale's names, so that ``load_state_dict(strict=True)`` takes what its ``LongNetEncoder`` and ``LongNetDecoder``
+saved; with ``DilatedPattern.torchscale`` the outputs are theirs too, on one device and on a ring. What differs there:
+
+- The weights that mix the branches are constants in torchscale's gradient. Here the gradient is exact.
+- A branch whose LSE is exactly 0 counts as absent in torchscale, as of a query that sees one key, of score 0. Here it
+  counts.
+- torchscale's encoder sets the embeddings of pads to zero, and its attention lets every query see them. A
+  ``key_padding_mask`` here ignores them.
+- The activation is computed in fp32 there. Here in fp32 at least, which differs in fp64 alone.
+- Dropout and drop path, which eval() switches off there, do not exist here; attention dropout does if the attention is
+  made with ``dropout_p``.
+- Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs, and ``DilatedPattern`` refuses.
+
+Not supported, and refused by name where a checkpoint has it: mixture of experts, multiway, cross attention, xPos,
+relative position bias, LayerNorm of the embedding, post-norm and DeepNorm.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ring_backends.longnet.torchscale import OPTIONS, load_parameters, read_checkpoint, sizes_of
+from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.pattern import DilatedPattern
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+_FIRST_POSITION = 2  # of embed_positions; the rows before it are fairseq's symbols
+
+_Model = TypeVar("_Model", bound="LongNet")
+
+
+class _FeedForward(nn.Module):
+    def __init__(
+        self, embed_dim: int, ffn_dim: int, activation: str, sub_layer_norm: bool, eps: float, factory: dict[str, Any]
+    ) -> None:
+        super().__init__()
+        self.activation = activation
+        self.fc1 = nn.Linear(embed_dim, ffn_dim, **factory)
+        self.ffn_layernorm = nn.LayerNorm(ffn_dim, eps, **factory) if sub_layer_norm else None
+        self.fc2 = nn.Linear(ffn_dim, embed_dim, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        x = _ACTIVATIONS[self.activation](x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+        if self.ffn_layernorm is not None:
+            x = self.ffn_layernorm(x)
+        return cast(Tensor, self.fc2(x))
+
+
+class _Layer(nn.Module):
+    """x + attention(norm(x)), then x + FFN(norm(x))."""
+
+    def __init__(self, self_attn: RingDilatedMultiheadAttention, ffn: _FeedForward, eps: float, factory: Any) -> None:
+        super().__init__()
+        self.self_attn = self_attn
+        if self_attn.inner_attn_ln is not None:
+            self_attn.inner_attn_ln.eps = eps
+        self.self_attn_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps, **factory)
+        self.ffn = ffn
+        self.final_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps, **factory)
+
+    def forward(self, x: Tensor, is_causal: bool, seq_len: int, key_padding_mask: Tensor | None) -> Tensor:
+        # Here and not where x comes in, since a wrapper that shards the layer may convert what it is given.
+        weight = self.self_attn_layer_norm.weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            with cast(Ring, self.self_attn.attention.ring).refusals_told():
+                raise TypeError(
+                    f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
+                )
+        x = x + self.self_attn(
+            self.self_attn_layer_norm(x), is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask
+        )
+        return cast(Tensor, x + self.ffn(self.final_layer_norm(x)))
+
+
+class LongNet(nn.Module):
+    """What :class:`LongNetEncoder` and :class:`LongNetDecoder` share, their arguments among it.
+
+    Args:
+        embed_dim: width of the hidden states; num_heads must divide it.
+        num_heads: heads of every layer. They cannot be told from a checkpoint; GigaPath's slide encoders have 16.
+        ffn_dim: hidden width of the feed-forward networks.
+        num_layers: how many layers.
+        attention: a RingDilatedAttention of any adapter, of which every layer has a copy, so that ranks whose layers
+            are called in another order are told. For weights that torchscale trained:
+            ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
+        sub_layer_norm: LayerNorm before the output projection of the attention and before ``ffn.fc2`` (``subln``).
+        normalize_output: LayerNorm after the last layer.
+        vocab_size: rows of ``embed_tokens``; None: no such layer, the model takes embeddings.
+        num_positions: rows of ``embed_positions``, of which the first two stay unused, as in fairseq; None: no such
+            layer.
+        output_size: rows of ``output_projection``; None: no such layer, the model returns hidden states.
+        tied: ``output_projection`` shares the matrix of ``embed_tokens``.
+        scale_embedding: multiply embeddings by sqrt(embed_dim).
+        activation: of the feed-forward networks, ``"gelu"`` or ``"relu"``.
+        layer_norm_eps: of every LayerNorm.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule above.
+    """
+
+    _is_causal: ClassVar[bool]
+    _kind: ClassVar[str]
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int,
+        num_layers: int,
+        attention: nn.Module,
+        *,
+        sub_layer_norm: bool = True,
+        normalize_output: bool = True,
+        vocab_size: int | None = None,
+        num_positions: int | None = None,
+        output_size: int | None = None,
+        tied: bool = False,
+        scale_embedding: bool = False,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"ffn_dim": ffn_dim, "num_layers": num_layers}
+        tables = {"vocab_size": vocab_size, "num_positions": num_positions, "output_size": output_size}
+        for name, value in (sizes | {name: rows for name, rows in tables.items() if rows is not None}).items():
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+        if not isinstance(layer_norm_eps, (int, float)) or isinstance(layer_norm_eps, bool):
+            raise TypeError(f"layer_norm_eps = {layer_norm_eps!r}: expected a float; convert it with float().")
+        if not layer_norm_eps > 0:
+            raise ValueError(f"layer_norm_eps = {layer_norm_eps}: must be above 0; 1e-5 is usual.")
+        if activation not in _ACTIVATIONS:
+            raise ValueError(f"activation = {activation!r}: unknown option; choose 'gelu' or 'relu'.")
+        if tied and (vocab_size is None or output_size != vocab_size):
+            raise ValueError(
+                f"tied = True with vocab_size = {vocab_size} and output_size = {output_size}: one matrix serves both, "
+                "so give both the same number of rows, or leave tied off."
+            )
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.scale = math.sqrt(embed_dim) if scale_embedding else 1.0
+        self.layers = nn.ModuleList(
+            _Layer(
+                RingDilatedMultiheadAttention(
+                    embed_dim, num_heads, copy.deepcopy(attention), sub_layer_norm=sub_layer_norm, **factory
+                ),
+                _FeedForward(embed_dim, ffn_dim, activation, sub_layer_norm, layer_norm_eps, factory),
+                layer_norm_eps,
+                factory,
+            )
+            for _ in range(num_layers)
+        )
+        self.layer_norm = nn.LayerNorm(embed_dim, layer_norm_eps, **factory) if normalize_output else None
+        self.embed_tokens = None if vocab_size is None else nn.Embedding(vocab_size, embed_dim, **factory)
+        self.embed_positions = None if num_positions is None else nn.Embedding(num_positions, embed_dim, **factory)
+        self.output_projection = None if output_size is None else nn.Linear(embed_dim, output_size, False, **factory)
+        self._scale_initial_weights(sub_layer_norm)
+        if tied:
+            assert self.output_projection is not None
+            assert self.embed_tokens is not None
+            self.output_projection.weight = self.embed_tokens.weight
+
+    def _scale_initial_weights(self, sub_layer_norm: bool) -> None:
+        """Embeddings and output of deviation embed_dim^-0.5; with sub-layer norm Magneto's gain, sqrt(ln(2 layers))."""
+        for table in (self.embed_tokens, self.embed_positions, self.output_projection):
+            if table is not None:
+                nn.init.normal_(table.weight, std=table.weight.shape[1] ** -0.5)
+        if sub_layer_norm:
+            gain = math.sqrt(math.log(2 * len(self.layers)))
+            for name, parameter in self.named_parameters():
+                if {"v_proj", "out_proj", "fc1", "fc2"} & set(name.split(".")):
+                    parameter.data.mul_(gain)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        seq_len: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        features_only: bool = False,
+        return_hidden_states: bool = False,
+    ) -> Any:
+        """The rows of this rank, of the output for the whole sequence.
+
+        Args:
+            x: [batch, local seq, embed_dim], embeddings in the dtype of the parameters; or [batch, local seq], token
+                ids, int64 or int32. This rank's rows, as ``ring.shard`` cuts them.
+            seq_len: length of the global sequence; local length × ring size if None.
+            key_padding_mask: bool [batch, local seq], True = ignore this key. For what torchscale's encoder does with
+                padding, set the embeddings to zero there and give no mask.
+            features_only: leave ``output_projection`` out.
+            return_hidden_states: also return the embeddings and what each layer gives, before ``layer_norm``.
+
+        Returns:
+            [batch, local seq, output_size], or embed_dim for output_size where there is no projection; with
+            ``return_hidden_states`` (that, a list of num_layers + 1 times [batch, local seq, embed_dim]).
+
+        Raises:
+            ValueError, TypeError: x does not fit, or the sequence is longer than embed_positions; and what the
+                attention itself raises.
+        """
+        ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
+        with ring.refusals_told():
+            x, seq_len = self._embed(x, ring, seq_len)
+        states = [x]
+        for layer in self.layers:
+            x = layer(x, self._is_causal, seq_len, key_padding_mask)
+            if return_hidden_states:
+                states.append(x)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        if self.output_projection is not None and not features_only:
+            x = self.output_projection(x)
+        return (x, states) if return_hidden_states else x
+
+    def _embed(self, x: Tensor, ring: Ring, seq_len: int | None) -> tuple[Tensor, int]:
+        """Scaled embeddings with their positions, and the length of the global sequence."""
+        if not isinstance(x, Tensor):
+            raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
+        is_tokens = x.dtype in (torch.int64, torch.int32)
+        if is_tokens and self.embed_tokens is None:
+            raise TypeError(
+                f"x is {x.dtype}: there is no embed_tokens here; give embeddings, or make it by vocab_size."
+            )
+        if not is_tokens and not x.is_floating_point():
+            raise TypeError(f"x is {x.dtype}: expected floating embeddings, or token ids as int64; convert it.")
+        embed_dim = cast(_Layer, self.layers[0]).self_attn.embed_dim
+        if x.dim() != 2 if is_tokens else x.dim() != 3 or x.shape[2] != embed_dim:
+            expected = f"[batch, local seq] of token ids, or [batch, local seq, embed_dim = {embed_dim}]"
+            raise ValueError(f"x has shape {tuple(x.shape)} and is {x.dtype}: expected {expected}; reshape it.")
+        seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+        positions = ring.positions(seq_len)
+        if x.shape[1] != len(positions):
+            raise ValueError(
+                f"x has {x.shape[1]} local rows: of seq_len = {seq_len} this rank holds {len(positions)}; shard the "
+                f"sequence with ring.shard(x, dim=1), and give the length of the whole as seq_len."
+            )
+        if is_tokens:
+            assert self.embed_tokens is not None
+            x = self.embed_tokens(x)
+        x = x * self.scale
+        if self.embed_positions is not None:
+            longest = self.embed_positions.num_embeddings - _FIRST_POSITION
+            if seq_len > longest:
+                raise ValueError(
+                    f"seq_len = {seq_len}: embed_positions has rows for {longest} tokens; cut the sequence."
+                )
+            x = x + self.embed_positions((positions + _FIRST_POSITION).to(x.device))
+        return x, seq_len
+
+    @classmethod
+    def from_state_dict(
+        cls: type[_Model],
+        state_dict: Mapping[str, Tensor],
+        *,
+        num_heads: int,
+        attention: nn.Module,
+        scale_embedding: bool = False,
+        activation: str = "gelu",
+        layer_norm_eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """The model whose parameters these are; what can be told from names and shapes need not be given.
+
+        Args:
+            state_dict: torchscale's, of the encoder or decoder alone, so that names begin with ``layers.``.
+            dtype: of the parameters; that of the state_dict if None.
+
+        Raises:
+            ValueError: it is of no such model, or of one that is not supported.
+        """
+        sizes = sizes_of(state_dict)
+        dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
+        sizes |= {"scale_embedding": scale_embedding, "activation": activation, "layer_norm_eps": layer_norm_eps}
+        model = cls(num_heads=num_heads, attention=attention, device=device, dtype=dtype, **sizes)
+        load_parameters(model, state_dict)
+        return model
+
+    @classmethod
+    def from_checkpoint(
+        cls: type[_Model],
+        path: str | os.PathLike[str],
+        attention: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """The model in a file that ``ring-backends convert`` wrote.
+
+        Raises:
+            ValueError: it is another file, of the other class, or was converted for another pattern.
+            OSError: it cannot be read.
+        """
+        found = read_checkpoint(path)
+        if found["kind"] != cls._kind:
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: holds a LongNet {found['kind']}, and this is {cls.__name__}; use the "
+                "other class, or convert it again with --kind."
+            )
+        if found["segment_lengths"] is not None:
+            pattern = DilatedPattern.torchscale(found["segment_lengths"], found["dilation_rates"])
+            if getattr(attention, "pattern", None) != pattern:
+                raise ValueError(
+                    f"attention has {getattr(attention, 'pattern', None)}: {os.fspath(path)!r} was converted for "
+                    f"{pattern}; make the attention with those arguments, or convert it again."
+                )
+        options = {name: found[name] for name in OPTIONS}
+        return cls.from_state_dict(found["state_dict"], attention=attention, device=device, dtype=dtype, **options)
+
+
+class LongNetEncoder(LongNet):
+    """LongNet's encoder: a position sees earlier and later ones. Arguments as of :class:`LongNet`."""
+
+    _kind = "encoder"
+    _is_causal = False
+
+
+class LongNetDecoder(LongNet):
+    """LongNet's decoder: a position sees itself and earlier ones. Arguments as of :class:`LongNet`."""
+
+    _kind = "decoder"
+    _is_causal = True

@@ -1,0 +1,379 @@
+"""Checks that all ranks make the same call, and tells a mismatch from a lost peer.
+
+The first time a rank uses a configuration it publishes it in the ring's store and compares it with the others'. After
+that a call costs nothing but a number: call number and configuration make up the tag of every hop, so that ranks whose
+calls differ wait for each other instead of reading each other's bytes. When such a wait fails, every rank publishes its
+latest calls, which tells ranks that made different calls from ranks that are gone.
+
+A rank that refuses its arguments makes no hop, so its peers would wait in vain. It publishes the refusal, and a peer
+that has waited for a while looks for one (:mod:`ring_backends.ring.watch`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import cached_property, partial
+from typing import Any, NoReturn, cast
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.watch import within
+
+REFUSED = "refused"
+"""The field under which a rank publishes, instead of a configuration, why it does not make the call."""
+
+
+def grace(timeout: timedelta) -> float:
+    """The last seconds of a call's time, in which a rank whose wait has failed asks where the others are."""
+    return min(3.0, timeout.total_seconds() / 4)
+
+
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """What all ranks of a ring must have in common in one call: field name to a value that JSON can hold."""
+
+    fields: Mapping[str, object]
+
+    @cached_property
+    def text(self) -> str:
+        return json.dumps(self.fields)
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Stands for the text where many are remembered."""
+        return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
+
+
+def backward_of(call_number: int) -> str:
+    """The direction of a backward: two calls may be alike in all but their numbers, and so may their backwards."""
+    return f"backward of call {call_number}"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call that all ranks of a ring make: its number, what it does, and when it has to end.
+
+    Attributes:
+        end: the last moment, by ``time.monotonic``, at which the call may end.
+        timeout: how long before that it began.
+        name: for error messages, of a call whose configuration does not tell it.
+    """
+
+    number: int
+    configuration: Configuration
+    direction: str
+    end: float
+    timeout: timedelta
+    name: str | None = None
+
+    @cached_property
+    def _tag(self) -> int:
+        return zlib.crc32(f"{self.number}:{self.direction}:{self.configuration.text}".encode()) & 0x7FFF_0000
+
+    def tag(self, index: int) -> int:
+        """The tag of hop ``index``: 31 bits, of which the upper 15 stand for the call and its configuration."""
+        return self._tag | (index & 0xFFFF)
+
+    def time_left(self) -> timedelta:
+        """How long a wait for a peer may still take; never zero, which some transports take for no limit."""
+        return timedelta(seconds=max(0.001, self.end - grace(self.timeout) - time.monotonic()))
+
+    @property
+    def position(self) -> dict[str, object]:
+        own_name = {} if self.name is None else {"order of calls": self.name}
+        return {"direction": self.direction, **self.configuration.fields, **own_name}
+
+
+@dataclass(eq=False)
+class Agreement:
+    """One rank's side of the checks.
+
+    Args:
+        store: shared by the ranks of this ring and by nobody else.
+        rank, size: in the ring.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on.
+        abort: closes the ring's connections, so that peers that wait for this rank learn at once.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    timeout: timedelta
+    abort: Callable[[], None]
+    _agreed: set[bytes] = field(default_factory=set)
+    _num_calls: int = 0
+    _num_modules: int = 0
+    _num_waits: int = 0
+    _waiting: tuple[Call, Callable[[], None]] | None = None
+    _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
+    _published: deque[str] = field(default_factory=deque)
+    _refused: dict[int, str] = field(default_factory=dict)
+    _failure: str | None = None
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for one question to the store of a ring that may have failed."""
+        return grace(self.timeout) / 6
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the ring is closed, because a call of it has failed."""
+        return self._failure is not None
+
+    def begin(
+        self,
+        configuration: Configuration,
+        *,
+        direction: str = "forward",
+        check_again: bool = False,
+        timeout: timedelta | None = None,
+        name: str | None = None,
+    ) -> Call:
+        """Number a call, after making sure that all ranks mean the same by it.
+
+        Args:
+            configuration: what they have to have in common.
+            direction: which part of the call it is: ``"forward"``, or a backward.
+            check_again: whether to ask the others although they have agreed on this configuration before.
+            timeout: of this call, instead of the ring's.
+            name: of the call for error messages, where the configuration does not tell it.
+
+        Raises:
+            RingMismatchError: on every rank, naming each field that differs and every rank's value.
+            RingPeerError: a rank did not come to the check in time, or an earlier call of this ring failed.
+        """
+        if self._failure is not None:
+            raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
+        timeout = self.timeout if timeout is None else timeout
+        end = time.monotonic() + timeout.total_seconds()
+        call = Call(self._num_calls, configuration, direction, end, timeout, name)
+        self._num_calls += 1
+        self._latest.append(call)
+        if check_again or configuration.digest not in self._agreed:
+            self._check(call)
+            self._agreed.add(configuration.digest)
+        return call
+
+    def number_module(self) -> int:
+        """Number an attention module, so that two alike whose calls are swapped on one rank are told apart."""
+        self._num_modules += 1
+        return self._num_modules
+
+    def refuse(self, error: Exception) -> None:
+        """Publish that this rank refused its arguments, so that ranks that make the call need not wait for it."""
+        text = f"refused its arguments with {type(error).__name__}: {str(error).rstrip(chr(46))}"
+        number = self._num_calls
+        self._num_calls += 1  # it was one, and the next call is the others' next call too
+        self._refused[number] = text
+        keys = {f"check/{number}/{self.rank}": json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
+        for key, value in keys.items():
+            within(self._patience, partial(self.store.set, key, value), otherwise=None)
+            self._published.append(key)
+
+    @contextlib.contextmanager
+    def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[None]:
+        """Around a wait for a peer in ``call``: lets :meth:`look` find out that it is in vain.
+
+        Args:
+            end: ends the wait, where it is not for a hop of this ring.
+        """
+        before, self._num_waits = self._waiting, self._num_waits + 1
+        self._waiting = call, end or self.abort
+        try:
+            yield
+        finally:
+            self._waiting = before
+
+    def wait_number(self) -> int | None:
+        """The number of the wait that this rank is in; None if it is in none."""
+        return None if self._waiting is None else self._num_waits
+
+    def look(self) -> None:
+        """End this rank's wait, by closing connections, if a rank that it may be waiting for will not come.
+
+        Called from another thread, while the rank that waits for a hop has no use for the store.
+        """
+        waiting = self._waiting  # once: the other thread may be done with it at any moment
+        if waiting is None:
+            return
+        call, end = waiting
+        if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
+            end()
+
+    def another_has_failed(self) -> bool:
+        """Whether a rank has published that it closed the ring, while this one has not."""
+        failed = partial(self.store.check, ["failed"])
+        return not self.has_failed and within(self._patience, failed, otherwise=False)
+
+    def _check(self, call: Call) -> None:
+        keys = [f"check/{call.number}/{rank}" for rank in range(self.size)]
+        self._published.append(keys[self.rank])
+
+        def compare() -> dict[int, dict[str, Any]]:
+            self.store.set(keys[self.rank], call.configuration.text)
+            self._wait_for(keys, call)
+            published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
+            # All ranks are here, so none still reads a check before; a run of many lengths would fill the store.
+            while len(self._published) > 1:
+                self.store.delete_key(self._published.popleft())
+            self._refused.clear()
+            return published
+
+        nobody: dict[int, dict[str, Any]] = {}
+        published = within(call.time_left().total_seconds() + self._patience, compare, otherwise=nobody)
+        if not published:
+            everybody = [*range(self.size)]
+            absent = within(
+                self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
+            )
+            cause = TimeoutError("they have not all come")
+            self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
+        refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
+        if refusals:
+            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
+        if not _are_alike(published.values()):
+            raise RingMismatchError(describe_differences(published))
+
+    def _wait_for(self, keys: list[str], call: Call) -> None:
+        """By asking again and again: a wait of the store's own would keep other threads from it."""
+        pause = 0.001
+        while not self.store.check(keys):
+            if call.time_left() <= timedelta(milliseconds=1):
+                raise dist.DistStoreError("they have not all come")
+            time.sleep(pause)
+            pause = min(0.05, 1.5 * pause)
+
+    def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
+        """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
+
+        Raises:
+            RingMismatchError: another rank made a different call under the same number, or refused to make it.
+            RingPeerError: otherwise; ``what`` names what was waited for.
+        """
+        heard = {self.rank: self._close(what)}
+        seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
+        within(seconds, lambda: self._hear(heard, call, time.monotonic() + seconds), otherwise=None)
+        ends = dict(heard)  # which a store that does not answer any more may still be adding to
+        for number in ends[self.rank]["calls"]:
+            positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
+            if not _are_alike(positions.values()):
+                raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
+        made = {rank: {*end["calls"]} for rank, end in ends.items()}
+        refusals = [
+            f"rank {rank} {text}"
+            for rank, end in sorted(ends.items())
+            for number, text in end[REFUSED].items()
+            if any(number in calls for other, calls in made.items() if other != rank)
+        ]
+        if refusals:
+            raise RingMismatchError(
+                f"{'; '.join(refusals)}. The other ranks of the ring made the call, and all have to; the ring is "
+                "closed, make a new one with initialize()."
+            ) from cause
+        raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
+        if raised:
+            raise RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.") from cause
+        raise RingPeerError(
+            f"{what}, and the wait ended within the ring's timeout of {call.timeout.total_seconds():g} s: {cause}. A "
+            "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
+        ) from cause
+
+    def _hear(self, ends: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
+        """Add how other ranks ended, as they publish it, until all have or ``deadline``."""
+        while len(ends) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - set(ends):
+                if self.store.check([f"failed/{rank}"]):
+                    ends[rank] = json.loads(self.store.get(f"failed/{rank}"))
+                elif self.store.check([f"check/{call.number}/{rank}"]):
+                    published = json.loads(self.store.get(f"check/{call.number}/{rank}"))
+                    if REFUSED in published:
+                        ends[rank] = {"calls": {}, "raised": None, REFUSED: {str(call.number): published[REFUSED]}}
+            time.sleep(0.02)
+
+    @contextlib.contextmanager
+    def told(self, call: Call) -> Iterator[None]:
+        """Close the ring where an exception ends this rank's part in ``call``, and tell the others which it was."""
+        try:
+            yield
+        except GeneratorExit:  # nobody goes on with the walk
+            raise
+        except BaseException as error:
+            self.end(call.direction if call.name is None else call.name, error)
+            raise
+
+    def end(self, what: str, error: BaseException) -> None:
+        """Close the ring, unless it is closed, and tell the others what was raised on this rank in ``what``."""
+        if self._failure is None:
+            self._close(f"rank {self.rank} raised in {what}", f"{type(error).__name__}: {error}")
+
+    def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
+        """Publish this rank's latest calls and what it raised, close the ring, and return what was published."""
+        self._failure = what
+        calls = {latest.number: latest.position for latest in self._latest}
+        end = json.dumps({"calls": calls, "raised": raised, REFUSED: self._refused})
+
+        def publish() -> None:
+            self.store.set(f"failed/{self.rank}", end)
+            self.store.set("failed", str(self.rank))
+
+        within(self._patience, publish, otherwise=None)
+        self.abort()
+        published: dict[str, Any] = json.loads(end)
+        return published
+
+
+def _are_alike(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
+    """In their order too, which JSON keeps and a comparison of dicts does not look at."""
+    return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
+
+
+def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
+    """Each field that differs, with every rank's value."""
+    differing = []
+    for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
+        values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
+        if len({json.dumps(value) for value in values.values()}) > 1:
+            if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LENGTH:
+                values = _what_differs(cast(dict[int, list[object]], values))
+            differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
+    if not differing:  # in the order alone
+        orders = zip(*fields_of.values(), strict=True)
+        place, names = next((place, names) for place, names in enumerate(orders) if len(set(names)) > 1)
+        told = ", ".join(f"rank {rank}: {name}" for rank, name in zip(fields_of, names, strict=True))
+        differing.append(f"the order of their fields, at place {place} ({told})")
+    shown = "; ".join(differing[:_MAX_DIFFERENCES])
+    more = f"; and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
+    return (
+        f"the ranks differ in {shown}{more}. Every rank has to make the same calls in the same order with the same "
+        "arguments, each on its own shard."
+    )
+
+
+def _what_differs(lists: Mapping[int, list[object]]) -> dict[int, object]:
+    """Of lists, what not all of them have; if that is nothing, the first place where they differ."""
+    texts = {rank: [json.dumps(item) for item in items] for rank, items in lists.items()}
+    common = set.intersection(*map(set, texts.values()))
+    own = {
+        rank: [item for item, text in zip(lists[rank], texts[rank], strict=True) if text not in common]
+        for rank in lists
+    }
+    if any(own.values()):
+        return {rank: items[:_MAX_DIFFERENCES] for rank, items in own.items()}
+    for place, items in enumerate(itertools.zip_longest(*lists.values(), fillvalue="nothing")):
+        if any(item != items[0] for item in items):
+            return {rank: f"{item} at place {place}" for rank, item in zip(lists, items, strict=True)}
+    raise AssertionError("the lists are alike")
+
+
+_MAX_DIFFERENCES, _MAX_LENGTH = 8, 400

@@ -1,0 +1,258 @@
+"""What the ranks of a ring compare, collect and hand out besides attention, within the ring's deadline.
+
+Every function here is one call that all ranks of the ring make. Ranks that make different calls get a
+RingMismatchError, and a rank that does not come in time a RingPeerError, as in attention. Messages go point to point:
+gloo's own collectives end the process where ranks disagree on a size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.agreement import Call, Configuration
+from ring_backends.ring.rendezvous import RING_GROUP, abort
+from ring_backends.ring.ring import Ring, flat_bytes
+
+FILE_TIMEOUT = timedelta(minutes=30)
+"""How long ranks wait for one that reads or writes files. One that dies or raises is noticed long before."""
+
+_EXPECTED, _OTHER = "=", "!"
+"""How a text begins that tells of an error: whether it is of the class that is expected."""
+
+_NUMBERS = 8
+_COMPARISON = Configuration({"order of calls": "a comparison"})
+
+Result = TypeVar("Result")
+
+
+def agree(
+    ring: Ring,
+    name: str,
+    fields: Mapping[str, object] | None = None,
+    numbers: Sequence[float] = (),
+    timeout: timedelta | None = None,
+) -> list[list[float]]:
+    """Make sure that all ranks make this call with the same ``fields``, and collect ``numbers``, which may differ.
+
+    Args:
+        name: of what is done, for error messages.
+        fields: values that JSON can hold.
+        numbers: at most seven, exact up to 2⁵³.
+        timeout: instead of the ring's.
+
+    Returns:
+        The numbers of every rank, by ring rank.
+
+    Raises:
+        RingMismatchError: on every rank, naming each field that differs and every rank's value.
+        RingPeerError: a rank did not come in time.
+    """
+    ring.check_connected()
+    if ring.agreement is None:
+        return [[float(number) for number in numbers]]
+    said = Configuration({"order of calls": name, **(fields or {})})
+    digest = float(int.from_bytes(said.digest[:6], "big"))
+    # Of one size and under one tag whatever is compared, so that ranks that compare different things meet.
+    row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
+    mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
+    call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
+    gathered = _all_gather(ring, call, mine).tolist()
+    if any(row[0] != digest for row in gathered):
+        ring.agreement.begin(said, check_again=True)
+    return [row[1 : 1 + len(numbers)] for row in gathered]
+
+
+def gather_texts(
+    ring: Ring, name: str, text: str, timeout: timedelta | None = None, limit: int | None = 2000
+) -> list[str]:
+    """The text of every rank, by ring rank.
+
+    Args:
+        name, timeout: as of :func:`agree`.
+        limit: characters after which a text is cut off.
+
+    Raises:
+        RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
+    """
+    mine = text[:limit].encode()
+    lengths = [int(length) for (length,) in agree(ring, name, None, [len(mine)], timeout)]
+    if ring.size == 1 or not any(lengths):
+        return [text] * ring.size
+    padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8).to(_device(ring))
+    call = _begin(ring, f"texts of {name}", timeout)
+    assert call is not None
+    gathered = _all_gather(ring, call, padded).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
+
+
+def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
+    """The sum over the ranks, added up in fp32 at least and in the same order everywhere; ``tensor`` stays as it is.
+
+    Raises:
+        RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
+    """
+    call = _begin(ring, name, dtype=str(tensor.dtype), shape=[*tensor.shape])
+    if call is None:
+        return tensor
+    parts = tensor.detach().contiguous().view(-1).tensor_split(ring.size)
+    shares = {peer: torch.empty_like(parts[ring.rank]) for peer in ring.peers}
+    ring.exchange(call, {peer: parts[peer] for peer in ring.peers}, shares, 0)
+    shares[ring.rank] = parts[ring.rank]
+    total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
+    for rank in range(ring.size):
+        total += shares[rank]
+    sums = {rank: torch.empty_like(part) for rank, part in enumerate(parts)}
+    sums[ring.rank] = total.to(tensor.dtype)
+    ring.exchange(call, dict.fromkeys(ring.peers, sums[ring.rank]), {peer: sums[peer] for peer in ring.peers}, 1)
+    return torch.cat([sums[rank] for rank in range(ring.size)]).view(tensor.shape)
+
+
+def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
+    """Give tensors, alike in shape and dtype on all ranks, the values that ring rank 0 has.
+
+    Raises:
+        RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
+    """
+    tensors = [_without_repetition(tensor.detach()) for tensor in tensors]
+    shapes = [f"{tensor.dtype} {[*tensor.shape]}" for tensor in tensors]
+    call = _begin(ring, name, tensors=shapes)
+    if call is None or not tensors:
+        return
+    parts = [flat_bytes(tensor.contiguous()) for tensor in tensors]
+    buffer = torch.cat(parts).to(_device(ring))
+    distance = 1
+    while distance < ring.size:  # twice as many ranks have it after each round
+        if ring.rank < distance and ring.rank + distance < ring.size:
+            ring.exchange(call, {ring.rank + distance: buffer}, {}, distance)
+        elif distance <= ring.rank < 2 * distance:
+            ring.exchange(call, {}, {ring.rank - distance: buffer}, distance)
+        distance *= 2
+    if ring.rank > 0:
+        for tensor, part in zip(tensors, buffer.split([part.numel() for part in parts]), strict=True):
+            # A clone starts where any dtype may: an offset within the buffer may not be a multiple of its size.
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+
+
+@contextlib.contextmanager
+def together(ring: Ring, name: str) -> Iterator[None]:
+    """Around what ranks do together by a framework's own collectives, such as a backward that reduces gradients.
+
+    What is raised in there on one rank, the others are told, whose wait for it ends; the ring is closed.
+
+    Raises:
+        RingPeerError: another rank raised something, or is gone.
+    """
+    ring.check_connected()
+    if ring.agreement is None:
+        yield
+        return
+    call, ended = ring.agreement.begin(_COMPARISON, name=name), threading.Event()
+
+    def end() -> None:
+        if not ended.is_set():
+            ended.set()
+            _abort_frameworks()
+
+    with ring.agreement.told(call), ring.agreement.waiting(call, end):
+        try:
+            yield
+        except (RingMismatchError, RingPeerError):
+            raise
+        except RuntimeError as error:
+            is_of_a_connection = ended.is_set() or isinstance(error, dist.DistError) or "gloo" in str(error)
+            if is_of_a_connection and ring.agreement.another_has_failed():
+                what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
+                ring.agreement.fail(call, what, error)
+            raise
+
+
+def _abort_frameworks() -> None:
+    """Close the connections of all process groups but those of rings."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if not group.group_desc.startswith(RING_GROUP):
+            with contextlib.suppress(Exception):  # of one that cannot be, or is gone already
+                abort(group)
+
+
+def do_on_rank0(ring: Ring, name: str, action: Callable[[], None]) -> None:
+    """Let ring rank 0 alone do something, which is done when this returns; if it fails, raise on every rank.
+
+    Raises:
+        RuntimeError: on the other ranks, with what rank 0 raised.
+        RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+    """
+    do_on_all(ring, name, action if ring.rank == 0 else lambda: None)
+
+
+def do_on_all(
+    ring: Ring, name: str, action: Callable[[], Result], error_class: type[Exception] = RuntimeError
+) -> Result:
+    """Let every rank do something without the others; if it fails on one, raise on all.
+
+    Args:
+        error_class: of what is raised where it did not fail, if that is what was raised.
+
+    Raises:
+        Exception: where it failed, what was raised there.
+        error_class, RuntimeError: on the other ranks, with what was raised.
+        RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+    """
+    error: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as raised:  # KeyboardInterrupt too: the others are waiting
+        error = raised
+    mark = _EXPECTED if isinstance(error, error_class) else _OTHER
+    told = gather_texts(ring, name, "" if error is None else f"{mark}{type(error).__name__}: {error}", FILE_TIMEOUT)
+    if error is not None:
+        raise error
+    failed = {rank: text for rank, text in enumerate(told) if text}
+    if failed:
+        are_expected = all(text.startswith(_EXPECTED) for text in failed.values())
+        on = "; and on ".join(f"rank {rank}, which raised {text[1:]}" for rank, text in failed.items())
+        raise (error_class if are_expected else RuntimeError)(f"{name} failed on {on}")
+    return result
+
+
+def _begin(ring: Ring, name: str, timeout: timedelta | None = None, **fields: object) -> Call | None:
+    ring.check_connected()
+    if ring.agreement is None:
+        return None
+    return ring.agreement.begin(Configuration({"order of calls": name, **fields}), timeout=timeout)
+
+
+def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
+    """[size, …] of small tensors, in log2(size) rounds (Bruck et al., 1997).
+
+    In each round a rank sends all that it has, of 2^k ranks, to the one 2^k before it.
+    """
+    blocks = mine.new_empty((ring.size, *mine.shape))
+    blocks[0] = mine
+    distance = 1
+    while distance < ring.size:
+        count = min(distance, ring.size - distance)
+        outgoing = {(ring.rank - distance) % ring.size: blocks[:count]}
+        incoming = {(ring.rank + distance) % ring.size: blocks[distance : distance + count]}
+        ring.exchange(call, outgoing, incoming, distance)
+        distance *= 2
+    return blocks.roll(ring.rank, 0)
+
+
+def _without_repetition(tensor: Tensor) -> Tensor:
+    """A view in which an expanded tensor has each of its numbers once."""
+    return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
+
+
+def _device(ring: Ring) -> torch.device:
+    """Where the ring's group moves tensors, which is the host unless it has NCCL alone."""
+    has_host = ring.group is None or "cpu:" in dist.get_backend_config(ring.group)
+    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())

@@ -1,0 +1,250 @@
+"""How the ranks of a ring find each other, for adapters whose ring lives on a torch process group.
+
+The world is what the launcher's environment says (torchrun's variables), unless a process group exists already. A ring
+always gets a process group of its own, so that its hops never queue behind a framework's collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.watch import WATCH
+from ring_backends.schedule.layout import LayoutKind
+
+START_TIMEOUT = timedelta(seconds=300)
+"""Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
+
+RING_GROUP = "ring_backends/"
+"""How the descriptions of rings' process groups begin."""
+
+_rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
+
+
+def start_world(timeout: timedelta) -> int:
+    """Initialise torch.distributed if the environment names several ranks; return the size of the world.
+
+    gloo carries the hops of CPU tensors, and of GPUs that several ranks share; NCCL those of ranks with a GPU each.
+    """
+    if not dist.is_initialized():
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size == 1:
+            return 1
+        local_rank, local_size = (
+            int(os.environ.get("LOCAL_RANK", "0")),
+            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+        )
+        backend = "gloo"
+        if dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
+            torch.cuda.set_device(local_rank)
+            backend = "cpu:gloo,cuda:nccl"
+        join_world(backend, max(timeout, START_TIMEOUT))
+    return dist.get_world_size()
+
+
+def join_world(backend: str, timeout: timedelta) -> None:
+    """Initialise torch.distributed as the environment says. On the loopback interface nobody else can connect.
+
+    torch's store listens on every interface of the machine, whatever MASTER_ADDR is.
+    """
+    host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
+    launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if launcher_has_store or host not in ("localhost", "127.0.0.1", "::1"):
+        dist.init_process_group(backend, timeout=timeout)
+        return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = None
+    if rank == 0:
+        family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=2 * world_size).detach()
+    store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def start_world_of_one() -> None:
+    """Initialise torch.distributed for this process alone, if nobody has: some frameworks want a group for that too."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+
+
+def ring_ranks(
+    ring_size: int | None,
+    group: DeviceMesh | dist.ProcessGroup | None,
+    world_size: int,
+    order: Sequence[int] | None = None,
+) -> tuple[int, ...]:
+    """The global ranks of this rank's ring, in ring order.
+
+    Args:
+        order: the ranks of the world in the order in which they are cut into rings; None means that of their numbers.
+
+    Raises:
+        ValueError: the ring does not divide the world, or ``ring_size`` and ``group`` disagree.
+    """
+    if group is None:
+        size = world_size if ring_size is None else ring_size
+        if world_size % size:
+            raise ValueError(
+                f"ring_size = {size}: must divide the {world_size} ranks of the world, which are data size × ring "
+                "size; start a multiple of it, or use another ring size."
+            )
+        order = range(world_size) if order is None else order
+        first = order.index(dist.get_rank()) // size * size if world_size > 1 else 0
+        return tuple(order[first : first + size])
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh with axes {group.mesh_dim_names}: pass the ring's axis alone, mesh['ring']."
+            )
+        group = group.get_group()
+    if not isinstance(group, dist.ProcessGroup):
+        raise TypeError(f"group = {group!r}: expected a ProcessGroup, a one-dimensional DeviceMesh, or None.")
+    ranks = tuple(dist.get_process_group_ranks(group))
+    if ring_size is not None and ring_size != len(ranks):
+        raise ValueError(
+            f"ring_size = {ring_size} and group has {len(ranks)} ranks: leave ring_size out, or pass a group of that "
+            "size."
+        )
+    return ranks
+
+
+def connect(
+    ranks: Sequence[int],
+    layout: LayoutKind,
+    timeout: timedelta,
+    adapter: str = "native",
+    order: Sequence[int] | None = None,
+) -> Ring:
+    """Join the ring of these global ranks, of which this process is one; a ring of one connects to nothing.
+
+    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0.
+
+    Args:
+        ranks: in ring order, which is that of the ring's process group too.
+        adapter: the name of the adapter that asks.
+        order: the ranks of all rings, ring after ring, where the whole world was cut into rings; None otherwise.
+    """
+    ranks = tuple(ranks)
+    data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
+    if order is not None:
+        data_size, data_rank = len(order) // len(ranks), order.index(ranks[0]) // len(ranks)
+    order = tuple(order or ())
+    if len(ranks) == 1:
+        return Ring(
+            data_size=data_size,
+            data_rank=data_rank,
+            ranks=ranks,
+            order=order,
+            layout_kind=layout,
+            timeout=timeout,
+            adapter=adapter,
+        )
+    _rings_made[ranks] += 1
+    rank, size = ranks.index(dist.get_rank()), len(ranks)
+    name = f"{RING_GROUP}{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
+    world = dist.group.WORLD
+    assert world is not None
+    store = PrefixStore(name, world.get_group_store())
+    group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
+    # NCCL wants a group's first call to be joined by all its ranks, which a hop is not.
+    dist.barrier(group)
+    group.set_timeout(timeout)
+    agreement = Agreement(store, rank, size, timeout, partial(abort, group))
+    WATCH.add(agreement)
+    return Ring(
+        size=size,
+        rank=rank,
+        data_size=data_size,
+        data_rank=data_rank,
+        ranks=ranks,
+        order=order,
+        layout_kind=layout,
+        group=group,
+        agreement=agreement,
+        timeout=timeout,
+        adapter=adapter,
+    )
+
+
+_worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
+
+
+def ring_of_the_world(ring: Ring) -> Ring:
+    """The ring of all ranks of the world by which training on ``ring`` compares and collects what it has to.
+
+    ``ring`` itself where it has all ranks, else one that is made once for it; all ranks of the world make this call.
+
+    Raises:
+        ValueError: some ranks of the world are in no ring like this one.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if ring.data_size * ring.size != world_size:
+        raise ValueError(
+            f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: training "
+            "runs on all of them; use rings that tile the world evenly."
+        )
+    if ring.size == world_size:
+        return ring
+    if ring.traffic not in _worlds:  # which all layouts of a ring share
+        _worlds[ring.traffic] = connect(range(world_size), "contiguous", ring.timeout, ring.adapter)
+    return _worlds[ring.traffic]
+
+
+def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:
+    """A process group of these ranks, made by them alone, after they have all arrived.
+
+    torch names such a group after its ranks and the number of groups that the process is in, and waits for ever where
+    members disagree on the name. Ranks that are in fewer groups than others therefore join some of their own first.
+    """
+    num_groups = len(dist.distributed_c10d._world.pg_names)
+    store.set(f"groups/{dist.get_rank()}", str(num_groups))
+    keys = [f"groups/{rank}" for rank in ranks]
+    store.wait(keys, timeout)
+    for _ in range(num_groups, max(int(store.get(key)) for key in keys)):
+        dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    # In ring order: sorted, as by default, a rank's place in the group would not be its place in the ring.
+    group = dist.new_group(
+        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description, sort_ranks=False
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """Close the group's connections, so that ranks that wait for this one learn at once.
+
+    gloo's own abort does nothing, but a wait that runs out of time closes all connections of a group. So wait for what
+    nobody sends: no hop has tag 0.
+    """
+    group.abort()
+    if "gloo" in dist.get_backend_config(group):
+        for peer in set(range(group.size())) - {group.rank()}:
+            with contextlib.suppress(RuntimeError):  # that it runs out of time, or that this peer is gone already
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=0)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def _place_among_rings(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
+    """(data size, data rank) of a ring, if rings of its shape tile the world; (1, 0) for a ring that stands alone."""
+    size = len(ranks)
+    stride = ranks[1] - ranks[0] if size > 1 else 1
+    evenly_spaced = stride > 0 and all(rank == ranks[0] + index * stride for index, rank in enumerate(ranks))
+    block = stride * size
+    if not evenly_spaced or world_size % block or ranks[0] % block >= stride:
+        return 1, 0
+    return world_size // size, ranks[0] // block * stride + ranks[0] % stride

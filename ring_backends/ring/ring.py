@@ -1,0 +1,283 @@
+"""A ring of ranks: who is in it, how a sequence lies over it, and what has been sent through it.
+
+A :class:`Ring` belongs to one rank. Adapters make it (``initialize``); attention, ``shard`` and ``unshard`` use it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.agreement import Agreement, Call, Configuration, backward_of
+from ring_backends.ring.transfer import Transfer, batch_of_works, transfer_of_works
+from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+
+
+@dataclass(eq=False)
+class Traffic:
+    """What this rank has sent by ring passes since the last reset, and how long it has waited for them.
+
+    Attributes:
+        messages, bytes: sent; payload, without padding or headers.
+        wait_seconds: in which the host waited for hops. One on a GPU's stream holds up the stream, not the host.
+    """
+
+    messages: int = 0
+    bytes: int = 0
+    wait_seconds: float = 0.0
+
+    def reset(self) -> None:
+        self.messages = 0
+        self.bytes = 0
+        self.wait_seconds = 0.0
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's view of a ring.
+
+    Attributes:
+        size, rank: ring size, and this rank's place in the ring.
+        data_size, data_rank: how many rings there are beside each other, and which of them this one is.
+        ranks: the global rank of every ring rank. The ring's process group has them in the same order.
+        order: the global ranks of all rings, ring after ring; empty where nobody knows, as of a group's ring.
+        layout_kind: ``"contiguous"`` or ``"zigzag"``.
+        group: the ring's own process group; None in a ring of one, which sends nothing.
+        agreement: checks that the ranks call alike; None in a ring of one.
+        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on.
+        traffic: what this rank has sent; shared by all layouts of the ring.
+        adapter: name of the adapter whose ``initialize`` made the ring, as the registry knows it.
+    """
+
+    size: int = 1
+    rank: int = 0
+    data_size: int = 1
+    data_rank: int = 0
+    ranks: tuple[int, ...] = (0,)
+    order: tuple[int, ...] = ()
+    layout_kind: LayoutKind = "contiguous"
+    group: dist.ProcessGroup | None = None
+    agreement: Agreement | None = None
+    timeout: timedelta = timedelta(seconds=300)
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
+    adapter: str = "native"
+
+    def __post_init__(self) -> None:
+        SequenceLayout(1, self.size, self.layout_kind)
+
+    @property
+    def peers(self) -> list[int]:
+        """The other ring ranks."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    @contextlib.contextmanager
+    def refusals_told(self) -> Iterator[None]:
+        """The other ranks hear of an error by which this one refuses a call, before it has begun, and need not wait."""
+        try:
+            yield
+        except (RingMismatchError, RingPeerError):
+            raise
+        except Exception as error:
+            if self.agreement is not None:
+                self.agreement.refuse(error)
+            raise
+
+    def with_layout(self, kind: LayoutKind) -> Ring:
+        """The same ranks, group and traffic, with the sequence laid out as ``kind``."""
+        return dataclasses.replace(self, layout_kind=kind)
+
+    def layout(self, seq_len: int) -> SequenceLayout:
+        """How a global sequence of ``seq_len`` tokens lies over the ring."""
+        return SequenceLayout(seq_len, self.size, self.layout_kind)
+
+    def positions(self, seq_len: int) -> Tensor:
+        """Global positions of this rank's rows of a sequence of ``seq_len`` tokens: int64 [local seq], on the CPU."""
+        return self.layout(seq_len).positions(self.rank)
+
+    def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
+        """This rank's part of a tensor that every rank holds whole.
+
+        Args:
+            tensor: any shape; ``dim`` is the global sequence.
+
+        Returns:
+            A tensor of its own (in a ring of one, ``tensor`` itself), so that the whole may be freed. Its backward is
+            the zero-padded slice: the objective is the sum of the ranks' local sums.
+        """
+        if self.size == 1:
+            return tensor
+        pieces = [tensor.narrow(dim, piece.start, len(piece)) for piece in self._pieces(tensor.shape[dim], self.rank)]
+        return torch.cat(pieces, dim)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def unshard(self, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+        """The whole tensor, from every rank's part. Every rank of the ring makes the same call.
+
+        Args:
+            tensor: this rank's part, as :meth:`shard` cuts it.
+            seq_len: length of the global sequence; None means local length × ring size.
+
+        Returns:
+            The same tensor on every rank. Its backward sums the ranks' gradients and keeps this rank's part.
+
+        Raises:
+            ValueError: ``tensor`` does not have the length that this rank holds of ``seq_len`` tokens.
+            RingMismatchError: the ranks' calls differ.
+            RingPeerError: a rank died, stalled or left.
+        """
+        with self.refusals_told():
+            if seq_len is None:
+                seq_len = tensor.shape[dim] * self.size
+            is_empty = isinstance(seq_len, int) and seq_len == 0
+            expected = 0 if is_empty else self.layout(seq_len).local_len(self.rank)
+            if tensor.shape[dim] != expected:
+                raise ValueError(
+                    f"tensor has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a "
+                    f"{self.layout_kind} ring of {self.size} holds {expected} of {seq_len}; pass the seq_len that the "
+                    "tensor was sharded from."
+                )
+        if self.size == 1 or is_empty:
+            return tensor
+        others = [size for axis, size in enumerate(tensor.shape) if axis != dim % tensor.dim()]
+        needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
+        self.check_connected()
+        assert self.agreement is not None
+        fields = {
+            "order of calls": "unshard",
+            "seq_len": seq_len,
+            "layout": self.layout_kind,
+            "dim": dim % tensor.dim(),
+            "sizes of the other dims": others,
+            "dtype": str(tensor.dtype),
+            "device": tensor.device.type,
+            "gradients": "needed" if needs_gradient else "not needed",
+        }
+        call = self.agreement.begin(Configuration(fields))
+        unsharded: Tensor = _Unshard.apply(tensor, self, dim, seq_len, call)  # type: ignore[no-untyped-call]
+        return unsharded
+
+    def _pieces(self, seq_len: int, rank: int) -> Sequence[range]:
+        return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)
+
+    def exchange(self, call: Call, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], index: int) -> None:
+        """Send tensors to ring ranks and fill others from them, in a call outside of attention.
+
+        Args:
+            call: of the ring's agreement.
+            outgoing, incoming: contiguous tensors, of the same size in bytes at both ends.
+            index: tells the exchanges of one call apart.
+
+        Raises:
+            RingMismatchError, RingPeerError: a peer made another call, or did not come in time.
+        """
+        assert self.agreement is not None
+        what = (
+            f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for tensors from rank "
+            f"{[*incoming]} and to rank {[*outgoing]}"
+        )
+        try:
+            outgoing, incoming = _as_buffers(outgoing), _as_buffers(incoming)
+            if outgoing or incoming:
+                transfer = self.post(outgoing, incoming, call.tag(index))
+                with self.agreement.waiting(call):
+                    transfer.wait(call.time_left())
+        except Exception as error:
+            self.agreement.fail(call, what, error)
+
+    def all_gather(self, call: Call, tensor: Tensor, index: int) -> Tensor:
+        """Equally shaped tensors of all ranks, stacked: [size, …]. No adapter gathers K or V."""
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        gathered[self.rank] = tensor
+        own = gathered[self.rank]
+        self.exchange(call, dict.fromkeys(self.peers, own), {peer: gathered[peer] for peer in self.peers}, index)
+        return gathered
+
+    def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        """Post an exchange outside of attention: flat uint8 buffers, at least one in all, by ring rank."""
+        assert self.group is not None
+        group = self.group
+        return transfer_of_works(group, lambda out, into: batch_of_works(group, out, into, tag), outgoing, incoming)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kept = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in ("group", "agreement", "traffic")
+        }
+        return _unpickle_ring, (kept,)
+
+    def check_connected(self) -> None:
+        """Refuse a ring that came out of a pickle: process groups do not travel between processes.
+
+        Raises:
+            RuntimeError: this ring has several ranks and no connection to them.
+        """
+        if self.size > 1 and self.agreement is None:
+            raise RuntimeError(
+                f"this ring of {self.size} was unpickled in a process that is not connected to it; call the adapter's "
+                "initialize() here and assign its ring to the attention's .ring."
+            )
+
+
+def _unpickle_ring(fields: dict[str, Any]) -> Ring:
+    return Ring(**fields)
+
+
+def flat_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, as uint8 [bytes]."""
+    # A tensor of one element is contiguous whatever its strides are.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def _as_buffers(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    """What is empty is not sent, which both ends know."""
+    return {peer: flat_bytes(tensor) for peer, tensor in tensors.items() if tensor.numel()}
+
+
+class _Unshard(torch.autograd.Function):
+    """Every rank's rows to every rank; backward, the gradients of each rank's rows to that rank, which adds them up."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ring: Ring, dim: int, seq_len: int, call: Call) -> Tensor:
+        ctx.ring, ctx.dim, ctx.seq_len, ctx.call_number = ring, dim, seq_len, call.number
+        ctx.fields = call.configuration.fields
+        layout, local = ring.layout(seq_len), tensor.movedim(dim, 0).contiguous()
+        parts = {rank: local.new_empty((layout.local_len(rank), *local.shape[1:])) for rank in ring.peers}
+        ring.exchange(call, dict.fromkeys(ring.peers, local), parts, 0)
+        parts[ring.rank] = local
+        whole = local.new_empty((seq_len, *local.shape[1:]))
+        for rank, part in parts.items():
+            first = 0
+            for piece in layout.pieces(rank):
+                whole[piece.start : piece.stop] = part[first : first + len(piece)]
+                first += len(piece)
+        return whole.movedim(0, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ring, layout, whole = ctx.ring, ctx.ring.layout(ctx.seq_len), grad.movedim(ctx.dim, 0)
+        parts = [
+            torch.cat([whole[piece.start : piece.stop] for piece in layout.pieces(rank)]) for rank in range(ring.size)
+        ]
+        call = ring.agreement.begin(Configuration(ctx.fields), direction=backward_of(ctx.call_number))
+        arrived = {rank: torch.empty_like(parts[ring.rank]) for rank in ring.peers}
+        ring.exchange(call, {rank: parts[rank] for rank in ring.peers}, arrived, 0)
+        arrived[ring.rank] = parts[ring.rank]
+        total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(grad.dtype, torch.float32))
+        for rank in range(ring.size):  # in the same order on every rank
+            total += arrived[rank]
+        return total.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None

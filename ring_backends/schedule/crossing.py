@@ -1,0 +1,131 @@
+"""Which pieces of a branch's segments lie on more than one chunk, and how far their K and V have to travel.
+
+All of it is arithmetic on arrays with one entry per piece, of which a chunk has at most two per branch, so that a
+billion tokens cost no more than a thousand.
+
+A piece's K and V travel along a *route*: from the rank that holds them, step by step, through the ranks ``lo`` … ``hi``
+in one direction, around if need be, to the last rank that needs them. Without a causal mask that is a rotation of the
+sub-ring of ranks that share the segment. With one, only later chunks need a piece, so it travels in the direction in
+which later chunks lie: upwards, or, from a zigzag layout's second half, downwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_backends.schedule.layout import SequenceLayout
+
+
+def num_covered(length: Tensor, offset: Tensor, rate: int) -> Tensor:
+    """How many of the first ``length`` positions of a segment lie at ``offset`` modulo ``rate``; broadcasts."""
+    return torch.div(length - offset + rate - 1, rate, rounding_mode="floor").clamp(min=0)
+
+
+@dataclass(frozen=True, eq=False)
+class CrossingPieces:
+    """One branch's pieces of segments that lie on several chunks, in order of position: int64 [pieces] each."""
+
+    chunk: Tensor
+    rank: Tensor
+    segment_start: Tensor
+    segment_stop: Tensor
+    start: Tensor
+    stop: Tensor
+    lo: Tensor
+    hi: Tensor
+    direction: Tensor
+    is_causal: bool
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def num_rows(self, offsets: Tensor, rate: int) -> Tensor:
+        """Rows of each piece at each offset: int64 [pieces, offsets]."""
+        start = (self.start - self.segment_start).unsqueeze(1)
+        stop = (self.stop - self.segment_start).unsqueeze(1)
+        return num_covered(stop, offsets, rate) - num_covered(start, offsets, rate)
+
+    def reach(self, num_rows: Tensor) -> Tensor:
+        """How many hops each piece's rows make at each offset: int64 [pieces, offsets], 0 for pieces without rows.
+
+        The last rank of a route needs the rows unless it has no query row at that offset; only a segment one of whose
+        pieces has no row at some offset is looked at pair by pair.
+        """
+        reach = (self.hi - self.lo).unsqueeze(1).expand_as(num_rows).clone()
+        rowless = torch.isin(self.segment_start, self.segment_start[(num_rows == 0).any(1)])
+        if rowless.any():
+            source, target = self._pairs(rowless.nonzero().squeeze(1))
+            hop = (self.rank[target] - self.rank[source]) * self.direction[source]
+            hop = hop.remainder((self.hi - self.lo + 1)[source]).unsqueeze(1)
+            if self.is_causal:
+                hop = hop * (self.chunk[target] > self.chunk[source]).unsqueeze(1)
+            hop = hop * (num_rows[target] > 0)
+            reach[rowless] = 0
+            reach.scatter_reduce_(0, source.unsqueeze(1).expand_as(hop), hop, "amax")
+        return reach * (num_rows > 0)
+
+    def _pairs(self, pieces: Tensor) -> tuple[Tensor, Tensor]:
+        """All ordered pairs of the given pieces that share a segment."""
+        _, segment, count = self.segment_start[pieces].unique_consecutive(return_inverse=True, return_counts=True)
+        first = count.cumsum(0) - count
+        partners = count[segment]
+        source = torch.arange(len(pieces), device="cpu").repeat_interleave(partners)
+        within = torch.arange(len(source), device="cpu") - (partners.cumsum(0) - partners).repeat_interleave(partners)
+        return pieces[source], pieces[first[segment[source]] + within]
+
+
+def crossing_pieces(layout: SequenceLayout, segment_length: int, *, is_causal: bool) -> CrossingPieces:
+    """Cut every segment of ``segment_length`` (at most the sequence) at the chunk boundaries inside it."""
+    starts = layout.chunk_starts()
+    chunk = torch.arange(layout.num_chunks, device="cpu")[starts[:-1] < starts[1:]]
+    begin, end = starts[chunk], starts[chunk + 1]
+
+    first_segment = begin // segment_length * segment_length
+    last_segment = (end - 1) // segment_length * segment_length
+    from_left = begin > first_segment
+    to_right = (last_segment + segment_length).clamp(max=layout.seq_len) > end
+    to_right &= ~(from_left & (first_segment == last_segment))  # one piece that crosses on both sides counts once
+
+    chunk = torch.cat([chunk[from_left], chunk[to_right]])
+    segment_start = torch.cat([first_segment[from_left], last_segment[to_right]])
+    segment_stop = (segment_start + segment_length).clamp(max=layout.seq_len)
+    start = torch.maximum(segment_start, starts[chunk])
+    start, order = start.sort()
+    chunk, segment_start, segment_stop = chunk[order], segment_start[order], segment_stop[order]
+
+    first_chunk = torch.searchsorted(starts, segment_start, right=True) - 1
+    last_chunk = torch.searchsorted(starts, segment_stop - 1, right=True) - 1
+    lo, hi, direction = _routes(layout, chunk, first_chunk, last_chunk, is_causal=is_causal)
+    return CrossingPieces(
+        chunk=chunk,
+        rank=layout.chunk_ranks()[chunk],
+        segment_start=segment_start,
+        segment_stop=segment_stop,
+        start=start,
+        stop=torch.minimum(segment_stop, starts[chunk + 1]),
+        lo=lo,
+        hi=hi,
+        direction=direction,
+        is_causal=is_causal,
+    )
+
+
+def _routes(
+    layout: SequenceLayout, chunk: Tensor, first_chunk: Tensor, last_chunk: Tensor, *, is_causal: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The ranks lo … hi that each piece's route runs through, and its direction, +1 or −1."""
+    ranks, upwards = layout.chunk_ranks(), torch.ones_like(chunk)
+    if layout.kind == "contiguous":
+        return (chunk if is_causal else first_chunk), last_chunk, upwards
+    top = layout.ring_size - 1
+    if not is_causal:
+        lo = torch.minimum(ranks[first_chunk], ranks[last_chunk])
+        over_the_top = (first_chunk <= top) & (last_chunk > top)
+        return lo, torch.where(over_the_top, top, torch.maximum(ranks[first_chunk], ranks[last_chunk])), upwards
+    in_first_half = chunk <= top
+    lo = torch.where(in_first_half & (last_chunk <= top), ranks[chunk], torch.minimum(ranks[chunk], ranks[last_chunk]))
+    hi = torch.where(in_first_half, last_chunk.clamp(max=top), ranks[chunk])
+    return lo, hi, torch.where(in_first_half, upwards, -upwards)

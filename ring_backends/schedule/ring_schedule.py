@@ -1,0 +1,268 @@
+"""The plan of a ring pass as data: what every rank sends, what it computes, what it has to hold.
+
+Every rank computes the same schedule from (pattern, layout, heads, causal), without a process group or communication.
+This module totals it for all ranks at once, by arithmetic on arrays. :mod:`ring_backends.schedule.planner` writes out
+one rank's part step by step, for the attention to walk.
+"""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ring_backends.schedule.crossing import CrossingPieces, crossing_pieces, num_covered
+from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
+
+
+@dataclass(frozen=True, eq=False)
+class BranchSchedule:
+    """One branch's share of the schedule.
+
+    Attributes:
+        index, rate, segment_length: which branch, r, and w (at most the sequence).
+        offsets: the distinct offsets that its heads have: int64 [offsets].
+        heads_at, streams_at: how many query heads, and how many distinct (key/value head, offset) pairs, have each.
+        crossing: the pieces of segments that lie on several chunks.
+        num_rows, reach: per piece and offset, rows and hops: int64 [pieces, offsets].
+    """
+
+    index: int
+    rate: int
+    segment_length: int
+    offsets: Tensor
+    heads_at: Tensor
+    streams_at: Tensor
+    crossing: CrossingPieces
+    num_rows: Tensor
+    reach: Tensor
+
+
+@dataclass(frozen=True)
+class RingSchedule:
+    """What a ring of ranks sends and computes in one call of ring dilated attention.
+
+    Args:
+        pattern: the branches.
+        layout: how the sequence lies over the ranks.
+        num_heads: H, query heads.
+        num_kv_heads: Hk, key/value heads; divides H. None means H.
+        is_causal: whether a query sees only keys at or before its own position.
+
+    Raises:
+        ValueError, TypeError: an argument breaks a rule, or the pattern cannot mean anything on this layout and heads.
+
+    >>> schedule = RingSchedule(DilatedPattern([64, 256], [1, 4]), SequenceLayout(256, 4), num_heads=4)
+    >>> schedule.num_steps  # the branch of 256 crosses shards, that of 64 does not
+    3
+    >>> schedule.wire_bytes(0, batch=1, head_dim=8, itemsize=4)
+    12288
+    """
+
+    pattern: DilatedPattern
+    layout: SequenceLayout
+    num_heads: int
+    num_kv_heads: int | None = None
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in (("pattern", DilatedPattern), ("layout", SequenceLayout)):
+            if not isinstance(getattr(self, name), kind):
+                raise TypeError(f"{name} = {getattr(self, name)!r}: expected a {kind.__name__}.")
+        if self.num_kv_heads is None:
+            object.__setattr__(self, "num_kv_heads", self.num_heads)
+        for name in ("num_heads", "num_kv_heads"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
+            if value < 1:
+                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads = {self.num_heads} and num_kv_heads = {self.kv_heads}: every key/value head serves the "
+                "same number "
+                f"of query heads; use a number of key/value heads that divides {self.num_heads}."
+            )
+        self.pattern.check(seq_len=self.layout.seq_len, num_heads=self.num_heads)
+
+    @property
+    def kv_heads(self) -> int:
+        assert self.num_kv_heads is not None
+        return self.num_kv_heads
+
+    def head_streams(self, branch: int) -> list[tuple[int, int, int]]:
+        """(query head, its key/value head, its offset) for every head that runs ``branch``."""
+        group = self.num_heads // self.kv_heads
+        return [
+            (head, head // group, self.pattern.head_offset(branch, head, self.num_heads))
+            for head in self.pattern.heads(branch, self.num_heads)
+        ]
+
+    @cached_property
+    def branches(self) -> tuple[BranchSchedule, ...]:
+        return tuple(self._branch(index) for index in range(self.pattern.num_branches))
+
+    def _branch(self, index: int) -> BranchSchedule:
+        heads = self.head_streams(index)
+        heads_at = Counter(offset for _, _, offset in heads)
+        streams_at = Counter(offset for _, offset in {(kv_head, offset) for _, kv_head, offset in heads})
+        offsets = sorted(heads_at)
+        rate = self.pattern.dilation_rates[index]
+        segment_length = self.pattern.segment_length(index, self.layout.seq_len)
+        crossing = crossing_pieces(self.layout, segment_length, is_causal=self.is_causal)
+        num_rows = crossing.num_rows(_integers(offsets), rate)
+        return BranchSchedule(
+            index=index,
+            rate=rate,
+            segment_length=segment_length,
+            offsets=_integers(offsets),
+            heads_at=_integers(heads_at[offset] for offset in offsets),
+            streams_at=_integers(streams_at[offset] for offset in offsets),
+            crossing=crossing,
+            num_rows=num_rows,
+            reach=crossing.reach(num_rows),
+        )
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Ring passes of K/V until everything has arrived; 0 where no segment crosses a shard."""
+        return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
+
+    @cached_property
+    def rows_sent(self) -> Tensor:
+        """K/V head rows (a row of K and the row of V beside it count once) that each rank sends: int64 [ring size]."""
+        return self._rows_sent(first_sender=0)
+
+    @cached_property
+    def grad_rows_sent(self) -> Tensor:
+        """dK/dV head rows that each rank sends on and home in backward: int64 [ring size]."""
+        return self._rows_sent(first_sender=1)
+
+    def _rows_sent(self, *, first_sender: int) -> Tensor:
+        """Sum over routes: hop h leaves from the route's rank h; dK and dV leave from one rank further on."""
+        change = torch.zeros(self.layout.ring_size + 1, dtype=torch.int64, device="cpu")
+        for branch in self.branches:
+            pieces, reach = branch.crossing, branch.reach
+            rows = branch.num_rows * branch.streams_at
+            lo, hi = pieces.lo.unsqueeze(1), pieces.hi.unsqueeze(1)
+            source = pieces.rank.unsqueeze(1)
+            upwards = lo + (source - lo + first_sender).remainder(hi - lo + 1)
+            downwards = source - first_sender - reach + 1
+            first = torch.where(pieces.direction.unsqueeze(1) > 0, upwards, downwards)
+            around = (first + reach - (hi + 1)).clamp(min=0)  # senders past hi, which continue from lo
+            for begin, end in ((first, first + reach - around), (lo.expand_as(reach), lo + around)):
+                change.index_add_(0, begin.flatten(), rows.flatten())
+                change.index_add_(0, end.flatten(), -rows.flatten())
+        return change.cumsum(0)[:-1]
+
+    @cached_property
+    def max_rows_in_flight(self) -> int:
+        """The most K/V head rows that one rank packs, or receives, in one step."""
+        rows = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
+        for branch in self.branches:
+            travelling = branch.num_rows * branch.streams_at * (branch.reach > 0)
+            rows.index_add_(0, branch.crossing.rank, travelling.sum(1))
+        return int(rows.max())
+
+    @cached_property
+    def pairs(self) -> Tensor:
+        """Visible (query row, key row) pairs that each rank computes, summed over heads: float64 [ring size]."""
+        pairs = torch.zeros(self.layout.ring_size, dtype=torch.float64, device="cpu")
+        for branch in self.branches:
+            per_chunk = self._pairs_before(self.layout.chunk_starts(), branch).diff(dim=0)
+            pairs.index_add_(0, self.layout.chunk_ranks(), (per_chunk * branch.heads_at).sum(1))
+        return pairs
+
+    def _pairs_before(self, position: Tensor, branch: BranchSchedule) -> Tensor:
+        """One head's visible pairs whose query lies before each position: float64 [positions, offsets]."""
+        length, n = branch.segment_length, self.layout.seq_len
+        whole = (position // length).unsqueeze(1)
+        segment_rows = num_covered(_integers([length]), branch.offsets, branch.rate).double()
+        rows = num_covered((position % length).unsqueeze(1), branch.offsets, branch.rate).double()
+        if self.is_causal:
+            return whole * segment_rows * (segment_rows + 1) / 2 + rows * (rows + 1) / 2
+        length_here = (n - whole * length).clamp(max=length)
+        return whole * segment_rows**2 + rows * num_covered(length_here, branch.offsets, branch.rate)
+
+    def wire_bytes(
+        self,
+        rank: int,
+        *,
+        batch: int,
+        head_dim: int,
+        itemsize: int,
+        backward: bool = False,
+        masked: bool = False,
+        document_bytes: int = 0,
+    ) -> int:
+        """Payload bytes that ``rank`` sends in one forward, or in one backward alone.
+
+        Args:
+            batch, head_dim: as of the inputs.
+            itemsize: bytes per element of K and V. In backward dK and dV travel beside them at 4 bytes (8 for fp64).
+            masked: whether a key padding mask travels along, one byte per key and head.
+            document_bytes: of one of the document numbers that travel along, per key and head; the mask is then part
+                of them. 0 without documents.
+        """
+        row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
+        sent = int(self.rows_sent[rank]) * row_bytes
+        if backward:
+            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * max(itemsize, 4)
+        return batch * sent
+
+    def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
+        """Floating-point operations of ``rank``'s two matrix products per visible pair in forward (backward: five)."""
+        return int(self.pairs[rank]) * 4 * head_dim * batch
+
+    def describe(self, *, batch: int = 1, head_dim: int = 64, itemsize: int = 2) -> str:
+        """Tables of the branches and of the ranks, for a person to read. Long rings show their extremes."""
+        from rich.console import Console
+        from rich.filesize import decimal
+        from rich.table import Table
+
+        branches = Table(title=f"{self.layout.seq_len:,} tokens, {self.layout.kind}, ring of {self.layout.ring_size:,}")
+        for heading in ("branch", "segment length", "dilation rate", "heads", "crossing pieces", "ring passes"):
+            branches.add_column(heading, justify="right")
+        for branch in self.branches:
+            passes = int(branch.reach.max()) if branch.reach.numel() else 0
+            row = (
+                branch.index,
+                branch.segment_length,
+                branch.rate,
+                int(branch.heads_at.sum()),
+                len(branch.crossing),
+                passes,
+            )
+            branches.add_row(*(f"{value:,}" for value in row))
+
+        ranks = Table(title=f"per rank, for batch {batch}, head dim {head_dim}, {itemsize} bytes per element")
+        for heading in ("rank", "tokens", "sent forward", "sent backward", "GFLOP forward"):
+            ranks.add_column(heading, justify="right")
+        shown = range(self.layout.ring_size)
+        if len(shown) > 16:
+            busiest = [int(totals.argmax()) for totals in (self.rows_sent, self.grad_rows_sent, self.pairs)]
+            shown = sorted({0, 1, *busiest, len(shown) - 2, len(shown) - 1})  # type: ignore[assignment]
+        for rank in shown:
+            ranks.add_row(
+                f"{rank:,}",
+                f"{self.layout.local_len(rank):,}",
+                *(
+                    decimal(self.wire_bytes(rank, batch=batch, head_dim=head_dim, itemsize=itemsize, backward=backward))
+                    for backward in (False, True)
+                ),
+                f"{self.tile_flops(rank, batch=batch, head_dim=head_dim) / 1e9:,.2f}",
+            )
+        console = Console(file=io.StringIO(), width=110)
+        console.print(branches, ranks)
+        assert isinstance(console.file, io.StringIO)
+        return console.file.getvalue()
+
+
+def _integers(values: Iterable[int]) -> Tensor:
+    return torch.tensor(list(values), dtype=torch.int64, device="cpu")

@@ -1,0 +1,118 @@
+"""Dilated rows as data: which positions of a tensor a branch reads for each head, without an index per row.
+
+The rows that a branch shows to a set of heads differ from head to head by their offset. Where head and offset advance
+evenly (``j % r``, ``j // k``), the rows of all those heads form one lattice, which a kernel can address by strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+
+@dataclass(frozen=True)
+class HeadRun:
+    """A lattice of outer × inner heads whose index and first row advance evenly along both axes."""
+
+    head: int
+    phase: int
+    outer: int = 1
+    outer_head: int = 0
+    outer_phase: int = 0
+    inner: int = 1
+    inner_head: int = 0
+    inner_phase: int = 0
+
+    @property
+    def num_heads(self) -> int:
+        return self.outer * self.inner
+
+    def heads_and_phases(self) -> Iterator[tuple[int, int]]:
+        """Every head of the run with the position of its first row."""
+        for outer in range(self.outer):
+            for inner in range(self.inner):
+                yield (
+                    self.head + outer * self.outer_head + inner * self.inner_head,
+                    self.phase + outer * self.outer_phase + inner * self.inner_phase,
+                )
+
+
+@dataclass(frozen=True)
+class DilatedRows:
+    """Every ``rate``-th position of some equally long segments, for a list of heads, each with its own first row.
+
+    Attributes:
+        start: local position at which the first segment (or the piece of it that lies here) begins.
+        segments: how many segments, ``segment_stride`` positions apart.
+        rows: rows per segment and head; every head of the list has the same number.
+        runs: the heads, in order, with the position of their first row relative to ``start``.
+    """
+
+    start: int
+    segments: int
+    segment_stride: int
+    rate: int
+    rows: int
+    runs: tuple[HeadRun, ...]
+
+    @cached_property
+    def num_heads(self) -> int:
+        return sum(run.num_heads for run in self.runs)
+
+    def part_of_segments(self, segments: range) -> DilatedRows:
+        return replace(self, start=self.start + segments.start * self.segment_stride, segments=len(segments))
+
+    def part_of_heads(self, heads: range) -> DilatedRows:
+        if len(heads) == self.num_heads:
+            return self
+        chosen = [pair for run in self.runs for pair in run.heads_and_phases()][heads.start : heads.stop]
+        return replace(self, runs=head_runs(*zip(*chosen, strict=True)))
+
+    def part_of_rows(self, rows: range) -> DilatedRows:
+        return replace(self, start=self.start + rows.start * self.rate, rows=len(rows))
+
+
+def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...]:
+    """Cut a list of heads with their phases into as few lattices as a greedy walk finds.
+
+    Steps never go backwards in memory, since torch's strides are not negative.
+    """
+    inner_runs: list[HeadRun] = []
+    index = 0
+    while index < len(heads):
+        length, step = 1, (0, 0)
+        while index + length < len(heads):
+            following = (
+                heads[index + length] - heads[index + length - 1],
+                phases[index + length] - phases[index + length - 1],
+            )
+            if min(following) < 0 or (length > 1 and following != step):
+                break
+            length, step = length + 1, following
+        inner_runs.append(HeadRun(heads[index], phases[index], inner=length, inner_head=step[0], inner_phase=step[1]))
+        index += length
+    return tuple(_stack(inner_runs))
+
+
+def _stack(runs: Sequence[HeadRun]) -> Iterator[HeadRun]:
+    """Stack runs of equal shape that follow each other evenly into two-dimensional ones."""
+    index = 0
+    while index < len(runs):
+        first = runs[index]
+        length, step = 1, (0, 0)
+        while index + length < len(runs):
+            run, before = runs[index + length], runs[index + length - 1]
+            following = (run.head - before.head, run.phase - before.phase)
+            same_shape = (run.inner, run.inner_head, run.inner_phase) == (
+                first.inner,
+                first.inner_head,
+                first.inner_phase,
+            )
+            if not same_shape or min(following) < 0 or (length > 1 and following != step):
+                break
+            length, step = length + 1, following
+        yield HeadRun(
+            first.head, first.phase, length, step[0], step[1], first.inner, first.inner_head, first.inner_phase
+        )
+        index += length

@@ -1,0 +1,75 @@
+"""Cut tiles so that what one kernel call reads and writes stays small: in a cache, and against the tensors.
+
+Cut are first the segments of a tile, then its heads, and its rows only where one head's are still too many: a causal
+square then falls into smaller ones on its diagonal and whole rectangles below it. Only this rank's own kernel calls
+depend on it, nothing that ranks exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from ring_backends.schedule.rank_plan import Tile
+
+MIN_TILE_ROWS = 1024
+"""Rows are not cut finer than this: below it kernels lose more than the memory is worth."""
+
+MIN_TILE_BYTES = 256 * 1024
+
+MAX_TILE_BYTES = 4 * 1024 * 1024
+"""Of the query of one kernel call, for each thread that computes it."""
+
+MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
+"""On an accelerator kernel calls are worth their launch from about here, and nothing is gained by smaller ones."""
+
+FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
+"""The query of one kernel call against this rank's whole query. Backward holds nine tensors of that size, beside
+gradients that forward does not have yet."""
+
+
+def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
+    """The most that the query of one kernel call may take, where this rank's whole query takes ``query_bytes``."""
+    share = int(query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE))
+    if device.type == "cpu":
+        return max(MIN_TILE_BYTES, min(share, MAX_TILE_BYTES * torch.get_num_threads()))
+    return max(MIN_TILE_BYTES_ON_DEVICE, share)
+
+
+def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
+    """Tiles that together compute what ``tile`` does, with at most ``max_rows`` head rows of queries each.
+
+    More only where ``MIN_TILE_ROWS`` rows of the heads that share a key/value head are more.
+    """
+    queries, keys = tile.queries, tile.keys
+    longest = max(queries.rows, keys.rows)
+    rows = min(longest, max(MIN_TILE_ROWS, max_rows))
+    groups_at_once = max(1, max_rows // (rows * tile.heads_per_group))
+    segments_at_once = max(1, max_rows // (rows * queries.num_heads))
+    for segments in _ranges(queries.segments, segments_at_once):
+        for groups in _ranges(queries.num_heads // tile.heads_per_group, groups_at_once):
+            part = tile.part(segments, groups)
+            key_rows = [(cut, part.keys.part_of_rows(cut)) for cut in _ranges(keys.rows, rows)]
+            for query_cut in _ranges(queries.rows, rows):
+                query_rows = part.queries.part_of_rows(query_cut)
+                for key_cut, some_keys in key_rows:
+                    if tile.is_causal and key_cut.start > query_cut.start:
+                        break
+                    on_diagonal = tile.is_causal and key_cut == query_cut
+                    meets_first_query = on_diagonal if tile.is_causal else query_cut.start == 0
+                    yield replace(
+                        part,
+                        queries=query_rows,
+                        keys=some_keys,
+                        is_causal=on_diagonal,
+                        opens_queries=tile.opens_queries and key_cut.start == 0,
+                        opens_keys=tile.opens_keys and meets_first_query,
+                    )
+
+
+def _ranges(total: int, at_most: int) -> list[range]:
+    """0 … total − 1 in as few ranges of at most ``at_most`` as there can be, of even sizes."""
+    parts = -(-total // at_most)
+    return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]

@@ -1,0 +1,92 @@
+"""The rows that travel over each link of a ring, and the bytes that cross between hosts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ring_backends.schedule.ring_schedule import RingSchedule
+
+
+@dataclass(frozen=True, eq=False)
+class Links:
+    """What goes from which ring rank to which in one call: int64 [links] each; a pair may stand there several times.
+
+    Attributes:
+        source, destination: ring ranks.
+        rows: head rows of K and V, or of dK and dV.
+    """
+
+    source: Tensor
+    destination: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of_keys(cls, schedule: RingSchedule) -> Links:
+        """Where K and V go, in a forward and again in a backward."""
+        return cls._of(schedule, grads=False)
+
+    @classmethod
+    def of_grads(cls, schedule: RingSchedule) -> Links:
+        """Where dK and dV go in a backward: along the same routes from their first stop on, and from the last home."""
+        return cls._of(schedule, grads=True)
+
+    @classmethod
+    def _of(cls, schedule: RingSchedule, *, grads: bool) -> Links:
+        """Hops to the next rank add up in two arrays of all neighbours; those around a sub-ring are listed."""
+        size = schedule.layout.ring_size
+        changes = {direction: torch.zeros(size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
+        listed: list[tuple[Tensor, Tensor, Tensor]] = []
+        for branch in schedule.branches:
+            for direction, change in changes.items():
+                chosen = (branch.crossing.direction == direction).nonzero().squeeze(1)
+                rows = (branch.num_rows * branch.streams_at)[chosen]
+                reach = branch.reach[chosen]
+                source, lo, hi = (
+                    column[chosen].unsqueeze(1).expand_as(reach)
+                    for column in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi)
+                )
+                ring = hi - lo + 1
+                first = lo + (source - lo + direction * int(grads)).remainder(ring)
+                hops = (reach - int(grads)).clamp(min=0)
+                # Counted in the direction of travel: hops before the end of the sub-ring, one around, hops after it.
+                until_end = (hi - first) if direction > 0 else (first - lo)
+                before = torch.minimum(hops, until_end)
+                around = (hops > until_end).long()
+                after = hops - before - around
+                begin, end = (lo, hi) if direction > 0 else (hi, lo)
+                for start, count in ((first, before), (begin, after)):
+                    low = start if direction > 0 else start - count + 1
+                    change.index_add_(0, low.flatten(), (rows * (count > 0)).flatten())
+                    change.index_add_(0, (low + count).flatten(), -(rows * (count > 0)).flatten())
+                listed.append((end, begin, rows * around))
+                if grads:
+                    last = lo + (source - lo + direction * reach).remainder(ring)
+                    listed.append((last, source, rows * (reach > 0)))
+        ranks = torch.arange(size, device="cpu")
+        neighbours = [(ranks, ranks + direction, change.cumsum(0)[:-1]) for direction, change in changes.items()]
+        columns = [torch.cat([part.flatten() for part in column]) for column in zip(*neighbours, *listed, strict=True)]
+        used = columns[2] > 0
+        return cls(*(column[used] for column in columns))
+
+    def rows_between(self, hosts: Tensor) -> int:
+        """Rows whose source and destination are on different hosts; ``hosts``: a number per ring rank, [ring size]."""
+        crosses = hosts[self.source] != hosts[self.destination]
+        return int((self.rows * crosses).sum())
+
+
+def bytes_between_hosts(
+    schedule: RingSchedule, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int
+) -> int:
+    """Payload bytes that cross between hosts in one forward and one backward of a ring.
+
+    Args:
+        hosts: the host of each ring rank, as any number.
+    """
+    numbers = torch.tensor(hosts, dtype=torch.int64, device="cpu")
+    keys = Links.of_keys(schedule).rows_between(numbers)
+    grads = Links.of_grads(schedule).rows_between(numbers)
+    return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))

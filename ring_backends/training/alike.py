@@ -1,0 +1,135 @@
+"""What has to be alike on all ranks of a training run, as plain values that ranks can compare."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_backends.training.checkpoint_files import as_plain
+
+Buffers = list[tuple[nn.Module, str]]
+"""Buffers by the module that has each, since a module's buffer may become another tensor."""
+
+
+def describe_model(model: nn.Module, *, with_shapes: bool = True) -> dict[str, object]:
+    """Every parameter, and every buffer that a state_dict has, by name.
+
+    Args:
+        with_shapes: False for a model whose parameters are pieces, another one on each rank.
+    """
+
+    def describe(tensor: Tensor) -> str:
+        return f"{tensor.dtype} {[*tensor.shape] if with_shapes else ''}"
+
+    described: dict[str, object] = {
+        f"parameter {name}": f"{describe(parameter)}, {'trained' if parameter.requires_grad else 'frozen'}"
+        for name, parameter in model.named_parameters()
+    }
+    for name, module in model.named_modules():
+        for buffer in _persistent_names(module):
+            described[f"buffer {name}.{buffer}"] = describe(getattr(module, buffer))
+    return described
+
+
+def persistent_buffers(model: nn.Module) -> Buffers:
+    """The buffers that a state_dict has, such as the running statistics of BatchNorm. Others are a rank's own."""
+    return [(module, buffer) for module in model.modules() for buffer in _persistent_names(module)]
+
+
+def _persistent_names(module: nn.Module) -> list[str]:
+    own: dict[str, Tensor] = {}
+    module._save_to_state_dict(own, "", True)
+    return [name for name, _ in module.named_buffers(recurse=False) if name in own]
+
+
+def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """The settings of an optimizer's parameter groups, as far as they are plain values."""
+    settings: dict[str, object] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name == "params":
+                continue
+            if isinstance(value, Tensor):
+                # Reading a number off a GPU would wait for all that the GPU has to do.
+                value = value.tolist() if value.device.type == "cpu" else f"a tensor on {value.device}"
+            settings[f"{name} of parameter group {index}"] = _text(value)
+    return settings
+
+
+def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
+    """Arguments, as far as they are plain values; of others, such as meshes, the class. What is a rank's own is not."""
+    return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _OF_A_RANK}
+
+
+_OF_A_RANK = frozenset({"device_id", "device_ids", "output_device", "nvme_path", "output_path"})
+"""Arguments, and entries of configurations, in which ranks and hosts may differ."""
+
+
+def _shared(value: Any) -> Any:
+    """What ranks have to have in common of a value; of a device the type."""
+    if isinstance(value, Mapping):
+        return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _OF_A_RANK}
+    if isinstance(value, (list, tuple)):
+        return [_shared(item) for item in value]
+    return value.type if isinstance(value, torch.device) else value
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
+    """The place of every parameter in the optimizer, which frameworks that shard it go by.
+
+    Args:
+        names: of the model's parameters, by their ids.
+    """
+    places: dict[str, object] = {"optimizer": type(optimizer).__name__}
+    for index, group in enumerate(optimizer.param_groups):
+        for place, parameter in enumerate(group["params"]):
+            places[f"parameter {names[id(parameter)]}"] = f"number {place} of parameter group {index}"
+    return places
+
+
+def _text(value: object) -> str:
+    try:
+        return repr(as_plain(value, ""))
+    except ValueError:
+        return str(type(value))
+
+
+def make_settings_plain(optimizer: torch.optim.Optimizer) -> None:
+    """Turn settings of the parameter groups that a checkpoint cannot hold, such as NumPy's numbers, into plain ones.
+
+    Raises:
+        ValueError: naming one that cannot be.
+    """
+    for index, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                group[name] = as_plain(value, f"optimizer.param_groups[{index}][{name!r}]")
+
+
+def checked_count(name: str, count: object) -> int | float:
+    """A number of tokens, or the sum of their weights: from a number, or from a tensor of one element.
+
+    Raises:
+        ValueError, TypeError: it is no finite number of at least 0.
+    """
+    value: Any = count
+    if isinstance(count, Tensor):
+        if count.numel() != 1:
+            raise ValueError(f"{name} has shape {[*count.shape]}: expected one number; pass its sum.")
+        value = count.item()
+    elif hasattr(count, "item"):  # NumPy's numbers
+        value = count.item()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} = {count!r}: expected a number, or a tensor of one element; convert it with float().")
+    if not math.isfinite(value) or value < 0:
+        raise ValueError(f"{name} = {value}: must be finite and at least 0; it counts tokens, or sums their weights.")
+    return value
+
+
+def without_tensors(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The entries of a model's state that are no tensors, such as extra states, as a checkpoint can hold them."""
+    return {key: as_plain(value, f"{name}[{key!r}]") for key, value in state.items() if not isinstance(value, Tensor)}

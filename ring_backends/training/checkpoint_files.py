@@ -1,0 +1,292 @@
+"""Checkpoints on disk: whole or not at all, in the place of nothing but a checkpoint, and checked before they are read.
+
+A checkpoint is a file of ``torch.save``, or a folder that the ranks fill together. The file is a zip archive, whose
+comment is a checksum of all before it. The folder has a manifest, which lists its files with their checksums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ring_backends.ring.collectives import FILE_TIMEOUT, agree, do_on_all, do_on_rank0, gather_texts
+from ring_backends.ring.ring import Ring
+
+MANIFEST = "ring_backends.json"
+"""The file that makes a folder a checkpoint: what it holds, and its files with their checksums."""
+
+_UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
+"""What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
+
+_SEEN_WITHIN = 90.0
+"""Seconds until all hosts have to see a new folder; NFS remembers what it has seen for a minute."""
+
+_COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
+
+StrPath = str | os.PathLike[str]
+
+
+class CheckpointNotFoundError(FileNotFoundError, ValueError):
+    """There is no checkpoint at the path."""
+
+
+def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
+    """Refuse to write a checkpoint where something else would be lost.
+
+    Args:
+        is_folder: whether the checkpoint is a folder.
+        name: of the argument, for the error.
+
+    Raises:
+        ValueError: there is something at ``path`` that is neither a regular file, nor a folder that was written as a
+            checkpoint and shall become another one.
+    """
+    path, given = Path(path).resolve(), os.fspath(path)  # of a link, where it leads to
+    for place in _places(path):
+        if not place.exists() or place.is_file():
+            continue
+        if not place.is_dir():
+            raise ValueError(f"{name} = {given!r}: {place} is a pipe, a socket or a device; give another path.")
+        if not is_folder:
+            raise ValueError(f"{name} = {given!r}: {place} is a folder, and the checkpoint a file; give another path.")
+        if any(place.iterdir()) and not (place / MANIFEST).is_file():
+            raise ValueError(
+                f"{name} = {given!r}: {place} is a folder with something else than a checkpoint in it, which would be "
+                "lost; give a path inside of it, or another one."
+            )
+
+
+def _places(path: Path) -> list[Path]:
+    return [path.with_name(path.name + ending) for ending in ("", _UNFINISHED, _REPLACED, _DISCARDED)]
+
+
+def replace_file(path: StrPath, write: Callable[[IO[bytes]], object]) -> None:
+    """Let ``write`` fill a file, which is at ``path`` once it is whole and on the disk."""
+    path, unfinished, *_ = _places(Path(path).resolve())
+    with unfinished.open("wb+") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+
+
+def save_file(ring: Ring, content: Callable[[], object], path: StrPath) -> None:
+    """``torch.save`` by rank 0, which alone makes the content; all ranks of the ring make this call."""
+
+    def write(file: IO[bytes]) -> None:
+        torch.save(content(), file)
+        # The last two bytes of a zip archive without a comment are the length of its comment.
+        end = file.seek(-_LENGTH_SIZE, os.SEEK_END)
+        file.seek(0)
+        comment = _COMMENT + _digest(file, end).encode()
+        file.seek(end)
+        file.write(len(comment).to_bytes(_LENGTH_SIZE, "little") + comment)
+
+    do_on_rank0(ring, "saving a checkpoint", lambda: replace_file(path, write))
+
+
+def check_file(path: Path) -> str:
+    """Compare a file that :func:`save_file` wrote with its checksum.
+
+    Returns:
+        The checksum.
+
+    Raises:
+        ValueError: it is damaged, or something else.
+    """
+    size = path.stat().st_size - _LENGTH_SIZE - len(_COMMENT) - _DIGEST_SIZE
+    with path.open("rb") as file:
+        digest = _digest(file, max(0, size)).encode()
+        comment = file.read()[_LENGTH_SIZE:]
+    if size < 0 or not comment.startswith(_COMMENT):
+        raise ValueError("it has no checksum, was cut off, or is something else")
+    if comment != _COMMENT + digest:
+        raise ValueError("it is damaged: its checksum is another one")
+    return digest.decode()
+
+
+def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], holds: Mapping[str, object]) -> None:
+    """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
+
+    A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
+    beside, for :func:`~ring_backends.training.checkpoint_files.find_checkpoint`.
+
+    Args:
+        holds: what the manifest says of the checkpoint; values that JSON can hold.
+    """
+    given = path
+    path, unfinished, replaced, discarded = _places(Path(path).resolve())
+
+    def prepare() -> str:
+        if replaced.exists():
+            os.replace(replaced, discarded if path.exists() else path)
+        for leftover in (unfinished, discarded):
+            _remove(leftover)
+        unfinished.mkdir()
+        sign = secrets.token_hex(16)
+        (unfinished / MANIFEST).write_text(sign)  # from now on it is known for one that may be removed
+        return sign
+
+    def replace(files: Mapping[str, str]) -> None:
+        with (unfinished / MANIFEST).open("w") as file:
+            json.dump({**holds, "sha256": files}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            os.replace(path, replaced)
+        os.replace(unfinished, path)
+        if replaced.exists():
+            os.replace(replaced, discarded)  # what has the other name is whole
+        _remove(discarded)
+
+    sign = do_on_all(ring, "preparing a checkpoint", prepare if ring.rank == 0 else str)
+    sign, *_ = gather_texts(ring, "the sign of a checkpoint", sign)
+    do_on_all(
+        ring, "finding the checkpoint's folder", lambda: _wait_for_sign(given, unfinished / MANIFEST, sign), ValueError
+    )
+    write(unfinished)
+    seen = gather_texts(ring, "files of a checkpoint", json.dumps(_files_in(unfinished)), FILE_TIMEOUT, limit=None)
+    names = sorted({name for text in seen for name in json.loads(text)})
+    mine = do_on_all(
+        ring,
+        "reading a checkpoint again",
+        lambda: {name: _digest_of_file(unfinished / name, to_disk=True) for name in names[ring.rank :: ring.size]},
+    )
+    files: dict[str, str] = {}
+    for text in gather_texts(ring, "checksums of a checkpoint", json.dumps(mine), FILE_TIMEOUT, limit=None):
+        files |= json.loads(text)
+    do_on_rank0(ring, "saving a checkpoint", lambda: replace(files))
+
+
+def _wait_for_sign(given: StrPath, manifest: Path, sign: str) -> None:
+    """Make sure that this rank sees the folder that rank 0 has made. A network's file system may take a while."""
+    end = time.monotonic() + _SEEN_WITHIN
+    while not (manifest.is_file() and manifest.read_text() == sign):
+        if time.monotonic() > end:
+            raise ValueError(
+                f"path = {os.fspath(given)!r}: this rank does not see the folder {manifest.parent} as rank 0 has made "
+                "it; give an absolute path, on a file system that all hosts share."
+            )
+        time.sleep(0.05)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """What a folder holds.
+
+    Raises:
+        CheckpointNotFoundError: it is no checkpoint.
+        ValueError: its manifest is damaged.
+    """
+    if not (path / MANIFEST).is_file():
+        raise CheckpointNotFoundError(
+            f"path = {os.fspath(path)!r}: no folder with a {MANIFEST} in it; save() writes it."
+        )
+    manifest = json.loads((path / MANIFEST).read_text())
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("sha256"), dict):
+        raise ValueError(f"{MANIFEST} is not that of a checkpoint")
+    return manifest
+
+
+def check_folder(ring: Ring, path: Path) -> str:
+    """Compare this rank's share of a folder's files with their checksums.
+
+    Returns:
+        A digest of the content of all files.
+
+    Raises:
+        ValueError: a file is damaged or missing, or the folder is no checkpoint.
+    """
+    checksums = read_manifest(path)["sha256"]
+    for name in sorted(checksums)[ring.rank :: ring.size]:
+        if not (path / name).is_file():
+            raise ValueError(f"{name} is missing")
+        if _digest_of_file(path / name) != checksums[name]:
+            raise ValueError(f"{name} is damaged: its checksum is not the one in {MANIFEST}")
+    return hashlib.blake2b(json.dumps(checksums, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def find_checkpoint(ring: Ring, path: StrPath) -> Path | None:
+    """Where rank 0 sees the checkpoint of this name: at ``path``, beside it if a save was killed, or nowhere."""
+    place, _, replaced, _ = _places(Path(path).resolve())
+    places = [place, replaced]
+    found = next((index for index, place in enumerate(places) if place.exists()), len(places))
+    by_rank = agree(ring, "finding a checkpoint", None, [found])
+    return [*places, None][int(by_rank[0][0])]
+
+
+def as_plain(value: object, name: str) -> Any:
+    """A value of a checkpoint, as ``torch.load(weights_only=True)`` reads it back: numbers of NumPy become Python's.
+
+    Args:
+        value: tensors, numbers, texts, and lists, tuples and dicts of such.
+        name: of the value, for the error.
+
+    Raises:
+        ValueError: it is something else, which could be saved and not be loaded.
+    """
+    if value is None or isinstance(value, (Tensor, bool, torch.dtype, torch.device, torch.Size)):
+        return value
+    if isinstance(value, Mapping):
+        plain = {as_plain(key, f"a key of {name}"): as_plain(x, f"{name}[{key!r}]") for key, x in value.items()}
+        return OrderedDict(plain) if isinstance(value, OrderedDict) else plain
+    if isinstance(value, (list, tuple)):
+        items = [as_plain(x, f"{name}[{index}]") for index, x in enumerate(value)]
+        return items if isinstance(value, list) else tuple(items)
+    number: Any = value
+    if type(value).__module__.partition(".")[0] == "numpy" and getattr(value, "ndim", None) == 0:
+        number = number.item()
+    kinds: tuple[Any, ...] = (bool, int, float, complex, str, bytes)
+    for kind in kinds:
+        if isinstance(number, kind):
+            return kind(number)
+    raise ValueError(
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}: it could be saved, and not be loaded again; "
+        "make it a number, a text, a tensor, or a list, tuple or dict of these."
+    )
+
+
+def _files_in(folder: Path) -> list[str]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file != folder / MANIFEST)
+    return sorted(file.relative_to(folder).as_posix() for file in files)
+
+
+def _digest_of_file(path: Path, *, to_disk: bool = False) -> str:
+    """SHA-256 of a file; with ``to_disk`` it is on the disk then."""
+    with path.open("rb") as file:
+        if to_disk:
+            os.fsync(file.fileno())
+        return _digest(file, path.stat().st_size)
+
+
+def _digest(file: IO[bytes], size: int) -> str:
+    """SHA-256 of the next ``size`` bytes."""
+    digest = hashlib.sha256()
+    while size > 0:
+        chunk = file.read(min(size, _CHUNK))
+        if not chunk:
+            break
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        # The manifest last: what is left by a process that is killed meanwhile is still known for a checkpoint.
+        for inside in sorted(path.iterdir()):
+            if inside.name != MANIFEST:
+                _remove(inside)
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,238 @@
+"""What a framework's reducer does to gradients: what it divides by, and what it needs of every parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
+from torch.utils._pytree import tree_leaves
+
+from ring_backends.ring.collectives import agree
+from ring_backends.ring.ring import Ring
+
+
+def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
+    """What a framework's reducer divides by: send one known gradient per rank through it, and see what comes out.
+
+    Args:
+        world: all ranks.
+        reduced: takes this rank's gradient of one parameter, returns what the real reducer makes of it on this rank.
+
+    Raises:
+        RuntimeError: the ranks get different gradients, so that replicas would drift apart.
+    """
+    values = [value for (value,) in agree(world, "measure_divisor", None, [reduced(float(world.rank + 1))])]
+    if not max(values) - min(values) <= 1e-6 * abs(values[0]):
+        raise RuntimeError(
+            f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
+            "apart: it has to reduce over all ranks of data × ring; do not restrict its process group."
+        )
+    return world.size * (world.size + 1) / 2 / values[0]
+
+
+def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
+    """A module of one weight, which is 0, and an input for which the gradient of the output's sum is ``gradient``.
+
+    In fp32 whatever the default dtype is: a lower one may not hold the number of ranks.
+    """
+    module = nn.Linear(1, 1, bias=False, device=device, dtype=torch.float32)
+    nn.init.zeros_(module.weight)
+    return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
+
+
+def in_order_of_backward(loss: Tensor) -> Iterator[tuple[Node, int]]:
+    """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
+
+    With each node comes the number of others that could run then. The engine's order among the parameters of one node
+    depends on that number; here they come in the node's own order. What is computed again in a backward, as by
+    reentrant checkpointing, is not in the graph.
+    """
+    if loss.grad_fn is None:
+        return
+    waits_for: Counter[Node] = Counter()
+    left, seen = [loss.grad_fn], {loss.grad_fn}
+    while left:
+        for following, _ in left.pop().next_functions:
+            if following is not None:
+                waits_for[following] += 1
+                if following not in seen:
+                    seen.add(following)
+                    left.append(following)
+    places = itertools.count()
+    ready = [(0, next(places), loss.grad_fn)]
+    while ready:
+        node = heapq.heappop(ready)[-1]
+        yield node, len(ready)
+        for following, _ in node.next_functions:
+            if following is not None:
+                waits_for[following] -= 1
+                if not waits_for[following]:  # of several that are ready, the one that was made last
+                    heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
+
+
+def is_eager_forward() -> bool:
+    """Whether a hook of a forward should compare and mark: not in a compiled graph, which has no place for it, nor in
+    what a backward computes again."""
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+
+
+_PART = "ring_backends: part of the model"
+
+
+def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
+    """A forward hook that writes a part's name to the nodes of the graph by which a backward reaches the part."""
+    if not is_eager_forward():
+        return
+    for output in tree_leaves(outputs):
+        if isinstance(output, Tensor) and output.grad_fn is not None:
+            cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
+
+
+def parts_behind(loss: Tensor) -> list[str]:
+    """The names of the marked parts of a model, in the order in which a backward of ``loss`` comes to them."""
+    nodes = (node for node, _ in in_order_of_backward(loss))
+    found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
+    return [name or "the whole model" for name in dict.fromkeys(found)]
+
+
+@contextlib.contextmanager
+def hooks_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+    """Within it the tensors' own hooks (``register_hook``) do not run."""
+    hooks = [(own, dict(own)) for own in (parameter._backward_hooks for parameter in parameters) if own]
+    for own, _ in hooks:
+        own.clear()
+    try:
+        yield
+    finally:
+        for own, all_of_them in hooks:
+            own.update(all_of_them)
+
+
+class UnusedParameters:
+    """Hands a reducer that waits for every parameter those that a backward did not reach.
+
+    DistributedDataParallel reduces in hooks of the backward. Where a rank leaves out a parameter, such as that of an
+    expert to which none of the rank's tokens went, it would never end.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        # As DistributedDataParallel finds out of which parameters the gradients are sparse.
+        embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+        self._sparse = {id(part.weight) for part in embeddings if part.sparse}
+        self._reached: set[int] = set()
+        # Hooks of these nodes, and not of the tensors: a reducer's run for an undefined gradient too.
+        self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]
+        for index, node in enumerate(self._nodes):
+            node.register_hook(self._hook(index))
+
+    def _hook(self, index: int) -> Callable[..., None]:
+        def reached(*_: object) -> None:
+            self._reached.add(index)
+
+        return reached
+
+    def begin(self) -> None:
+        """Before a backward."""
+        self._reached.clear()
+
+    def end(self) -> None:
+        """After it: run the hooks of the parameters that it has not reached, with no gradient."""
+        unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
+        if unused:
+            is_sparse = [id(parameter) in self._sparse for parameter in unused]
+            with hooks_set_aside(unused):
+                _Nothing.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
+
+
+class _Nothing(torch.autograd.Function):
+    """Depends on some parameters, to which it gives no gradient, or a sparse one without entries."""
+
+    @staticmethod
+    def forward(ctx: Any, is_sparse: list[bool], *parameters: Tensor) -> Tensor:
+        ctx.is_sparse, ctx.parameters = is_sparse, parameters
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        pairs = zip(ctx.is_sparse, ctx.parameters, strict=True)
+        return None, *(_no_rows_of(parameter) if is_sparse else None for is_sparse, parameter in pairs)
+
+
+def _no_rows_of(parameter: Tensor) -> Tensor:
+    """A sparse gradient without entries."""
+    places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+
+
+class GradientsTogether(torch.autograd.Function):
+    """A loss with the same gradients, which come when all of them are there: of all parameters, and in their order.
+
+    ``GradientsTogether.apply([loss], *parameters)``; a parameter that ``loss`` does not depend on gets 0. For reducers
+    that take gradients as they come, and would mix them up where they come otherwise on another rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: list[Tensor], *parameters: nn.Parameter) -> Tensor:
+        ctx.loss, ctx.parameters = loss, parameters
+        return loss[0].detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        with hooks_set_aside(ctx.parameters):  # they run when the gradients are handed on from here
+            gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
+        pairs = zip(gradients, ctx.parameters, strict=True)
+        return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
+
+
+class Autocast(nn.Module):
+    """Runs a module under autocast, and with its forward the backward; parameters and gradients keep their dtype.
+
+    A module around the other, and not another ``forward`` of it, so that it can be copied and pickled.
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.module, self.dtype = module, dtype
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast(device_of(self.module).type, self.dtype):
+            return self.module(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+
+def under_autocast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module, under autocast unless ``dtype`` is None."""
+    return module if dtype is None else Autocast(module, dtype)
+
+
+def check_mixed_precision(dtype: object) -> None:
+    """Refuse a dtype that no model is trained in mixed precision with.
+
+    Raises:
+        TypeError, ValueError: it is not torch.bfloat16, nor None.
+    """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(
+            f"mixed_precision = {dtype}: must be torch.bfloat16 or None; in fp16 the gradients of a mean over all "
+            "tokens of a long sequence underflow."
+        )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where a model's parameters are."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
