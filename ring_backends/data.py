@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler
 
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 
 
 def ring_sampler(
@@ -73,8 +74,7 @@ def rank_seed(seed: int, ring: Ring) -> int:
     >>> rank_seed(0, Ring(size=2, rank=1, ranks=(0, 1))) - rank_seed(0, Ring(size=2, rank=0, ranks=(0, 1)))
     1
     """
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise TypeError(f"seed = {seed!r}: expected an int; convert it with int().")
+    check_integer("seed", seed)
     # Far apart for neighbouring seeds: with seed + rank, rank 1 of one run would repeat rank 0 of the next. Ranks are
     # next to each other, since CPU generators read the lowest 32 bits alone, which must not coincide.
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
@@ -96,8 +96,7 @@ def document_ids(cu_seqlens: Tensor | Sequence[int], seq_len: int) -> Tensor:
     Raises:
         ValueError, TypeError: the bounds do not rise from 0, or end behind the sequence.
     """
-    if not isinstance(seq_len, int) or isinstance(seq_len, bool):
-        raise TypeError(f"seq_len = {seq_len!r}: expected an int; convert it with int().")
+    check_integer("seq_len", seq_len)
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
         raise ValueError(
             f"cu_seqlens is {cu_seqlens.dtype} {[*cu_seqlens.shape]}: expected int32 or int64 [documents + 1]."

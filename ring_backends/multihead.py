@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
 
 _MAX_CACHED_TABLES = 4
@@ -59,10 +60,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": kv_heads}
         for name, value in sizes.items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            check_integer(name, value, 1)
         if embed_dim % num_heads:
             raise ValueError(f"embed_dim = {embed_dim}: num_heads = {num_heads} must divide it; change one of the two.")
         if num_heads % kv_heads:

@@ -31,6 +31,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call
 from ring_backends.ring.rendezvous import connect
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -64,10 +65,7 @@ def _unpickle_ring(fields: dict[str, Any]) -> UlyssesRing:
 
 
 def check_ulysses_size(ulysses_size: object) -> None:
-    if not isinstance(ulysses_size, int) or isinstance(ulysses_size, bool):
-        raise TypeError(f"ulysses_size = {ulysses_size!r}: expected an int; 1 trades no heads.")
-    if ulysses_size < 1:
-        raise ValueError(f"ulysses_size = {ulysses_size}: must be at least 1; 1 trades no heads.")
+    check_integer("ulysses_size", ulysses_size, 1, advice="1 trades no heads")
 
 
 def connect_ulysses(

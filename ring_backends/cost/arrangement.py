@@ -25,6 +25,7 @@ from ring_backends.cost.probe import RankProbe, available_memory_bytes, device_o
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.topology import Place, RingOrder, topology_order
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 from ring_backends.schedule.ring_schedule import RingSchedule
@@ -92,11 +93,8 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
             f"{', '.join(_REQUIRED)}, or a number."
         )
     _workload(layout, auto, torch.device("cpu"))
-    memory = auto.get("memory_bytes")
-    if memory is not None and (not isinstance(memory, int) or isinstance(memory, bool)):
-        raise TypeError(f"memory_bytes = {memory!r}: expected an int; convert it with int().")
-    if memory is not None and memory < 1:
-        raise ValueError(f"memory_bytes = {memory}: must be at least 1; leave it out for what the device has.")
+    if auto.get("memory_bytes") is not None:
+        check_integer("memory_bytes", auto["memory_bytes"], 1, advice="leave it out for what the device has")
 
 
 def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> None:

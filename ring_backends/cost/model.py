@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.crossing import num_covered
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.planner import COMMUNICATION_SHARE, MIN_HOP_BYTES, num_cuts
@@ -58,11 +59,7 @@ class RingCost:
 
     def __post_init__(self) -> None:
         for name in ("batch", "head_dim", "itemsize"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            check_integer(name, getattr(self, name), 1)
 
     @property
     def ring_size(self) -> int:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -140,12 +141,7 @@ def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
         if not dropout_p:
             return None
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device="cpu")
-    if not isinstance(dropout_seed, int) or isinstance(dropout_seed, bool):
-        raise TypeError(
-            f"dropout_seed = {dropout_seed!r}: expected an int, or None to draw one; convert it with int()."
-        )
-    if not 0 <= dropout_seed < 2**63:
-        raise ValueError(
-            f"dropout_seed = {dropout_seed}: must be at least 0 and below 2**63; give such, or None to draw one."
-        )
-    return torch.tensor([dropout_seed], dtype=torch.int64, device="cpu") if dropout_p else None
+    seed = check_integer("dropout_seed", dropout_seed, 0, advice="leave it out to draw one")
+    if seed >= 2**63:
+        raise ValueError(f"dropout_seed = {seed}: must be below 2**63; leave it out to draw one.")
+    return torch.tensor([seed], dtype=torch.int64, device="cpu") if dropout_p else None

@@ -33,6 +33,7 @@ from torch.nn import functional as F
 from ring_backends.longnet.torchscale import OPTIONS, load_parameters, read_checkpoint, sizes_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.pattern import DilatedPattern
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
@@ -139,10 +140,7 @@ class LongNet(nn.Module):
         sizes = {"ffn_dim": ffn_dim, "num_layers": num_layers}
         tables = {"vocab_size": vocab_size, "num_positions": num_positions, "output_size": output_size}
         for name, value in (sizes | {name: rows for name, rows in tables.items() if rows is not None}).items():
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            check_integer(name, value, 1)
         if not isinstance(layer_norm_eps, (int, float)) or isinstance(layer_norm_eps, bool):
             raise TypeError(f"layer_norm_eps = {layer_norm_eps!r}: expected a float; convert it with float().")
         if not layer_norm_eps > 0:

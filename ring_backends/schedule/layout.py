@@ -11,6 +11,8 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from ring_backends.schedule.checks import check_integer
+
 LayoutKind = Literal["contiguous", "zigzag"]
 
 
@@ -38,10 +40,7 @@ class SequenceLayout:
 
     def __post_init__(self) -> None:
         for name, value in (("seq_len", self.seq_len), ("ring_size", self.ring_size)):
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            check_integer(name, value, 1)
             if value >= 2**62:
                 raise ValueError(f"{name} = {value}: must be below 2**62, since positions are int64; give less.")
         if self.kind not in get_args(LayoutKind):

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from ring_backends.schedule.checks import check_integer
+
 HeadMode = Literal["all", "grouped"]
 Offset = Literal["mod", "block", "branch"]
 Padding = Literal["masked", "zeros"]
@@ -145,12 +147,7 @@ def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
     if not values:
         raise ValueError(f"{name} is empty: attention needs at least one branch; give one entry per branch.")
     for index, value in enumerate(values):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name}[{index}] = {value!r}: expected an int; convert it with int().")
-        if value < 1:
-            raise ValueError(
-                f"{name}[{index}] = {value}: must be at least 1; drop the branch or give a positive number."
-            )
+        check_integer(f"{name}[{index}]", value, 1, advice="drop the branch or give a positive number")
     return values
 
 

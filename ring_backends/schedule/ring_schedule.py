@@ -16,6 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.crossing import CrossingPieces, crossing_pieces, num_covered
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
@@ -78,11 +79,7 @@ class RingSchedule:
         if self.num_kv_heads is None:
             object.__setattr__(self, "num_kv_heads", self.num_heads)
         for name in ("num_heads", "num_kv_heads"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"{name} = {value!r}: expected an int; convert it with int().")
-            if value < 1:
-                raise ValueError(f"{name} = {value}: must be at least 1; give a positive number.")
+            check_integer(name, getattr(self, name), 1)
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} and num_kv_heads = {self.kv_heads}: every key/value head serves the "

@@ -29,6 +29,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.collectives import agree, broadcast, do_on_all, do_on_rank0, together
 from ring_backends.ring.rendezvous import ring_of_the_world
 from ring_backends.ring.ring import Ring
+from ring_backends.schedule.checks import check_integer
 from ring_backends.training.alike import (
     checked_count,
     describe_model,
@@ -96,8 +97,7 @@ class TrainingState(ABC):
         with self._world.refusals_told():
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
-            if not isinstance(accumulation_steps, int) or accumulation_steps < 1:
-                raise ValueError(f"accumulation_steps = {accumulation_steps}: must be an int of at least 1.")
+            check_integer("accumulation_steps", accumulation_steps, 1)
         self.ring = ring
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
