@@ -166,7 +166,7 @@ class RingDilatedAttention(nn.Module, ABC):
             constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
             seed = draw_seed(dropout_seed, dropout_p)
             return compiled.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
-        with self.ring.refusals_told():
+        with self.ring.report_refusals():
             inputs = Inputs(*tensors, draw_seed(dropout_seed, dropout_p))
         request = self._request(inputs, is_causal, seq_len, return_lse)
         return request.run(self._start(request, needs_gradients=request.needs_gradients), return_lse)
@@ -174,7 +174,7 @@ class RingDilatedAttention(nn.Module, ABC):
     def _request(self, inputs: Inputs, is_causal: bool, seq_len: int | None, return_lse: bool = False) -> Request:
         """The call, checked; the other ranks are told if it is refused."""
         options = self.pattern, self.ring, is_causal, seq_len, self.scale, self.kernel, return_lse, self.dropout_p
-        with self.ring.refusals_told():
+        with self.ring.report_refusals():
             return Request.check(inputs, *options)
 
     def _start(self, request: Request, *, needs_gradients: bool) -> Start:

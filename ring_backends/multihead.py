@@ -128,7 +128,7 @@ class RingDilatedMultiheadAttention(nn.Module):
             ValueError: the shape of x; TypeError: its dtype; and what the attention itself raises.
         """
         ring = cast(Ring, self.attention.ring)
-        with ring.refusals_told():
+        with ring.report_refusals():
             seq_len = self._check(x, ring, seq_len)
         batch, local_len = x.shape[:2]
         query = self.q_proj(x).view(batch, local_len, self.num_heads, self.head_dim)

@@ -68,7 +68,7 @@ def attention_weights(
     ring.check_connected()
     request = attention._request(Inputs(query, key, key, key_padding_mask, document_ids), is_causal, seq_len)
     layout, inputs = request.schedule.layout, request.inputs
-    with ring.refusals_told():
+    with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
     gather = _gathering(attention, request, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)

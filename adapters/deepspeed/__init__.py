@@ -213,7 +213,7 @@ def parallelize(
             is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    with ring_of_the_world(ring).refusals_told():
+    with ring_of_the_world(ring).report_refusals():
         settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
     return DeepSpeedTraining(
         model,

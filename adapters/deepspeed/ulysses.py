@@ -170,7 +170,7 @@ class UlyssesAttention:
         request = self.module._request(Inputs(query, key, value, key_padding_mask, document_ids), is_causal, seq_len)
         query, key, value = request.inputs.query, request.inputs.key, request.inputs.value
         seq_len = request.schedule.layout.seq_len
-        with ring.refusals_told():
+        with ring.report_refusals():
             _check_trade(query.shape[2], key.shape[2], seq_len, ring)
             _check_no_dropout(self.module)
             draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused

@@ -200,7 +200,7 @@ def parallelize(
         RuntimeError: the reducer leaves the replicas with different parameters.
     """
     strategies: dict[str, type[FairScaleTraining]] = {"sharded_ddp": ShardedTraining, "fsdp": FullyShardedTraining}
-    with ring_of_the_world(ring).refusals_told():
+    with ring_of_the_world(ring).report_refusals():
         if strategy not in strategies:
             raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(map(repr, strategies))}.")
         _check_model_parallel(ring)

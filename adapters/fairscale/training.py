@@ -44,7 +44,7 @@ class FairScaleTraining(TrainingState):
         options: dict[str, Any],
     ) -> None:
         self._options = options
-        with ring_of_the_world(ring).refusals_told():
+        with ring_of_the_world(ring).report_refusals():
             check_mixed_precision(mixed_precision)
             self._check_model(model)
         compared = {**options, "mixed_precision": mixed_precision}

@@ -137,7 +137,7 @@ def parallelize(
         ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    with ring_of_the_world(ring).refusals_told():
+    with ring_of_the_world(ring).report_refusals():
         if strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
         check_mixed_precision(mixed_precision)

@@ -114,7 +114,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         **options: Any,
     ) -> tuple[Tensor, None]:
         """As transformers calls it: [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
-        with ring.refusals_told():
+        with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
             _check_options(options, dropout)
             _check_scaling(scaling, attention.scale, query.shape[-1])
@@ -143,7 +143,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> _RingMask:
-        with ring.refusals_told():
+        with ring.report_refusals():
             if q_length != kv_length or kv_offset:
                 raise ValueError(
                     f"a mask of {q_length} queries and {kv_length} keys: key/value caches and cross-attention are not "

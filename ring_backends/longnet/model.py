@@ -76,7 +76,7 @@ class _Layer(nn.Module):
         # Here and not where x comes in, since a wrapper that shards the layer may convert what it is given.
         weight = self.self_attn_layer_norm.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            with cast(Ring, self.self_attn.attention.ring).refusals_told():
+            with cast(Ring, self.self_attn.attention.ring).report_refusals():
                 raise TypeError(
                     f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
                 )
@@ -215,7 +215,7 @@ class LongNet(nn.Module):
                 attention itself raises.
         """
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
-        with ring.refusals_told():
+        with ring.report_refusals():
             x, seq_len = self._embed(x, ring, seq_len)
         states = [x]
         for layer in self.layers:

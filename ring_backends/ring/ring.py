@@ -81,7 +81,7 @@ class Ring:
         return [rank for rank in range(self.size) if rank != self.rank]
 
     @contextlib.contextmanager
-    def refusals_told(self) -> Iterator[None]:
+    def report_refusals(self) -> Iterator[None]:
         """The other ranks hear of an error by which this one refuses a call, before it has begun, and need not wait."""
         try:
             yield
@@ -135,7 +135,7 @@ class Ring:
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
-        with self.refusals_told():
+        with self.report_refusals():
             if seq_len is None:
                 seq_len = tensor.shape[dim] * self.size
             is_empty = isinstance(seq_len, int) and seq_len == 0

@@ -94,7 +94,7 @@ class TrainingState(ABC):
             options: what else ``parallelize`` was given; compared as far as they are plain values.
         """
         self._world = ring_of_the_world(ring)
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
             check_integer("accumulation_steps", accumulation_steps, 1)
@@ -126,7 +126,7 @@ class TrainingState(ABC):
             ValueError, TypeError: it is no finite number of at least 0.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             count = checked_count("local_count", local_count)
         by_rank = agree(self._world, "global_count", None, [count, isinstance(count, int)])
         total = math.fsum(rank_count for rank_count, _ in by_rank)
@@ -151,7 +151,7 @@ class TrainingState(ABC):
             ValueError, TypeError: several micro-batches make a step and ``step_token_count`` is not given, or a count
                 is no finite number of at least 0.
         """
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             if step_token_count is None and self.accumulation_steps > 1:
                 raise ValueError(
                     f"step_token_count is not given with accumulation_steps = {self.accumulation_steps}: the mean is "
@@ -180,7 +180,7 @@ class TrainingState(ABC):
             RingPeerError: a rank does not make the call, or raised something in it.
         """
         self._check_usable()
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             self._check_loss(loss)
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
@@ -210,7 +210,7 @@ class TrainingState(ABC):
             RingMismatchError: the ranks are in different steps, or their optimizers have different settings.
             RingPeerError: a rank does not make the call.
         """
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             if self._backward_calls < self.accumulation_steps:
                 raise RuntimeError(
                     f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients "
@@ -329,7 +329,7 @@ class TrainingState(ABC):
             RuntimeError: gradients of a step that is not finished would be added to those of the next one.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             if self._backward_calls:
                 raise RuntimeError(
                     f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
@@ -481,7 +481,7 @@ class TrainingState(ABC):
         """Give all ranks rank 0's buffers, of those that a state_dict has: the ranks saw different tokens."""
         if not self._buffers:
             return
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             buffers: list[Any] = [getattr(module, buffer, None) for module, buffer in self._buffers]
             for (module, buffer), found in zip(self._buffers, buffers, strict=True):
                 if not isinstance(found, Tensor):
@@ -492,7 +492,7 @@ class TrainingState(ABC):
         broadcast(self._world, f"buffers in {name}", buffers)
 
     def _agree_on_path(self, name: str, path: StrPath) -> None:
-        with self._world.refusals_told():
+        with self._world.report_refusals():
             fields = {"path": os.fspath(path)}
         self._agree(name, fields)
 
@@ -515,7 +515,7 @@ class ReplicatedTraining(TrainingState):
         mixed_precision: torch.dtype | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        with ring_of_the_world(ring).refusals_told():
+        with ring_of_the_world(ring).report_refusals():
             check_mixed_precision(mixed_precision)
         options = {"mixed_precision": mixed_precision, **options}
         super().__init__(model, ring, max_grad_norm, accumulation_steps, options)
