@@ -18,7 +18,7 @@ from ring_backends.cost.arrangement import AutoOptions, RingSize
 from ring_backends.joining import join_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, batch_of_works, transfer_of_works
+from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import ReplicatedTraining, TrainingState
 
@@ -74,7 +74,7 @@ class NativeRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         group = self.ring.group
         assert group is not None
-        return transfer_of_works(group, lambda out, into: batch_of_works(group, out, into, tag), outgoing, incoming)
+        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)
 
 
 RingDilatedAttention = NativeRingDilatedAttention

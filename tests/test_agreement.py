@@ -17,7 +17,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement, Configuration, describe_differences
-from ring_backends.ring.watch import Watch
+from ring_backends.ring.watchdog import Watchdog
 
 A_MOMENT = 1.0
 """Seconds that a busy machine may take beyond what it is told to wait."""
@@ -125,20 +125,20 @@ def test_lists_are_told_by_what_differs() -> None:
 
 def test_a_look_at_a_wait_that_ends_meanwhile() -> None:
     """The thread that looks goes on, whatever one of the rings raises."""
-    watch, looked = Watch(), threading.Event()
+    watch, looked = Watchdog(), threading.Event()
 
     class Failing:
         def wait_number(self) -> int:
             return 1
 
-        def look(self) -> None:
+        def end_vain_wait(self) -> None:
             raise TypeError("on purpose")
 
     class Waiting:
         def wait_number(self) -> int:
             return 1
 
-        def look(self) -> None:
+        def end_vain_wait(self) -> None:
             looked.set()
 
     rings = Failing(), Waiting()

@@ -12,7 +12,7 @@ import torch
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import (
     MANIFEST,
-    as_plain,
+    as_loadable,
     check_file,
     check_folder,
     check_place,
@@ -183,8 +183,8 @@ class OwnNumber:
 def test_numbers_of_numpy_become_plain_and_others_are_refused() -> None:
     numpy = pytest.importorskip("numpy")
     state = {"lr": numpy.float64(0.1), "betas": (numpy.float32(0.5), 1), "names": ["a"], "on": True, "x": torch.ones(1)}
-    plain = as_plain(state, "state")
+    plain = as_loadable(state, "state")
     assert plain == state
     assert [type(value) for value in (plain["lr"], *plain["betas"], plain["on"])] == [float, float, int, bool]
     with pytest.raises(ValueError, match=r"state\['lr'\]\[1\] is a .*OwnNumber"):
-        as_plain({"lr": [0.1, OwnNumber()]}, "state")
+        as_loadable({"lr": [0.1, OwnNumber()]}, "state")

@@ -21,10 +21,10 @@ from ring_backends.attention import RingDilatedAttention as _RingDilatedAttentio
 from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange, refuse_arrangement
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.joining import check_options
-from ring_backends.ring.rendezvous import connect, ring_of_the_world, ring_ranks, start_world
+from ring_backends.ring.rendezvous import connect, ring_ranks, start_world, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, transfer_of_works
+from ring_backends.ring.transfer import Transfer, post_works
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
 
@@ -141,7 +141,7 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
             works: list[dist.Work] = comm.batch_isend_irecv([*receives, *sends])
             return works
 
-        return transfer_of_works(group, post, outgoing, incoming)
+        return post_works(group, post, outgoing, incoming)
 
     def forward(
         self,
@@ -213,7 +213,7 @@ def parallelize(
             is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    with ring_of_the_world(ring).report_refusals():
+    with world_ring(ring).report_refusals():
         settings = engine_settings(model, config, zero_stage, accumulation_steps, max_grad_norm, mixed_precision)
     return DeepSpeedTraining(
         model,

@@ -33,9 +33,9 @@ from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
 from ring_backends.training.reducer import (
-    GradientsTogether,
+    OrderedGradients,
+    backward_order,
     check_mixed_precision,
-    in_order_of_backward,
     measure_divisor,
     probe,
 )
@@ -104,13 +104,13 @@ def engine_settings(
     if mixed_precision:
         # With modules listed here, DeepSpeed would reduce their gradients in bf16.
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
-    _settle_dtype(settings, model)
+    _choose_dtype(settings, model)
     settings.setdefault("train_micro_batch_size_per_gpu", 1)
     settings.setdefault("zero_allow_untested_optimizer", True)
     return settings
 
 
-def _settle_dtype(settings: dict[str, Any], model: nn.Module) -> None:
+def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
     """Let a model of bf16 be trained as such; refuse what DeepSpeed would cast without being told, or not at all."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes == {torch.bfloat16} and "torch_autocast" not in settings:
@@ -157,13 +157,13 @@ class DeepSpeedTraining(TrainingState):
         if dist.get_world_size() == 1:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
         start_deepspeed()
-        self._mixes_gradients_up = False
+        self._gradient_orders_differ = False
         self._is_in_backward = False
         self._arrived: list[str] = []
-        self._came_from_elsewhere: set[str] = set()
+        self._foreign_gradients: set[str] = set()
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divisor = _divisor(self._world, settings, mpu, options)
-        self.optimizer = self._made(make_optimizer, model)
+        self.optimizer = self._make_optimizer(make_optimizer, model)
         with _default_dtype(torch.float32):
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options
@@ -174,23 +174,23 @@ class DeepSpeedTraining(TrainingState):
         self._zero_stage: int = self._engine.zero_optimization_stage()
         if self._zero_stage:
             for name, parameter in self._parameters.items():
-                parameter.register_post_accumulate_grad_hook(partial(self._note_the_gradient, name))
+                parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
         if self._zero_stage == 3:
             modules = self._engine.module.named_modules()
-            self._compare_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
+            self._check_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
-    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         """Find out whether the backwards of all ranks reach the same parameters, in the same order.
 
         ZeRO 1 to 3 put gradients into buckets in the order in which they come, and reduce the buckets of all ranks.
         """
-        behind = super()._behind(loss)
+        behind = super()._describe_graph(loss)
         if not self._zero_stage:
             return behind
-        if self._came_from_elsewhere:
+        if self._foreign_gradients:
             raise RuntimeError(
-                f"gradients of {', '.join(sorted(self._came_from_elsewhere)[:8])} came from a backward that was not "
+                f"gradients of {', '.join(sorted(self._foreign_gradients)[:8])} came from a backward that was not "
                 "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes, and "
                 "while another loss goes through the model, freeze it by requires_grad_(False) and call the module "
                 "inside of the engine."
@@ -199,7 +199,7 @@ class DeepSpeedTraining(TrainingState):
             return behind
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         order, is_checkpointed = [], False
-        for node, num_others in in_order_of_backward(loss):
+        for node, num_others in backward_order(loss):
             is_checkpointed |= node.name() == "CheckpointFunctionBackward"  # torch's, DeepSpeed's or FairScale's
             name = names.get(id(getattr(node, "variable", None)))
             if name is not None:
@@ -207,8 +207,8 @@ class DeepSpeedTraining(TrainingState):
         if self._zero_stage == 3:
             return {**behind, _ORDER: [name for name, _ in order]}
         by_rank = agree(self._world, "parameters of a backward", None, [_number(order), is_checkpointed])
-        self._mixes_gradients_up = any(number != by_rank[0][0] for number, _ in by_rank)
-        if self._mixes_gradients_up and any(is_checkpointed for _, is_checkpointed in by_rank):
+        self._gradient_orders_differ = any(number != by_rank[0][0] for number, _ in by_rank)
+        if self._gradient_orders_differ and any(is_checkpointed for _, is_checkpointed in by_rank):
             raise RingMismatchError(
                 "the ranks' losses depend on different parameters, or on the same ones in another order, and "
                 "reentrant checkpointing keeps ZeRO from taking their gradients together: use use_reentrant=False, or "
@@ -225,23 +225,23 @@ class DeepSpeedTraining(TrainingState):
                 "optimizer, before parallelize()."
             )
 
-    def _gradients(self) -> Mapping[str, object]:
+    def _describe_gradients(self) -> Mapping[str, object]:
         # What reentrant checkpointing computes again in a backward is behind no loss, and is known afterwards alone.
         return {_ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
-        if self._mixes_gradients_up:
-            loss = GradientsTogether.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
+        if self._gradient_orders_differ:
+            loss = OrderedGradients.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
         # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
         self._is_in_backward = True
         self._engine.backward(loss, scale_wrt_gas=False)
         self._is_in_backward = False
 
-    def _note_the_gradient(self, name: str, *_: object) -> None:
+    def _record_gradient(self, name: str, *_: object) -> None:
         if self._is_in_backward:
             self._arrived.append(name)
         else:
-            self._came_from_elsewhere.add(name)
+            self._foreign_gradients.add(name)
 
     def _step(self) -> bool:
         self._arrived.clear()
@@ -330,7 +330,7 @@ def _load_tensors(path: str, map_location: Any = None) -> Any:
         return torch.load(path, map_location=map_location, weights_only=True)
 
 
-_NO_PART_IN_REDUCING = (
+_NOT_FOR_THE_PROBE = (
     *("bf16", "torch_autocast", "scheduler", "gradient_accumulation_steps"),
     *("tensorboard", "wandb", "comet", "csv_monitor", "flops_profiler", "autotuning", "wall_clock_breakdown"),
 )
@@ -338,7 +338,7 @@ _NO_PART_IN_REDUCING = (
 
 def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) -> float:
     """What the engine's reducer divides by, from an engine of one parameter with the same groups."""
-    probe_settings = {key: value for key, value in settings.items() if key not in _NO_PART_IN_REDUCING}
+    probe_settings = {key: value for key, value in settings.items() if key not in _NOT_FOR_THE_PROBE}
     probe_settings |= {
         "gradient_clipping": 0.0,  # without the key DeepSpeed clips at 1
         "zero_force_ds_cpu_optimizer": False,  # the probe's optimizer is plain SGD, offloaded or not
@@ -361,7 +361,7 @@ def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mappin
         engine.destroy()
         return value
 
-    with _groups_left_alone(), _default_dtype(torch.float32):
+    with _restored_groups(), _default_dtype(torch.float32):
         try:
             return measure_divisor(world, reduced)
         except RuntimeError as error:
@@ -375,7 +375,7 @@ def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mappin
 
 
 @contextlib.contextmanager
-def _groups_left_alone() -> Iterator[None]:
+def _restored_groups() -> Iterator[None]:
     """DeepSpeed keeps an engine's mpu and mesh for whatever comes later in the process; a probe shall leave none."""
     mpu, mesh = groups.mpu, groups.mesh_device
     try:

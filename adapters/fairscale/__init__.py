@@ -22,14 +22,14 @@ from ring_backends.errors import AdapterUnavailableError
 from ring_backends.joining import check_options
 from ring_backends.ring.rendezvous import (
     connect,
-    ring_of_the_world,
     ring_ranks,
     start_world,
     start_world_of_one,
+    world_ring,
 )
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, transfer_of_works
+from ring_backends.ring.transfer import Transfer, post_works
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
@@ -152,7 +152,7 @@ class FairScaleRingDilatedAttention(_RingDilatedAttention):
                 transport.send_message(_message(here, ring.ranks[peer], buffer, tag), skip_header=True)
             return transport.post()
 
-        return transfer_of_works(group, post, outgoing, incoming)
+        return post_works(group, post, outgoing, incoming)
 
 
 RingDilatedAttention = FairScaleRingDilatedAttention
@@ -200,7 +200,7 @@ def parallelize(
         RuntimeError: the reducer leaves the replicas with different parameters.
     """
     strategies: dict[str, type[FairScaleTraining]] = {"sharded_ddp": ShardedTraining, "fsdp": FullyShardedTraining}
-    with ring_of_the_world(ring).report_refusals():
+    with world_ring(ring).report_refusals():
         if strategy not in strategies:
             raise ValueError(f"strategy = {strategy!r}: must be one of {', '.join(map(repr, strategies))}.")
         _check_model_parallel(ring)

@@ -21,7 +21,7 @@ from fairscale.nn.data_parallel import FullyShardedDataParallel, ShardedDataPara
 from fairscale.optim import OSS
 from torch import Tensor, nn
 
-from ring_backends.ring.rendezvous import ring_of_the_world
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_file
 from ring_backends.training.reducer import check_mixed_precision, device_of, measure_divisor, probe, under_autocast
@@ -44,12 +44,12 @@ class FairScaleTraining(TrainingState):
         options: dict[str, Any],
     ) -> None:
         self._options = options
-        with ring_of_the_world(ring).report_refusals():
+        with world_ring(ring).report_refusals():
             check_mixed_precision(mixed_precision)
             self._check_model(model)
         compared = {**options, "mixed_precision": mixed_precision}
         super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
-        make = partial(self._made, make_optimizer)
+        make = partial(self._make_optimizer, make_optimizer)
         self._module, self.model, self.optimizer = self._wrap(model, make, mixed_precision)
         self.divisor = measure_divisor(self._world, self._reduced)
 
@@ -131,13 +131,13 @@ class ShardedTraining(FairScaleTraining):
         optimizer.zero_grad = wrapped.zero_grad
         return model, wrapped, optimizer
 
-    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if not self.model.training:
             raise RuntimeError(
                 "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode alone, so "
                 "replicas would drift apart; call state.model.train() before the forward."
             )
-        return super()._behind(loss)
+        return super()._describe_graph(loss)
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         with model.no_sync():  # type: ignore[operator]

@@ -25,10 +25,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ring_backends.adapters.fsdp.sharding import (
     Strategy,
-    as_it_is,
-    by_fsdp1,
-    by_fully_shard,
     check_blocks,
+    existing_sharding,
+    fsdp1_sharding,
+    fully_shard_sharding,
     refuse_sharded_parts,
 )
 from ring_backends.adapters.fsdp.training import FSDP1Training, FSDP2Training, ShardedTraining
@@ -36,7 +36,7 @@ from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.joining import check_options
-from ring_backends.ring.rendezvous import connect, ring_of_the_world, ring_ranks, start_world
+from ring_backends.ring.rendezvous import connect, ring_ranks, start_world, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind
@@ -137,7 +137,7 @@ def parallelize(
         ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
-    with ring_of_the_world(ring).report_refusals():
+    with world_ring(ring).report_refusals():
         if strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
         check_mixed_precision(mixed_precision)
@@ -151,11 +151,11 @@ def parallelize(
         blocks = check_blocks(blocks, model)
     training: type[ShardedTraining] = FSDP2Training
     if isinstance(model, FullyShardedDataParallel):
-        training, wrap = FSDP1Training, partial(as_it_is, model)
+        training, wrap = FSDP1Training, partial(existing_sharding, model)
     elif strategy == "fsdp1":
-        training, wrap = FSDP1Training, partial(by_fsdp1, model, mixed_precision, framework_options)
+        training, wrap = FSDP1Training, partial(fsdp1_sharding, model, mixed_precision, framework_options)
     else:
-        wrap = partial(by_fully_shard, model, ring, strategy, mixed_precision, framework_options)
+        wrap = partial(fully_shard_sharding, model, ring, strategy, mixed_precision, framework_options)
     names = {id(part): name for name, part in model.named_modules()}
     options = {
         **framework_options,

@@ -45,7 +45,7 @@ class Sharding(NamedTuple):
     probes: Sequence[Callable[[nn.Module], nn.Module]]
 
 
-def by_fully_shard(
+def fully_shard_sharding(
     model: nn.Module,
     ring: Ring,
     strategy: Strategy,
@@ -68,7 +68,7 @@ def by_fully_shard(
     _refuse_ignored(options.get("ignored_params") or (), "ignored_params")
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        give_all_ranks_the_first_ones_numbers(module)
+        broadcast_from_rank0(module)
         inside_out = reversed(list(module.modules()))
         for part in (part for part in inside_out if part is module or part in blocks):
             fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policy})
@@ -94,7 +94,7 @@ def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
     return DeviceMesh(device_type, replicas, mesh_dim_names=("replicas", "shards"))
 
 
-def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Sharding:
+def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Sharding:
     """Sharding by FullyShardedDataParallel."""
     policy = None
     if mixed_precision is not None:
@@ -111,7 +111,7 @@ def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Map
     options = {"device_id": device_of(model), "use_orig_params": True, **options, "mixed_precision": policy}
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
-        give_all_ranks_the_first_ones_numbers(module)
+        broadcast_from_rank0(module)
         by_block = CustomPolicy(lambda part: any(part is block for block in blocks))
         return FullyShardedDataParallel(module, **{"auto_wrap_policy": by_block, **options})
 
@@ -124,7 +124,7 @@ def by_fsdp1(model: nn.Module, mixed_precision: torch.dtype | None, options: Map
     return Sharding(shard, [probe])
 
 
-def as_it_is(model: FullyShardedDataParallel) -> Sharding:
+def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
     """No sharding of a model that is sharded already; one probe for each group of ranks that shards parts of it.
 
     That a parameter is ignored, and which ranks are replicas, FSDP tells in attributes that are private.
@@ -144,18 +144,18 @@ def as_it_is(model: FullyShardedDataParallel) -> Sharding:
             use_orig_params=True,
         )
 
-    def make_replicas_alike(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
+    def broadcast_within_replicas(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         for part in parts:
             replicas = part._inter_node_pg if _is_hybrid(part) else part.process_group
             if _is_hybrid(part) or part.sharding_strategy == ShardingStrategy.NO_SHARD:
                 inner = [other for other in FullyShardedDataParallel.fsdp_modules(part) if other is not part]
                 of_others = {id(parameter) for other in inner for parameter in other.parameters()}
                 own = [parameter for parameter in part.parameters() if id(parameter) not in of_others]
-                give_first_ones_numbers(own, replicas)
+                broadcast_storages(own, replicas)
         return module
 
     alike = {(part.process_group, part.sharding_strategy): part for part in parts}
-    return Sharding(make_replicas_alike, [probe_like(part) for part in alike.values()])
+    return Sharding(broadcast_within_replicas, [probe_like(part) for part in alike.values()])
 
 
 def _is_hybrid(part: FullyShardedDataParallel) -> bool:
@@ -213,12 +213,12 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     return blocks
 
 
-def give_all_ranks_the_first_ones_numbers(model: nn.Module) -> None:
+def broadcast_from_rank0(model: nn.Module) -> None:
     """FSDP shards what each rank has: of models that were initialised differently, a mixture."""
-    give_first_ones_numbers([*model.parameters(), *model.buffers()], dist.group.WORLD)
+    broadcast_storages([*model.parameters(), *model.buffers()], dist.group.WORLD)
 
 
-def give_first_ones_numbers(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
+def broadcast_storages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Broadcast the memory that tensors lie in, since tensors need be neither contiguous nor free of overlaps."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for storage in storages.values():

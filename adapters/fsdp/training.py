@@ -33,14 +33,14 @@ from ring_backends.adapters.fsdp.sharding import Sharding
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
-from ring_backends.training.alike import describe_model
-from ring_backends.training.checkpoint_files import StrPath, as_plain, check_folder, read_manifest, replace_folder
-from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, parts_behind, probe
+from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
+from ring_backends.training.describe import describe_model
+from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
 from ring_backends.training.state import (
     MakeOptimizer,
     TrainingState,
     check_optimizer_class,
-    is_no_fault_of_a_file,
+    is_not_a_file_error,
 )
 
 
@@ -74,10 +74,10 @@ class ShardedTraining(TrainingState):
             )
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
-        self._compare_calls_of(self._sharded_parts())
+        self._check_calls_of(self._sharded_parts())
         for name, part in self._sharded_parts():
             part.register_forward_hook(partial(mark_outputs, name))
-        self.optimizer = self._made(make_optimizer, self.model)
+        self.optimizer = self._make_optimizer(make_optimizer, self.model)
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
@@ -92,13 +92,13 @@ class ShardedTraining(TrainingState):
         optimizer.step()
         return -float(self._whole_state(wrapped)["weight"])
 
-    _may_freeze_later = True
+    _allows_freezing = True
 
-    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if self._world.size == 1:
-            return super()._behind(loss)
+            return super()._describe_graph(loss)
         # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
-        return {**super()._behind(loss), "parts of the model behind the loss": parts_behind(loss)}
+        return {**super()._describe_graph(loss), "parts of the model behind the loss": modules_in_backward(loss)}
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -167,7 +167,9 @@ class ShardedTraining(TrainingState):
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model), "step": self.step_count}
         if with_optimizer:
-            state["optimizer"] = as_plain(get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state")
+            state["optimizer"] = as_loadable(
+                get_optimizer_state_dict(self.model, self.optimizer), "the optimizer's state"
+            )
         return state
 
     saves_a_folder = True
@@ -199,11 +201,11 @@ def _failures_as_errors() -> Iterator[None]:
     except CheckpointException as failure:
         errors = {rank: error for rank, (error, _) in failure.failures.items()}
         own = errors.get(dist.get_rank())
-        if own is not None and is_no_fault_of_a_file(own):
+        if own is not None and is_not_a_file_error(own):
             raise own from failure
         told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
         told = f"torch.distributed.checkpoint failed ({told})"
-        if any(is_no_fault_of_a_file(error) for error in errors.values()):
+        if any(is_not_a_file_error(error) for error in errors.values()):
             raise RingPeerError(f"{told}, which is no fault of a checkpoint.") from failure
         raise RuntimeError(told) from failure
 

@@ -32,7 +32,7 @@ from ring_backends.cli.train import TrainOptions
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.collectives import agree, do_on_rank0
-from ring_backends.ring.rendezvous import ring_of_the_world
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.training.checkpoint_files import check_place, replace_file
 
 WARMUP_STEPS = 4
@@ -72,7 +72,7 @@ class Trainer:
         self.options, self.ring, self.device = options, ring, device
         self.document = options.document()
         self.world_size = ring.size * ring.data_size
-        self.world = ring_of_the_world(ring)
+        self.world = world_ring(ring)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.dtype = training_dtype(options.dtype, device.torch)

@@ -158,7 +158,7 @@ def arrange(
     asked |= {name: _plain(value) for name, value in auto.items() if name != "memory_bytes"}
     place = Place.here()
     said = {"asked": asked, "place": dataclasses.asdict(place)}
-    order = tuple(decided_by_first(said, _order, MEETING_TIMEOUT))
+    order = tuple(decide_on_rank0(said, _order, MEETING_TIMEOUT))
     if ring_size != "auto":
         return ring_size, order
     found = RankProbe(device, _dtype(auto, device), auto["head_dim"], PROBE_SECONDS, order).measure()
@@ -174,7 +174,7 @@ def arrange(
         hardware = slowest([Hardware.of(rank["hardware"]) for rank in said])
         return _choose(_workload(layout, auto, device), world_size, memory, hardware)
 
-    return int(decided_by_first(measured, choose, MEETING_TIMEOUT)), order
+    return int(decide_on_rank0(measured, choose, MEETING_TIMEOUT)), order
 
 
 def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware | None) -> int:
@@ -213,7 +213,7 @@ _meetings = itertools.count()
 _ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "RingMismatchError": RingMismatchError}
 
 
-def decided_by_first(said: Mapping[str, Any], decide: Callable[[list[dict[str, Any]]], Any], timeout: timedelta) -> Any:
+def decide_on_rank0(said: Mapping[str, Any], decide: Callable[[list[dict[str, Any]]], Any], timeout: timedelta) -> Any:
     """Let rank 0 of the world decide something from what every rank has to say, and return that on every rank.
 
     All ranks make these calls in the same order; what is said and decided is such as JSON can hold. It goes through the

@@ -26,7 +26,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.ring.transfer import transfer_of_works
+from ring_backends.ring.transfer import post_works
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 LATENCY_BYTES = 1024
@@ -214,7 +214,7 @@ class RankProbe:
 
         self._meet()
         started = time.perf_counter()
-        transfer = transfer_of_works(group, post, outgoing, incoming)  # type: ignore[arg-type]
+        transfer = post_works(group, post, outgoing, incoming)  # type: ignore[arg-type]
         meanwhile()
         transfer.wait(_HOP_TIMEOUT)
         self._finish()

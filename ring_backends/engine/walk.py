@@ -348,7 +348,7 @@ class Walk:
 
 def _told(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
     """The other ranks hear of an exception that ends this rank's walk."""
-    return contextlib.nullcontext() if hops is None else hops.agreement.told(hops.call)
+    return contextlib.nullcontext() if hops is None else hops.agreement.report_errors(hops.call)
 
 
 def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:

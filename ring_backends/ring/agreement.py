@@ -6,7 +6,7 @@ calls differ wait for each other instead of reading each other's bytes. When suc
 latest calls, which tells ranks that made different calls from ranks that are gone.
 
 A rank that refuses its arguments makes no hop, so its peers would wait in vain. It publishes the refusal, and a peer
-that has waited for a while looks for one (:mod:`ring_backends.ring.watch`).
+that has waited for a while looks for one (:mod:`ring_backends.ring.watchdog`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.watch import within
+from ring_backends.ring.watchdog import call_with_timeout
 
 REFUSED = "refused"
 """The field under which a rank publishes, instead of a configuration, why it does not make the call."""
@@ -178,12 +178,12 @@ class Agreement:
         self._refused[number] = text
         keys = {f"check/{number}/{self.rank}": json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
         for key, value in keys.items():
-            within(self._patience, partial(self.store.set, key, value), otherwise=None)
+            call_with_timeout(self._patience, partial(self.store.set, key, value), default=None)
             self._published.append(key)
 
     @contextlib.contextmanager
     def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[None]:
-        """Around a wait for a peer in ``call``: lets :meth:`look` find out that it is in vain.
+        """Around a wait for a peer in ``call``: lets :meth:`end_vain_wait` find out that it is in vain.
 
         Args:
             end: ends the wait, where it is not for a hop of this ring.
@@ -199,7 +199,7 @@ class Agreement:
         """The number of the wait that this rank is in; None if it is in none."""
         return None if self._waiting is None else self._num_waits
 
-    def look(self) -> None:
+    def end_vain_wait(self) -> None:
         """End this rank's wait, by closing connections, if a rank that it may be waiting for will not come.
 
         Called from another thread, while the rank that waits for a hop has no use for the store.
@@ -211,10 +211,10 @@ class Agreement:
         if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
             end()
 
-    def another_has_failed(self) -> bool:
+    def peer_has_failed(self) -> bool:
         """Whether a rank has published that it closed the ring, while this one has not."""
         failed = partial(self.store.check, ["failed"])
-        return not self.has_failed and within(self._patience, failed, otherwise=False)
+        return not self.has_failed and call_with_timeout(self._patience, failed, default=False)
 
     def _check(self, call: Call) -> None:
         keys = [f"check/{call.number}/{rank}" for rank in range(self.size)]
@@ -231,18 +231,18 @@ class Agreement:
             return published
 
         nobody: dict[int, dict[str, Any]] = {}
-        published = within(call.time_left().total_seconds() + self._patience, compare, otherwise=nobody)
+        published = call_with_timeout(call.time_left().total_seconds() + self._patience, compare, default=nobody)
         if not published:
             everybody = [*range(self.size)]
-            absent = within(
-                self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], otherwise=everybody
+            absent = call_with_timeout(
+                self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], default=everybody
             )
             cause = TimeoutError("they have not all come")
             self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
-        if not _are_alike(published.values()):
+        if not _all_equal(published.values()):
             raise RingMismatchError(describe_differences(published))
 
     def _wait_for(self, keys: list[str], call: Call) -> None:
@@ -263,11 +263,13 @@ class Agreement:
         """
         heard = {self.rank: self._close(what)}
         seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
-        within(seconds, lambda: self._hear(heard, call, time.monotonic() + seconds), otherwise=None)
+        call_with_timeout(
+            seconds, lambda: self._collect_failures(heard, call, time.monotonic() + seconds), default=None
+        )
         ends = dict(heard)  # which a store that does not answer any more may still be adding to
         for number in ends[self.rank]["calls"]:
             positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
-            if not _are_alike(positions.values()):
+            if not _all_equal(positions.values()):
                 raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
         made = {rank: {*end["calls"]} for rank, end in ends.items()}
         refusals = [
@@ -289,7 +291,7 @@ class Agreement:
             "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
         ) from cause
 
-    def _hear(self, ends: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
+    def _collect_failures(self, ends: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
         """Add how other ranks ended, as they publish it, until all have or ``deadline``."""
         while len(ends) < self.size and time.monotonic() < deadline:
             for rank in set(range(self.size)) - set(ends):
@@ -302,17 +304,17 @@ class Agreement:
             time.sleep(0.02)
 
     @contextlib.contextmanager
-    def told(self, call: Call) -> Iterator[None]:
+    def report_errors(self, call: Call) -> Iterator[None]:
         """Close the ring where an exception ends this rank's part in ``call``, and tell the others which it was."""
         try:
             yield
         except GeneratorExit:  # nobody goes on with the walk
             raise
         except BaseException as error:
-            self.end(call.direction if call.name is None else call.name, error)
+            self.report_error(call.direction if call.name is None else call.name, error)
             raise
 
-    def end(self, what: str, error: BaseException) -> None:
+    def report_error(self, what: str, error: BaseException) -> None:
         """Close the ring, unless it is closed, and tell the others what was raised on this rank in ``what``."""
         if self._failure is None:
             self._close(f"rank {self.rank} raised in {what}", f"{type(error).__name__}: {error}")
@@ -327,13 +329,13 @@ class Agreement:
             self.store.set(f"failed/{self.rank}", end)
             self.store.set("failed", str(self.rank))
 
-        within(self._patience, publish, otherwise=None)
+        call_with_timeout(self._patience, publish, default=None)
         self.abort()
         published: dict[str, Any] = json.loads(end)
         return published
 
 
-def _are_alike(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
+def _all_equal(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
     """In their order too, which JSON keeps and a comparison of dicts does not look at."""
     return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
 
@@ -344,8 +346,8 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
         if len({json.dumps(value) for value in values.values()}) > 1:
-            if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LENGTH:
-                values = _what_differs(cast(dict[int, list[object]], values))
+            if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LIST_CHARACTERS:
+                values = _differing_items(cast(dict[int, list[object]], values))
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
     if not differing:  # in the order alone
         orders = zip(*fields_of.values(), strict=True)
@@ -360,7 +362,7 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
     )
 
 
-def _what_differs(lists: Mapping[int, list[object]]) -> dict[int, object]:
+def _differing_items(lists: Mapping[int, list[object]]) -> dict[int, object]:
     """Of lists, what not all of them have; if that is nothing, the first place where they differ."""
     texts = {rank: [json.dumps(item) for item in items] for rank, items in lists.items()}
     common = set.intersection(*map(set, texts.values()))
@@ -376,4 +378,4 @@ def _what_differs(lists: Mapping[int, list[object]]) -> dict[int, object]:
     raise AssertionError("the lists are alike")
 
 
-_MAX_DIFFERENCES, _MAX_LENGTH = 8, 400
+_MAX_DIFFERENCES, _MAX_LIST_CHARACTERS = 8, 400

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call, Configuration
-from ring_backends.ring.rendezvous import RING_GROUP, abort
+from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort
 from ring_backends.ring.ring import Ring, flat_bytes
 
 FILE_TIMEOUT = timedelta(minutes=30)
@@ -143,7 +143,7 @@ def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def together(ring: Ring, name: str) -> Iterator[None]:
+def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
     """Around what ranks do together by a framework's own collectives, such as a backward that reduces gradients.
 
     What is raised in there on one rank, the others are told, whose wait for it ends; the ring is closed.
@@ -162,14 +162,14 @@ def together(ring: Ring, name: str) -> Iterator[None]:
             ended.set()
             _abort_frameworks()
 
-    with ring.agreement.told(call), ring.agreement.waiting(call, end):
+    with ring.agreement.report_errors(call), ring.agreement.waiting(call, end):
         try:
             yield
         except (RingMismatchError, RingPeerError):
             raise
         except RuntimeError as error:
             is_of_a_connection = ended.is_set() or isinstance(error, dist.DistError) or "gloo" in str(error)
-            if is_of_a_connection and ring.agreement.another_has_failed():
+            if is_of_a_connection and ring.agreement.peer_has_failed():
                 what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
                 ring.agreement.fail(call, what, error)
             raise
@@ -178,7 +178,7 @@ def together(ring: Ring, name: str) -> Iterator[None]:
 def _abort_frameworks() -> None:
     """Close the connections of all process groups but those of rings."""
     for group in list(dist.distributed_c10d._world.pg_map):
-        if not group.group_desc.startswith(RING_GROUP):
+        if not group.group_desc.startswith(RING_GROUP_PREFIX):
             with contextlib.suppress(Exception):  # of one that cannot be, or is gone already
                 abort(group)
 

@@ -22,13 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.ring import Ring, Traffic
-from ring_backends.ring.watch import WATCH
+from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
 
 START_TIMEOUT = timedelta(seconds=300)
 """Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
 
-RING_GROUP = "ring_backends/"
+RING_GROUP_PREFIX = "ring_backends/"
 """How the descriptions of rings' process groups begin."""
 
 _rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
@@ -155,7 +155,7 @@ def connect(
         )
     _rings_made[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
-    name = f"{RING_GROUP}{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
+    name = f"{RING_GROUP_PREFIX}{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
     world = dist.group.WORLD
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
@@ -164,7 +164,7 @@ def connect(
     dist.barrier(group)
     group.set_timeout(timeout)
     agreement = Agreement(store, rank, size, timeout, partial(abort, group))
-    WATCH.add(agreement)
+    WATCHDOG.add(agreement)
     return Ring(
         size=size,
         rank=rank,
@@ -183,7 +183,7 @@ def connect(
 _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
 
 
-def ring_of_the_world(ring: Ring) -> Ring:
+def world_ring(ring: Ring) -> Ring:
     """The ring of all ranks of the world by which training on ``ring`` compares and collects what it has to.
 
     ``ring`` itself where it has all ranks, else one that is made once for it; all ranks of the world make this call.

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement, Call, Configuration, backward_of
-from ring_backends.ring.transfer import Transfer, batch_of_works, transfer_of_works
+from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
@@ -206,7 +206,7 @@ class Ring:
         """Post an exchange outside of attention: flat uint8 buffers, at least one in all, by ring rank."""
         assert self.group is not None
         group = self.group
-        return transfer_of_works(group, lambda out, into: batch_of_works(group, out, into, tag), outgoing, incoming)
+        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self

@@ -79,7 +79,7 @@ def through_host(
     return _StagedTransfer(post(host_outgoing, host_incoming), incoming, host_incoming)
 
 
-def transfer_of_works(
+def post_works(
     group: dist.ProcessGroup, post: Post, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
 ) -> Transfer:
     """Post a hop that is made of the group's works, by way of host memory where the group needs that."""
@@ -93,7 +93,7 @@ def transfer_of_works(
     return post_transfer(outgoing, incoming)
 
 
-def batch_of_works(
+def post_batch(
     group: dist.ProcessGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
 ) -> list[dist.Work]:
     """Post receives and sends as one batch of torch.distributed, by group rank."""

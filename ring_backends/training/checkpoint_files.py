@@ -225,7 +225,7 @@ def find_checkpoint(ring: Ring, path: StrPath) -> Path | None:
     return [*places, None][int(by_rank[0][0])]
 
 
-def as_plain(value: object, name: str) -> Any:
+def as_loadable(value: object, name: str) -> Any:
     """A value of a checkpoint, as ``torch.load(weights_only=True)`` reads it back: numbers of NumPy become Python's.
 
     Args:
@@ -238,10 +238,10 @@ def as_plain(value: object, name: str) -> Any:
     if value is None or isinstance(value, (Tensor, bool, torch.dtype, torch.device, torch.Size)):
         return value
     if isinstance(value, Mapping):
-        plain = {as_plain(key, f"a key of {name}"): as_plain(x, f"{name}[{key!r}]") for key, x in value.items()}
+        plain = {as_loadable(key, f"a key of {name}"): as_loadable(x, f"{name}[{key!r}]") for key, x in value.items()}
         return OrderedDict(plain) if isinstance(value, OrderedDict) else plain
     if isinstance(value, (list, tuple)):
-        items = [as_plain(x, f"{name}[{index}]") for index, x in enumerate(value)]
+        items = [as_loadable(x, f"{name}[{index}]") for index, x in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     number: Any = value
     if type(value).__module__.partition(".")[0] == "numpy" and getattr(value, "ndim", None) == 0:

@@ -47,7 +47,7 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
 
 
-def in_order_of_backward(loss: Tensor) -> Iterator[tuple[Node, int]]:
+def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
     With each node comes the number of others that could run then. The engine's order among the parameters of one node
@@ -95,15 +95,15 @@ def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) ->
             cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
 
 
-def parts_behind(loss: Tensor) -> list[str]:
+def modules_in_backward(loss: Tensor) -> list[str]:
     """The names of the marked parts of a model, in the order in which a backward of ``loss`` comes to them."""
-    nodes = (node for node, _ in in_order_of_backward(loss))
+    nodes = (node for node, _ in backward_order(loss))
     found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
 @contextlib.contextmanager
-def hooks_set_aside(parameters: Sequence[Tensor]) -> Iterator[None]:
+def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Within it the tensors' own hooks (``register_hook``) do not run."""
     hooks = [(own, dict(own)) for own in (parameter._backward_hooks for parameter in parameters) if own]
     for own, _ in hooks:
@@ -148,7 +148,7 @@ class UnusedParameters:
         unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
         if unused:
             is_sparse = [id(parameter) in self._sparse for parameter in unused]
-            with hooks_set_aside(unused):
+            with hooks_disabled(unused):
                 _Nothing.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
 
 
@@ -163,19 +163,19 @@ class _Nothing(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.is_sparse, ctx.parameters, strict=True)
-        return None, *(_no_rows_of(parameter) if is_sparse else None for is_sparse, parameter in pairs)
+        return None, *(_empty_sparse_gradient(parameter) if is_sparse else None for is_sparse, parameter in pairs)
 
 
-def _no_rows_of(parameter: Tensor) -> Tensor:
+def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
     """A sparse gradient without entries."""
     places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
-class GradientsTogether(torch.autograd.Function):
+class OrderedGradients(torch.autograd.Function):
     """A loss with the same gradients, which come when all of them are there: of all parameters, and in their order.
 
-    ``GradientsTogether.apply([loss], *parameters)``; a parameter that ``loss`` does not depend on gets 0. For reducers
+    ``OrderedGradients.apply([loss], *parameters)``; a parameter that ``loss`` does not depend on gets 0. For reducers
     that take gradients as they come, and would mix them up where they come otherwise on another rank.
     """
 
@@ -186,7 +186,7 @@ class GradientsTogether(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with hooks_set_aside(ctx.parameters):  # they run when the gradients are handed on from here
+        with hooks_disabled(ctx.parameters):  # they run when the gradients are handed on from here
             gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
         pairs = zip(gradients, ctx.parameters, strict=True)
         return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)

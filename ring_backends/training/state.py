@@ -26,27 +26,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.collectives import agree, broadcast, do_on_all, do_on_rank0, together
-from ring_backends.ring.rendezvous import ring_of_the_world
+from ring_backends.ring.collectives import agree, broadcast, do_on_all, do_on_rank0, framework_collectives
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
-from ring_backends.training.alike import (
-    checked_count,
-    describe_model,
-    describe_optimizer,
-    describe_options,
-    describe_settings,
-    make_settings_plain,
-    persistent_buffers,
-    without_tensors,
-)
 from ring_backends.training.checkpoint_files import (
     CheckpointNotFoundError,
-    as_plain,
+    as_loadable,
     check_file,
     check_place,
     find_checkpoint,
     save_file,
+)
+from ring_backends.training.describe import (
+    check_count,
+    describe_model,
+    describe_optimizer,
+    describe_options,
+    describe_settings,
+    make_settings_loadable,
+    non_tensor_entries,
+    persistent_buffers,
 )
 from ring_backends.training.reducer import (
     UnusedParameters,
@@ -93,7 +93,7 @@ class TrainingState(ABC):
             model: as the user made it, before it is wrapped.
             options: what else ``parallelize`` was given; compared as far as they are plain values.
         """
-        self._world = ring_of_the_world(ring)
+        self._world = world_ring(ring)
         with self._world.report_refusals():
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
@@ -127,7 +127,7 @@ class TrainingState(ABC):
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
         with self._world.report_refusals():
-            count = checked_count("local_count", local_count)
+            count = check_count("local_count", local_count)
         by_rank = agree(self._world, "global_count", None, [count, isinstance(count, int)])
         total = math.fsum(rank_count for rank_count, _ in by_rank)
         return int(total) if all(is_int for _, is_int in by_rank) else total
@@ -159,7 +159,7 @@ class TrainingState(ABC):
                     "step)."
                 )
             if step_token_count is not None:
-                step_token_count = checked_count("step_token_count", step_token_count)
+                step_token_count = check_count("step_token_count", step_token_count)
         total = self.global_count(local_token_count) if step_token_count is None else step_token_count
         self._step_token_count = total
         return local_loss_sum * (self.divisor / (total or 1))
@@ -187,7 +187,7 @@ class TrainingState(ABC):
                     f"backward() after all {self.accumulation_steps} backward calls of a step: its gradients are "
                     "reduced already; call step() first, add the losses up, or raise accumulation_steps."
                 )
-            behind = self._behind(loss)
+            behind = self._describe_graph(loss)
         try:
             self._agree("backward", {"step_token_count": self._step_token_count, **behind})
         except RingMismatchError as error:
@@ -197,7 +197,7 @@ class TrainingState(ABC):
                 f"{error} The framework reduces gradients as they come: let the losses of all ranks depend on the same "
                 "parts of the model, by 0 * output where a rank wants no gradient."
             ) from error
-        with self._together("backward"):
+        with self._framework_collectives("backward"):
             self._backward(loss)
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
@@ -218,8 +218,8 @@ class TrainingState(ABC):
                 )
             self._check_optimizer()
             optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
-        self._agree("step", {**optimizer, **self._gradients()})
-        with self._together("step"):
+        self._agree("step", {**optimizer, **self._describe_gradients()})
+        with self._framework_collectives("step"):
             is_stepped = self._step()
         if is_stepped:
             self.step_count += 1
@@ -227,7 +227,7 @@ class TrainingState(ABC):
             self.skipped_steps += 1
         self._backward_calls = 0
         self._step_token_count = None
-        self._share_buffers("step")
+        self._broadcast_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
 
     def _check_loss(self, loss: Tensor) -> None:
@@ -242,10 +242,10 @@ class TrainingState(ABC):
                 "gradients enabled."
             )
 
-    _may_freeze_later = False
+    _allows_freezing = False
     """Whether parameters may be frozen and thawed between steps."""
 
-    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         """What of the graph behind a loss has to be alike on all ranks; called by all of them before a backward.
 
         Raises:
@@ -254,7 +254,7 @@ class TrainingState(ABC):
         changed = [name for name, parameter, was_trained in self._trained if parameter.requires_grad != was_trained]
         if not changed:
             return {}
-        if self._may_freeze_later:
+        if self._allows_freezing:
             return {"frozen or trained since parallelize()": changed}
         raise RuntimeError(
             f"requires_grad of {', '.join(changed[:8])} has changed since parallelize(), and the framework goes by "
@@ -272,19 +272,19 @@ class TrainingState(ABC):
                 "what is added later are not reduced; have it in the model before parallelize()."
             )
 
-    def _gradients(self) -> Mapping[str, object]:
+    def _describe_gradients(self) -> Mapping[str, object]:
         """What of the gradients has to be alike on all ranks before a step."""
         return {}
 
     @contextlib.contextmanager
-    def _together(self, name: str) -> Iterator[None]:
+    def _framework_collectives(self, name: str) -> Iterator[None]:
         """Around what the framework does by collectives of its own. After an error in there nothing more is trained."""
         try:
-            with together(self._world, name):
+            with framework_collectives(self._world, name):
                 yield
         except BaseException as error:
             if self.ring.agreement is not None:  # where a rank of the same ring may be waiting for a hop
-                self.ring.agreement.end(name, error)
+                self.ring.agreement.report_error(name, error)
             self._failure = f"{name}() raised {type(error).__name__} in step {self.step_count + 1}"
             raise
 
@@ -315,8 +315,8 @@ class TrainingState(ABC):
         """
         self._agree_on_path("save", path)
         do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self.saves_a_folder))
-        do_on_all(self._world, "saving a checkpoint", lambda: make_settings_plain(self.optimizer), ValueError)
-        self._share_buffers("save")
+        do_on_all(self._world, "saving a checkpoint", lambda: make_settings_loadable(self.optimizer), ValueError)
+        self._broadcast_buffers("save")
         self._save(path)
 
     def load(self, path: StrPath) -> None:
@@ -358,7 +358,7 @@ class TrainingState(ABC):
             except (RingMismatchError, RingPeerError):
                 raise
             except Exception as error:  # there are many, by framework and by what is wrong
-                if is_no_fault_of_a_file(error):
+                if is_not_a_file_error(error):
                     raise
                 raise ValueError(
                     f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
@@ -389,7 +389,7 @@ class TrainingState(ABC):
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
         self._agree("full_state_dict", {})
-        self._share_buffers("full_state_dict")
+        self._broadcast_buffers("full_state_dict")
         return self._full_state_dict()
 
     @abstractmethod
@@ -401,7 +401,7 @@ class TrainingState(ABC):
         """That of what ``make_optimizer`` made, which the framework may have wrapped."""
         return type(self.optimizer)
 
-    def _made(self, make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
+    def _make_optimizer(self, make_optimizer: MakeOptimizer, model: nn.Module) -> torch.optim.Optimizer:
         """The user's optimizer of a model's parameters; if making it fails on one rank, all raise.
 
         Raises:
@@ -443,7 +443,7 @@ class TrainingState(ABC):
         """What of a model has to be alike on all ranks."""
         return describe_model(model)
 
-    def _compare_calls_of(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
+    def _check_calls_of(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         """Make sure, before each call of one of these modules, that all ranks call it.
 
         For frameworks that gather a module's parameters when it is called. Of ranks that call different modules each
@@ -477,7 +477,7 @@ class TrainingState(ABC):
                 "on from the last checkpoint in new processes."
             )
 
-    def _share_buffers(self, name: str) -> None:
+    def _broadcast_buffers(self, name: str) -> None:
         """Give all ranks rank 0's buffers, of those that a state_dict has: the ranks saw different tokens."""
         if not self._buffers:
             return
@@ -515,13 +515,13 @@ class ReplicatedTraining(TrainingState):
         mixed_precision: torch.dtype | None = None,
         options: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        with ring_of_the_world(ring).report_refusals():
+        with world_ring(ring).report_refusals():
             check_mixed_precision(mixed_precision)
         options = {"mixed_precision": mixed_precision, **options}
         super().__init__(model, ring, max_grad_norm, accumulation_steps, options)
         self._replica, self._wrapped = model, under_autocast(model, mixed_precision)
         self.model = wrap(self._wrapped)
-        self.optimizer = self._made(make_optimizer, model)
+        self.optimizer = self._make_optimizer(make_optimizer, model)
         self.divisor = measure_divisor(self._world, lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
         by_itself = ("find_unused_parameters", "static_graph")
         self._unused = None
@@ -537,14 +537,14 @@ class ReplicatedTraining(TrainingState):
         if not ends_step and self.model is not self._wrapped:
             self._unreduced.enter_context(self.model.no_sync())  # type: ignore[operator]
 
-    def _behind(self, loss: Tensor) -> Mapping[str, object]:
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if not self._calls.since_backward and self.model is not self._wrapped:
             raise RuntimeError(
                 "backward() without a call of state.model since the last one: DistributedDataParallel reduces the "
                 "gradients of what went through it alone; call state.model(...), not the model inside of it, once for "
                 "each backward(), and under no reentrant checkpoint as a whole."
             )
-        return super()._behind(loss)
+        return super()._describe_graph(loss)
 
     def _backward(self, loss: Tensor) -> None:
         self._calls.since_backward = False
@@ -594,10 +594,10 @@ def save_states(state: TrainingState, model: MutableMapping[str, Any], optimizer
     """Let rank 0 write a checkpoint that is one file, from states that only rank 0 need have."""
 
     def content() -> dict[str, Any]:
-        model.update(without_tensors(model, "the model's state_dict"))
+        model.update(non_tensor_entries(model, "the model's state_dict"))
         return {
             "model": model,
-            "optimizer": as_plain(optimizer, "the optimizer's state_dict"),
+            "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
             "optimizer_class": state._optimizer_class.__name__,
             "step": state.step_count,
         }
@@ -621,7 +621,7 @@ def check_optimizer_class(saved: str, wanted: type) -> None:
         raise ValueError(f"it holds the state of a {saved}, and make_optimizer made a {wanted.__name__}")
 
 
-def is_no_fault_of_a_file(error: BaseException) -> bool:
+def is_not_a_file_error(error: BaseException) -> bool:
     """Whether reading failed for another reason than what was read; torch says EINVAL of a file that was cut off."""
     if isinstance(error, OSError):
         return error.errno != errno.EINVAL

@@ -28,8 +28,8 @@ _LEAVE_WITHIN = 2.0
 _unanswered: set[threading.Thread] = set()
 
 
-def within(seconds: float, ask: Callable[[], Answer], *, otherwise: Answer) -> Answer:
-    """What ``ask`` answers within some seconds; ``otherwise`` if it fails or does not.
+def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Answer) -> Answer:
+    """What ``ask`` answers within some seconds; ``default`` if it fails or does not.
 
     A store goes with the process that hosts it, which is an error, or with the network, which torch may not notice.
     """
@@ -45,7 +45,7 @@ def within(seconds: float, ask: Callable[[], Answer], *, otherwise: Answer) -> A
     _unanswered.difference_update({thread for thread in _unanswered if not thread.is_alive()})
     if listener.is_alive():
         _unanswered.add(listener)
-    return answers[0] if answers else otherwise
+    return answers[0] if answers else default
 
 
 class Waiting(Protocol):
@@ -54,11 +54,11 @@ class Waiting(Protocol):
     def wait_number(self) -> int | None:
         """The number of the wait that it is in; None if it is in none."""
 
-    def look(self) -> None:
+    def end_vain_wait(self) -> None:
         """End the wait if the store says that it is in vain."""
 
 
-class Watch:
+class Watchdog:
     """A thread that looks into the waits of this process that last."""
 
     def __init__(self) -> None:
@@ -93,7 +93,7 @@ class Watch:
             if wait != seen.get(id(ring)):
                 continue
             try:
-                ring.look()
+                ring.end_vain_wait()
             except Exception:  # such as that the store is gone; the wait ends by its own limit
                 with self._lock:
                     self._rings.discard(ring)
@@ -105,13 +105,13 @@ class Watch:
             self._thread.join(seconds)
 
 
-WATCH = Watch()
+WATCHDOG = Watchdog()
 
 
 def _before_exit() -> None:
     """Wait, for a moment at most, until no thread is on its way back into the interpreter."""
     end = time.monotonic() + _LEAVE_WITHIN
-    WATCH.stop(_LEAVE_WITHIN)
+    WATCHDOG.stop(_LEAVE_WITHIN)
     for thread in _unanswered:
         thread.join(max(0.0, end - time.monotonic()))
     while time.monotonic() < end and _gloo_is_busy():

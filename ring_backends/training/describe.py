@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ring_backends.training.checkpoint_files import as_plain
+from ring_backends.training.checkpoint_files import as_loadable
 
 Buffers = list[tuple[nn.Module, str]]
 """Buffers by the module that has each, since a module's buffer may become another tensor."""
@@ -62,17 +62,17 @@ def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
     """Arguments, as far as they are plain values; of others, such as meshes, the class. What is a rank's own is not."""
-    return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _OF_A_RANK}
+    return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _RANK_SPECIFIC}
 
 
-_OF_A_RANK = frozenset({"device_id", "device_ids", "output_device", "nvme_path", "output_path"})
+_RANK_SPECIFIC = frozenset({"device_id", "device_ids", "output_device", "nvme_path", "output_path"})
 """Arguments, and entries of configurations, in which ranks and hosts may differ."""
 
 
 def _shared(value: Any) -> Any:
     """What ranks have to have in common of a value; of a device the type."""
     if isinstance(value, Mapping):
-        return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _OF_A_RANK}
+        return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _RANK_SPECIFIC}
     if isinstance(value, (list, tuple)):
         return [_shared(item) for item in value]
     return value.type if isinstance(value, torch.device) else value
@@ -93,12 +93,12 @@ def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str
 
 def _text(value: object) -> str:
     try:
-        return repr(as_plain(value, ""))
+        return repr(as_loadable(value, ""))
     except ValueError:
         return str(type(value))
 
 
-def make_settings_plain(optimizer: torch.optim.Optimizer) -> None:
+def make_settings_loadable(optimizer: torch.optim.Optimizer) -> None:
     """Turn settings of the parameter groups that a checkpoint cannot hold, such as NumPy's numbers, into plain ones.
 
     Raises:
@@ -107,10 +107,10 @@ def make_settings_plain(optimizer: torch.optim.Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name != "params":
-                group[name] = as_plain(value, f"optimizer.param_groups[{index}][{name!r}]")
+                group[name] = as_loadable(value, f"optimizer.param_groups[{index}][{name!r}]")
 
 
-def checked_count(name: str, count: object) -> int | float:
+def check_count(name: str, count: object) -> int | float:
     """A number of tokens, or the sum of their weights: from a number, or from a tensor of one element.
 
     Raises:
@@ -130,6 +130,8 @@ def checked_count(name: str, count: object) -> int | float:
     return value
 
 
-def without_tensors(state: Mapping[str, Any], name: str) -> dict[str, Any]:
+def non_tensor_entries(state: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The entries of a model's state that are no tensors, such as extra states, as a checkpoint can hold them."""
-    return {key: as_plain(value, f"{name}[{key!r}]") for key, value in state.items() if not isinstance(value, Tensor)}
+    return {
+        key: as_loadable(value, f"{name}[{key!r}]") for key, value in state.items() if not isinstance(value, Tensor)
+    }

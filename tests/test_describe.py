@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ring_backends.training.alike import describe_options
+from ring_backends.training.describe import describe_options
 
 
 def test_what_is_a_ranks_own_is_not_compared() -> None:
