@@ -1,4 +1,4 @@
-"""Native torch.distributed: hops by ``batch_isend_irecv`` on a group of the ring's own, training by DDP."""
+"""Native torch.distributed: hops by ``batch_isend_irecv`` on a process group of the ring's own, training by DDP."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from ring_backends.cost.arrangement import AutoOptions, RingSize
 from ring_backends.joining import join_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, post_batch, post_works
+from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import ReplicatedTraining, TrainingState
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-# What each forward would do to buffers is done after each step, with every adapter. torch 2.13 has renamed the option.
+# TrainingState broadcasts buffers after each step, so the forward need not. torch 2.13 renamed the option.
 _SYNC_BUFFERS = next(
     name
     for name in ("forward_sync_buffers", "broadcast_buffers")
@@ -44,26 +44,9 @@ def initialize(
     ring_order: RingOrder = "rank",
     **auto: Unpack[AutoOptions],
 ) -> Ring:
-    """Join a ring; every one of its ranks makes this call.
+    """Join a ring; every rank of the ring makes this call.
 
-    Args:
-        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world.
-            ``"auto"`` chooses among the sizes that divide the world: the smallest ring of several ranks that fits into
-            their memory and is faster than one device, or where none is, the smallest that fits.
-        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
-        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
-            has at least 300 s.
-        ring_order: ``"rank"``: rings are cut from the ranks in the order of their numbers. ``"topology"``: ordered so
-            that neighbours are on one host (by name, or what RING_BACKENDS_HOST in a rank's environment says instead)
-            and there linked by NVLink. Not with ``group``.
-        auto: for ``ring_size="auto"``, what the attention will be called with (:class:`~ring_backends.AutoOptions`):
-            seq_len, segment_lengths, dilation_rates, num_heads, head_dim, and more. All ranks of the world measure
-            tiles and hops for a second or two, and rank 0 decides.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
-        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+    Arguments and errors: :func:`ring_backends.joining.join_ring`.
     """
     return join_ring("native", ring_size, layout, group, timeout, ring_order, auto)
 
@@ -72,9 +55,7 @@ class NativeRingDilatedAttention(_RingDilatedAttention):
     """Ring dilated attention whose hops are torch.distributed's own point-to-point operations."""
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        group = self.ring.group
-        assert group is not None
-        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)
+        return self.ring.post(outgoing, incoming, tag)
 
 
 RingDilatedAttention = NativeRingDilatedAttention

@@ -1,10 +1,10 @@
-"""What every adapter's ``initialize`` does: check the options, start the world, choose the rings, join one of them."""
+"""``initialize`` of every adapter: check the options, start the world, choose the rings, join one of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,6 +16,19 @@ from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
+class Connect(Protocol):
+    """Joins the ring of some global ranks; :func:`~ring_backends.ring.rendezvous.connect` is one."""
+
+    def __call__(
+        self,
+        ranks: tuple[int, ...],
+        layout: LayoutKind,
+        timeout: timedelta,
+        adapter: str,
+        order: tuple[int, ...] | None,
+    ) -> Ring: ...
+
+
 def check_options(
     ring_size: object,
     layout: Any,
@@ -24,7 +37,7 @@ def check_options(
     ring_order: object = "rank",
     auto: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse what no ring can be made of, before any communication.
+    """Refuse options of ``initialize`` that no ring can have. Communicates nothing.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule, or two contradict each other.
@@ -49,15 +62,36 @@ def join_ring(
     timeout: timedelta,
     ring_order: RingOrder,
     auto: Mapping[str, Any],
+    *,
+    connect: Connect = connect,
 ) -> Ring:
-    """``initialize`` of an adapter, by that name, whose rings want no more than torch.distributed.
+    """Join a ring. This is ``initialize`` of every adapter; every rank of the ring makes the call.
+
+    Args:
+        adapter: the adapter's name in the registry.
+        ring_size: number of ranks per ring. The world is cut into rings of neighbouring ranks. None makes one ring of
+            the whole world. ``"auto"`` chooses among the sizes that divide the world: the smallest ring of several
+            ranks that fits into their memory and is faster than one device. If there is none, it takes the smallest
+            size that fits.
+        layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
+        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
+        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
+            Start-up has at least 300 s.
+        ring_order: the order of the ranks from which rings are cut. ``"rank"`` is the order of their numbers.
+            ``"topology"`` makes the ranks of one host neighbours. A host is known by its name; the environment variable
+            RING_BACKENDS_HOST overrides the name. Not allowed with ``group``.
+        auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
+            (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
+            more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.
+        connect: makes the ring from its global ranks, for adapters whose rings need more than torch.distributed.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
-        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+        RingMismatchError: the ranks ask for different rings. Only ``"auto"`` and ``"topology"`` compare them.
+        RingPeerError: a rank did not make the call in time.
     """
     check_options(ring_size, layout, timeout, group, ring_order, auto)
     world_size = start_world(timeout)
     size, order = arrange(ring_size, layout, world_size, ring_order, auto)
     ranks = ring_ranks(size, group, world_size, order)
-    return connect(ranks, layout, timeout, adapter, order=order if group is None else None)
+    return connect(ranks, layout, timeout, adapter, order if group is None else None)

@@ -135,14 +135,6 @@ def rings_of_fairscale() -> dict[str, tuple[int, ...]]:
         found["pipeline of 2, group given"] = initialize(group=chosen).ranks
     with model_parallel(2, pipeline_length=2):
         found["layers on 2, pipeline of 2"] = initialize().ranks
-    pairs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    with model_parallel(1, pipeline_length=4) as groups:
-        pair = pairs[dist.get_rank() % 2]
-        with mock.patch.object(groups, "get_context_parallel_group", create=True, return_value=pair):
-            found["context of 2"] = initialize().ranks
-        alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        with mock.patch.object(groups, "get_context_parallel_group", create=True, return_value=alone):
-            found["context of 1, pipeline of 4"] = initialize().ranks
     return found
 
 
@@ -427,8 +419,6 @@ class TestFairScale(AdapterTests):
                 "pipeline of 2, size given": ((0, 1), (2, 3))[rank // 2],
                 "pipeline of 2, group given": (0, 1, 2, 3),
                 "layers on 2, pipeline of 2": ((0, 2), (1, 3))[rank % 2],
-                "context of 2": ((0, 2), (1, 3))[rank % 2],
-                "context of 1, pipeline of 4": (0, 1, 2, 3),
             }
 
     def test_a_ring_size_that_is_not_fairscales_is_refused(self, world: World) -> None:

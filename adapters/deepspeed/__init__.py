@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,26 +19,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
-from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange, refuse_arrangement
+from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import check_options
-from ring_backends.ring.rendezvous import connect, ring_ranks, start_world, world_ring
+from ring_backends.joining import join_ring
+from ring_backends.ring.rendezvous import connect, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, post_works
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
 
 try:
-    import deepspeed.comm as comm
-
-    from ring_backends.adapters.deepspeed.training import DeepSpeedTraining, engine_settings, start_deepspeed
-    from ring_backends.adapters.deepspeed.ulysses import (
-        UlyssesAttention,
-        UlyssesRing,
-        check_ulysses_size,
-        connect_ulysses,
-    )
+    from ring_backends.adapters.deepspeed.ring_pass import post_hop, start_deepspeed
+    from ring_backends.adapters.deepspeed.settings import engine_settings
+    from ring_backends.adapters.deepspeed.training import DeepSpeedTraining
+    from ring_backends.adapters.deepspeed.ulysses import UlyssesAttention, UlyssesRing, connect_ulysses
 except ImportError as error:
     raise AdapterUnavailableError(
         f"the deepspeed adapter cannot import DeepSpeed ({error}); install it with "
@@ -61,50 +58,35 @@ def initialize(
     ring_order: RingOrder = "rank",
     **auto: Unpack[AutoOptions],
 ) -> Ring:
-    """Join a ring; every one of its ranks makes this call. Starts ``deepspeed.comm`` unless it runs already.
+    """Join a ring. Starts ``deepspeed.comm`` unless it runs already; every rank of the ring makes this call.
+
+    Arguments and errors: :func:`ring_backends.joining.join_ring`, and in addition:
 
     Args:
-        ring_size: ranks per ring; the world is cut into rings of neighbouring ranks. None means the whole world;
-            ``"auto"`` chooses.
-        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
-        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
-            has at least 300 s.
-        ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
-            attention will be called with is for ``ring_size="auto"``. Neither with ``group`` or ``mpu``; no ``"auto"``
-            with ``ulysses_size``.
-        mpu: instead of ``group``, an object whose ``get_sequence_parallel_group()`` gives the ring's ranks, such as
-            ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` once initialised; or that group itself.
-        ulysses_size: how many neighbours of the ring trade heads for rows (see ``deepspeed_ulysses``); it divides the
-            ring. ``ring_size`` stays the number of ranks that a sequence lies over.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
-        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+        mpu: instead of ``group``, an object whose ``get_sequence_parallel_group()`` returns the ring's ranks, such as
+            ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` once initialised; or that group itself. Not with
+            ``ring_size="auto"`` or ``ring_order="topology"``.
+        ulysses_size: number of neighbouring ranks that exchange heads for rows
+            (:mod:`ring_backends.adapters.deepspeed.ulysses`); it divides the ring. ``ring_size`` stays the number of
+            ranks that a sequence is distributed over. Not with ``ring_size="auto"``.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, auto)
-    check_ulysses_size(ulysses_size)
+    check_integer("ulysses_size", ulysses_size, 1, advice="1 trades no heads")
     if mpu is not None:
         refuse_arrangement("mpu is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
+        group = _sequence_parallel_group(group, mpu)
+    joined = connect
     if ulysses_size > 1:
         refuse_arrangement(
-            f"ulysses_size = {ulysses_size} trades heads, which the estimate does not know of", ring_size, "rank"
+            f"ulysses_size = {ulysses_size} trades heads, and the cost model does not cover that", ring_size, "rank"
         )
-    world_size = start_world(timeout)
+        joined = partial(connect_ulysses, ulysses_size=ulysses_size)
+    ring = join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, auto, connect=joined)
     if dist.is_initialized():
         start_deepspeed()
-    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
-    group = _ring_group(group, mpu)
-    ranks = ring_ranks(size, group, world_size, order)
-    rings = order if group is None else None
-    if ulysses_size == 1:
-        return connect(ranks, layout, timeout, adapter="deepspeed", order=rings)
-    return connect_ulysses(ranks, layout, timeout, ulysses_size, order=rings)
+    return ring
 
 
-def _ring_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> DeviceMesh | dist.ProcessGroup | None:
-    if mpu is None:
-        return group
+def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> dist.ProcessGroup:
     if group is not None:
         raise ValueError(f"group = {group!r} and mpu = {mpu!r}: both name the ring's ranks; pass one of them.")
     if isinstance(mpu, dist.ProcessGroup):
@@ -127,21 +109,7 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
         return super().__getstate__() | {"_trades": None}
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        group, ranks = self.ring.group, self.ring.ranks
-        assert group is not None
-
-        def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
-            # deepspeed.comm knows global ranks only.
-            receives = [
-                comm.P2POp(comm.irecv, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in incoming.items()
-            ]
-            sends = [
-                comm.P2POp(comm.isend, buffer, ranks[peer], group=group, tag=tag) for peer, buffer in outgoing.items()
-            ]
-            works: list[dist.Work] = comm.batch_isend_irecv([*receives, *sends])
-            return works
-
-        return post_works(group, post, outgoing, incoming)
+        return post_hop(self.ring, outgoing, incoming, tag)
 
     def forward(
         self,

@@ -31,7 +31,6 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call
 from ring_backends.ring.rendezvous import connect
 from ring_backends.ring.ring import Ring
-from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -64,21 +63,19 @@ def _unpickle_ring(fields: dict[str, Any]) -> UlyssesRing:
     return UlyssesRing(**fields)
 
 
-def check_ulysses_size(ulysses_size: object) -> None:
-    check_integer("ulysses_size", ulysses_size, 1, advice="1 trades no heads")
-
-
 def connect_ulysses(
     ranks: Sequence[int],
     layout: LayoutKind,
     timeout: timedelta,
+    adapter: str,
+    order: Sequence[int] | None,
+    *,
     ulysses_size: int,
-    order: Sequence[int] | None = None,
 ) -> UlyssesRing:
-    """Join the ring of these global ranks, each ``ulysses_size`` neighbours of which trade heads.
+    """Join the ring of these global ranks. Each ``ulysses_size`` neighbours in it trade heads for rows.
 
     Args:
-        order: as of ``connect``.
+        ranks, layout, timeout, adapter, order: as of :func:`~ring_backends.ring.rendezvous.connect`.
 
     Raises:
         ValueError: ``ulysses_size`` does not divide the ring.
@@ -88,10 +85,10 @@ def connect_ulysses(
             f"ulysses_size = {ulysses_size}: must divide the {len(ranks)} ranks of the ring, which are cut into groups "
             "of that size; choose a divisor."
         )
-    ring = connect(ranks, layout, timeout, adapter="deepspeed", order=order)
+    ring = connect(ranks, layout, timeout, adapter, order)
     first = ring.rank - ring.rank % ulysses_size
-    neighbours = connect(ranks[first : first + ulysses_size], layout, timeout, adapter="deepspeed")
-    hop_ring = connect(ranks[neighbours.rank :: ulysses_size], layout, timeout, adapter="deepspeed")
+    neighbours = connect(ranks[first : first + ulysses_size], layout, timeout, adapter)
+    hop_ring = connect(ranks[neighbours.rank :: ulysses_size], layout, timeout, adapter)
     return UlyssesRing(
         **vars(ring),
         hop_ring=dataclasses.replace(hop_ring, traffic=ring.traffic),

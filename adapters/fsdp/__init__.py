@@ -1,17 +1,17 @@
-"""PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, parameters are sharded over the whole of that mesh.
+"""PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, and parameters are sharded over the whole mesh.
 
-Hops are torch.distributed's point-to-point operations, on a group of the ring's own, so that they never queue behind
-parameter collectives. In a compiled block each of them is a custom operator, and the block stays one graph
-(:mod:`ring_backends.engine.compiled`).
+Hops go between coordinates of the mesh's ring axis, on a process group of the ring's own, so that they never queue
+behind FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block each hop is a
+custom operator, and the block stays one graph (:mod:`ring_backends.engine.compiled`).
 
-Sharding over the data axis alone would leave every ring rank with a gradient of its own part of the sequence, and the
-replicas would drift apart in silence; so parameters are always sharded over data × ring. Leave the reducer's divisor
-alone (``set_gradient_divide_factor``): it is measured once, and ``state.loss`` undoes it.
+Parameters are always sharded over data × ring. Over the data axis alone, every ring rank would keep the gradient of its
+own part of the sequence, and the replicas would drift apart without an error. Do not call
+``set_gradient_divide_factor``: the reducer's divisor is measured once, and ``state.loss`` multiplies by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from importlib import import_module
@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 
+from ring_backends.adapters.fsdp.ring_pass import post_hop
 from ring_backends.adapters.fsdp.sharding import (
     Strategy,
     check_blocks,
@@ -32,13 +33,14 @@ from ring_backends.adapters.fsdp.sharding import (
     refuse_sharded_parts,
 )
 from ring_backends.adapters.fsdp.training import FSDP1Training, FSDP2Training, ShardedTraining
-from ring_backends.adapters.native import NativeRingDilatedAttention
-from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange
+from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
+from ring_backends.cost.arrangement import AutoOptions, RingSize
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import check_options
-from ring_backends.ring.rendezvous import connect, ring_ranks, start_world, world_ring
+from ring_backends.joining import join_ring
+from ring_backends.ring.rendezvous import connect, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
+from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.reducer import check_mixed_precision
 from ring_backends.training.state import TrainingState
@@ -66,36 +68,35 @@ def initialize(
     ring_order: RingOrder = "rank",
     **auto: Unpack[AutoOptions],
 ) -> Ring:
-    """Join a ring; every one of its ranks makes this call, and without ``group`` every rank of the world.
+    """Join a ring, which is the axis "ring" of a data × ring DeviceMesh over the world.
 
-    Args:
-        ring_size: ranks per ring; the ring is the axis "ring" of a data × ring DeviceMesh over the world, whose rings
-            are neighbouring ranks. None means the whole world; ``"auto"`` chooses.
-        layout: how a sequence lies over the ring, ``"contiguous"`` or ``"zigzag"``.
-        group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on. Starting up
-            has at least 300 s.
-        ring_order, auto: as of the native adapter: ``"topology"`` makes neighbours of ranks on one host, and what the
-            attention will be called with is for ``ring_size="auto"``. Neither with ``group``.
-
-    Raises:
-        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
-        RingMismatchError, RingPeerError: where ranks decide together, one asks for something else, or does not come.
+    Without ``group`` every rank of the world makes this call. Arguments and errors:
+    :func:`ring_backends.joining.join_ring`.
     """
-    check_options(ring_size, layout, timeout, group, ring_order, auto)
-    world_size = start_world(timeout)
-    size, order = arrange(ring_size, layout, world_size, ring_order, auto)
-    ranks = ring_ranks(size, group, world_size, order)
-    if group is None and world_size > 1:
+    return join_ring("fsdp", ring_size, layout, group, timeout, ring_order, auto, connect=_connect_mesh_axis)
+
+
+def _connect_mesh_axis(
+    ranks: tuple[int, ...],
+    layout: LayoutKind,
+    timeout: timedelta,
+    adapter: str,
+    order: tuple[int, ...] | None,
+) -> Ring:
+    """Join the ring of these ranks. If the whole world was cut into rings, it becomes a data × ring mesh first."""
+    if order is not None and len(order) > 1:
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         rings = torch.tensor(order, device="cpu").view(-1, len(ranks))
         mesh = DeviceMesh(device_type, rings, mesh_dim_names=("data", "ring"))
         ranks = tuple(mesh["ring"].mesh.tolist())
-    return connect(ranks, layout, timeout, adapter="fsdp", order=order if group is None else None)
+    return connect(ranks, layout, timeout, adapter, order)
 
 
-class FSDPRingDilatedAttention(NativeRingDilatedAttention):
-    """Ring dilated attention between FSDP's modules: torch.distributed's point-to-point hops, compiled or not."""
+class FSDPRingDilatedAttention(_RingDilatedAttention):
+    """Ring dilated attention whose hops go between coordinates of a DeviceMesh axis, on a CUDA stream of their own."""
+
+    def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+        return post_hop(self.ring, outgoing, incoming, tag)
 
 
 RingDilatedAttention = FSDPRingDilatedAttention

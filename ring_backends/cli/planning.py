@@ -20,7 +20,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingChoice, RingCost, Workload
 from ring_backends.kernels import resolve_dtype
 from ring_backends.plotting import draw_ring_sizes
-from ring_backends.ring.topology import Place, topology_order
+from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.traffic import bytes_between_hosts
@@ -120,7 +120,7 @@ class Plan:
         hosts = self.options.hosts
         if hosts is None:
             return None
-        orders = {"rank": tuple(range(len(hosts))), "topology": topology_order([Place(host) for host in hosts])}
+        orders = {"rank": tuple(range(len(hosts))), "topology": topology_order(hosts)}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         size = self.options.ring_size
         return {

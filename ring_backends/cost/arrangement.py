@@ -1,30 +1,28 @@
-"""How the ranks of the world are arranged into rings, where that depends on the machine and on the work.
+"""How the world is cut into rings, where that depends on the hosts, the hardware and the attention.
 
-``ring_size="auto"`` takes the smallest ring that fits and pays by the cost model (:mod:`ring_backends.cost.model`). All
-ranks measure its constants together at that moment. ``ring_order="topology"`` makes nearby ranks neighbours. All ranks
-must arrive at the same rings, so rank 0 decides and the others read its decision from the store.
+``ring_size="auto"`` takes the smallest ring that fits into memory and is faster than one device, by the cost model
+(:mod:`ring_backends.cost.model`). All ranks measure the constants of the model in that call.
+``ring_order="topology"`` makes the ranks of one host neighbours. All ranks must arrive at the same rings, so rank 0
+decides (:mod:`ring_backends.ring.decision`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal, TypedDict, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import Workload
 from ring_backends.cost.probe import RankProbe, available_memory_bytes, device_of_this_rank, slowest
-from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
-from ring_backends.ring.topology import Place, RingOrder, topology_order
+from ring_backends.ring.decision import decide_on_rank0
+from ring_backends.ring.topology import RingOrder, host_name, topology_order
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
@@ -33,20 +31,20 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 RingSize = int | Literal["auto"] | None
 
 PROBE_SECONDS = 0.05
-"""For which each kind of tile is computed; with hops, and with calls that warm up, measuring takes a second or two."""
+"""How long each kind of tile is measured. With hops and warm-up the measurement takes a second or two."""
 
-MEETING_TIMEOUT = timedelta(seconds=300)
-_DECISION_GRACE = timedelta(seconds=30)
+_DECISION_TIMEOUT = timedelta(seconds=300)
 
 
 class AutoOptions(TypedDict, total=False):
-    """What ``initialize(ring_size="auto")`` has to know of the attention: as its calls will have it.
+    """The attention calls for which ``initialize(ring_size="auto")`` chooses a ring size.
 
     Required: seq_len (of the global sequence), segment_lengths, dilation_rates, num_heads, head_dim.
 
-    Optional: num_kv_heads (None: num_heads), batch (1), dtype (``"auto"``: what suits the device), is_causal (False),
-    head_mode, offset and padding (as of :class:`~ring_backends.DilatedPattern`), and memory_bytes: what one rank may
-    use for one call with its gradients (None: what is free now of its GPU, or of its host shared by the ranks there).
+    Optional: num_kv_heads (default num_heads), batch (1), dtype (``"auto"``, which suits the device), is_causal
+    (False); head_mode, offset and padding, as in :class:`~ring_backends.DilatedPattern`; memory_bytes, the bytes that
+    one rank may use for one call with its gradients. By default that is the memory that is free now: of the rank's GPU,
+    or of the host, divided by the ranks that share it.
     """
 
     seq_len: int
@@ -82,15 +80,15 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
         if auto:
             name = next(iter(auto))
             raise ValueError(
-                f"{name} = {auto[name]!r}: says what to choose a ring size for, and ring_size = {ring_size!r}; leave "
+                f"{name} = {auto[name]!r}: only applies with ring_size='auto', and ring_size = {ring_size!r}; leave "
                 f"{name} out, or pass ring_size='auto'."
             )
         return
     missing = [name for name in _REQUIRED if name not in auto]
     if missing:
         raise ValueError(
-            f"ring_size = 'auto': chosen by what the attention needs, and {' and '.join(missing)} is not given; pass "
-            f"{', '.join(_REQUIRED)}, or a number."
+            f"ring_size = 'auto': {' and '.join(missing)} is not given, and the choice depends on it; pass "
+            f"{', '.join(_REQUIRED)}, or a number as ring_size."
         )
     _workload(layout, auto, torch.device("cpu"))
     if auto.get("memory_bytes") is not None:
@@ -98,10 +96,13 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
 
 
 def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> None:
-    """Refuse to choose or to order ranks that something else has chosen and ordered.
+    """Refuse ``ring_size="auto"`` and ``ring_order="topology"`` where the ranks of the ring are fixed already.
+
+    Args:
+        because: what has fixed them, for the error.
 
     Raises:
-        ValueError: ``because`` says what.
+        ValueError: one of the two options is given.
     """
     for name, value, is_asked in (
         ("ring_size", ring_size, ring_size == "auto"),
@@ -112,7 +113,7 @@ def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> N
 
 
 def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> Workload:
-    """The call of attention that the options describe.
+    """The attention call that the options describe.
 
     Raises:
         ValueError, TypeError: an option breaks its rule.
@@ -138,14 +139,20 @@ def _dtype(auto: Mapping[str, Any], device: torch.device) -> torch.dtype:
 def arrange(
     ring_size: RingSize, layout: LayoutKind, world_size: int, ring_order: RingOrder, auto: Mapping[str, Any]
 ) -> tuple[int | None, tuple[int, ...]]:
-    """The size of the rings, and the order of the world's ranks that they are cut from.
+    """Choose the ring size, and the order of the world's ranks from which rings are cut.
 
-    Where something has to be measured or compared, all ranks of the world make this call, with checked options.
+    ``ring_size="auto"`` and ``ring_order="topology"`` communicate: all ranks of the world make this call.
+
+    Args:
+        auto: options that :func:`check_arrangement` has checked.
+
+    Returns:
+        The ring size (None if the caller gave None) and the order.
 
     Raises:
         ValueError: no ring that divides the world fits into the memory.
-        RingMismatchError: the ranks ask for different things.
-        RingPeerError: a rank did not come in time.
+        RingMismatchError: the ranks ask for different rings.
+        RingPeerError: a rank did not make the call in time.
     """
     order = tuple(range(world_size))
     if ring_size != "auto" and (ring_order == "rank" or world_size == 1):
@@ -155,103 +162,61 @@ def arrange(
     if world_size == 1:
         return _choose(_workload(layout, auto, device), world_size, memory, None), order
     asked: dict[str, object] = {"ring_size": ring_size, "layout": layout, "ring_order": ring_order}
-    asked |= {name: _plain(value) for name, value in auto.items() if name != "memory_bytes"}
-    place = Place.here()
-    said = {"asked": asked, "place": dataclasses.asdict(place)}
-    order = tuple(decide_on_rank0(said, _order, MEETING_TIMEOUT))
+    asked |= {name: _as_json(value) for name, value in auto.items() if name != "memory_bytes"}
+    host = host_name()
+    order = tuple(decide_on_rank0({"asked": asked, "host": host}, _decide_order, _DECISION_TIMEOUT))
     if ring_size != "auto":
         return ring_size, order
     found = RankProbe(device, _dtype(auto, device), auto["head_dim"], PROBE_SECONDS, order).measure()
     measured = {
         "hardware": dataclasses.asdict(found),
         "memory": memory,
-        "shared": None if given is not None else [place.host, place.device if device.type == "cuda" else "cpu"],
+        "memory_pool": None if given is not None else [host, _memory_name(device)],
     }
 
-    def choose(said: list[dict[str, Any]]) -> int:
-        sharing = Counter(str(rank["shared"]) for rank in said)
-        memory = min(r["memory"] // (sharing[str(r["shared"])] if r["shared"] else 1) for r in said)
-        hardware = slowest([Hardware.of(rank["hardware"]) for rank in said])
-        return _choose(_workload(layout, auto, device), world_size, memory, hardware)
+    def choose(reports: list[dict[str, Any]]) -> int:
+        ranks_of = Counter(str(report["memory_pool"]) for report in reports)
+        shares = [r["memory"] // (ranks_of[str(r["memory_pool"])] if r["memory_pool"] else 1) for r in reports]
+        hardware = slowest([Hardware.of(report["hardware"]) for report in reports])
+        return _choose(_workload(layout, auto, device), world_size, min(shares), hardware)
 
-    return int(decide_on_rank0(measured, choose, MEETING_TIMEOUT)), order
+    return int(decide_on_rank0(measured, choose, _DECISION_TIMEOUT)), order
+
+
+def _memory_name(device: torch.device) -> str:
+    """Names the memory of ``device`` within its host, the same in every process."""
+    return "cpu" if device.type != "cuda" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware | None) -> int:
-    """The smallest ring that fits and pays; where none pays, the smallest that fits."""
+    """The smallest ring that fits and is faster than one device; if there is none, the smallest that fits."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     choice = wanted.smallest_rings(memory, hardware, sizes=sizes)
     if choice.fits is None:
         raise ValueError(
             f"ring_size = 'auto': one call of attention over {wanted.schedule.layout.seq_len:,} tokens needs "
             f"{wanted.memory_bytes(world_size):,} bytes per rank on a ring of all {world_size} ranks, and a rank has "
-            f"{memory:,}; start more ranks, pass another memory_bytes, or a ring_size if you know better."
+            f"{memory:,}; start more ranks, pass a larger memory_bytes, or pass a number as ring_size."
         )
     return choice.fits_and_pays or choice.fits
 
 
-def _order(said: list[dict[str, Any]]) -> list[int]:
-    asked = [rank["asked"] for rank in said]
+def _decide_order(reports: list[dict[str, Any]]) -> list[int]:
+    """Compare what the ranks ask for, and order them."""
+    asked = [report["asked"] for report in reports]
     for name in dict.fromkeys(name for options in asked for name in options):
         values = [options.get(name, "not given") for options in asked]
         if any(value != values[0] for value in values):
-            told = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RingMismatchError(f"the ranks call initialize() with different {name} ({told}); give all the same.")
-    places = [Place(**{**rank["place"], "links": tuple(rank["place"]["links"])}) for rank in said]
-    return list(topology_order(places) if asked[0]["ring_order"] == "topology" else range(len(said)))
+            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise RingMismatchError(
+                f"the ranks call initialize() with different {name} ({by_rank}); pass the same on every rank."
+            )
+    if asked[0]["ring_order"] == "topology":
+        return list(topology_order([report["host"] for report in reports]))
+    return list(range(len(reports)))
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else _text(value)
-
-
-def _text(value: object) -> object:
+def _as_json(value: object) -> object:
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return list(value)
     return str(value) if isinstance(value, torch.dtype) else value
-
-
-_meetings = itertools.count()
-_ERRORS: dict[str, type[Exception]] = {"ValueError": ValueError, "RingMismatchError": RingMismatchError}
-
-
-def decide_on_rank0(said: Mapping[str, Any], decide: Callable[[list[dict[str, Any]]], Any], timeout: timedelta) -> Any:
-    """Let rank 0 of the world decide something from what every rank has to say, and return that on every rank.
-
-    All ranks make these calls in the same order; what is said and decided is such as JSON can hold. It goes through the
-    world's store, of which collectives of Python objects, which need NumPy, have no need.
-
-    Raises:
-        ValueError, RingMismatchError: what ``decide`` raised on rank 0, on every rank.
-        RingPeerError: a rank did not come within ``timeout``.
-    """
-    world = dist.group.WORLD
-    assert world is not None
-    rank, size = dist.get_rank(), dist.get_world_size()
-    store = PrefixStore(f"ring_backends/meeting/{next(_meetings)}", world.get_group_store())
-    keys = [str(other) for other in range(size)]
-    store.set(keys[rank], json.dumps(said))
-    if rank == 0:
-        try:
-            store.wait(keys, timeout)
-            decision: dict[str, Any] = {"decision": decide([json.loads(text) for text in store.multi_get(keys)])}
-        except dist.DistError:
-            absent = [other for other in range(size) if not store.check([keys[other]])]
-            decision = {
-                "error": "RingPeerError",
-                "message": f"rank {', '.join(map(str, absent))} did not call initialize() with ring_size='auto' or "
-                f"ring_order='topology' within {timeout.total_seconds():g} s; every rank of the world has to.",
-            }
-        except (ValueError, RingMismatchError) as error:
-            decision = {"error": type(error).__name__, "message": str(error)}
-        store.set("decision", json.dumps(decision))
-    else:
-        try:
-            store.wait(["decision"], timeout + _DECISION_GRACE)
-        except dist.DistError as error:
-            raise RingPeerError(
-                f"rank {rank} waited for rank 0 to decide on the rings, in initialize(), and that did not come within "
-                f"{timeout.total_seconds():g} s: {error}. Look at the log of rank 0."
-            ) from error
-        decision = json.loads(store.get("decision"))
-    if "error" in decision:
-        raise _ERRORS.get(decision["error"], RingPeerError)(decision["message"])
-    return decision["decision"]

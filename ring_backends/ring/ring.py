@@ -203,7 +203,7 @@ class Ring:
         return gathered
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        """Post an exchange outside of attention: flat uint8 buffers, at least one in all, by ring rank."""
+        """Post flat uint8 buffers, at least one in all, to and from ring ranks by torch.distributed."""
         assert self.group is not None
         group = self.group
         return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)

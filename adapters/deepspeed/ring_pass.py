@@ -1,0 +1,53 @@
+"""The ring pass of DeepSpeed: ``deepspeed.comm``'s point-to-point operations.
+
+DeepSpeed's backend carries the hops, and its comms_logger sees them: one ``batch_isend_irecv`` per hop, whose size is
+that of the buffers sent and received together. On a GPU the logger waits for every operation that it sees, so hops and
+tiles overlap only without the logger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import deepspeed
+import deepspeed.comm as comm
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer, post_works
+
+
+def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+    """Post one hop: flat uint8 buffers to and from ring ranks."""
+    group, ranks = ring.group, ring.ranks
+    assert group is not None
+
+    def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+        # deepspeed.comm takes global ranks only.
+        receives = [comm.P2POp(comm.irecv, x, ranks[peer], group=group, tag=tag) for peer, x in incoming.items()]
+        sends = [comm.P2POp(comm.isend, x, ranks[peer], group=group, tag=tag) for peer, x in outgoing.items()]
+        works: list[dist.Work] = comm.batch_isend_irecv([*receives, *sends])
+        return works
+
+    return post_works(group, post, outgoing, incoming)
+
+
+def start_deepspeed() -> None:
+    """Let ``deepspeed.comm`` use the process group there is.
+
+    On CPU it would compile a shared-memory all-reduce, which takes minutes and a compiler; nothing here needs that.
+    Whoever wants it starts ``deepspeed.init_distributed()`` beforehand. What is compiled is what stands in DeepSpeed's
+    list of operators, made when first looked at; for the moment of starting an empty one takes its place.
+    """
+    if comm.is_initialized():
+        return
+    operators = vars(deepspeed.ops)
+    found = operators.get("__compatible_ops__")
+    operators["__compatible_ops__"] = {}
+    try:
+        comm.init_distributed(auto_mpi_discovery=False, verbose=False)
+    finally:
+        del operators["__compatible_ops__"]
+        if found is not None:
+            operators["__compatible_ops__"] = found

@@ -1,0 +1,87 @@
+"""DeepSpeed's configuration, from the arguments of ``parallelize`` and the user's ``config``.
+
+Nothing is configured twice: ``config`` must not contradict an argument of ``parallelize``. All other entries reach
+DeepSpeed unchanged.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def engine_settings(
+    model: nn.Module,
+    config: Mapping[str, Any] | None,
+    zero_stage: int | None,
+    accumulation_steps: int,
+    max_grad_norm: float | None,
+    mixed_precision: torch.dtype | None,
+) -> dict[str, Any]:
+    """DeepSpeed's configuration from ours and the user's, which may not contradict each other."""
+    if not isinstance(config, (Mapping, type(None))):
+        raise TypeError(f"config = {config!r}: expected a dict, as deepspeed.initialize takes; read the file first.")
+    settings = copy.deepcopy(dict(config or {}))
+    if (settings.get("checkpoint") or {}).get("load_universal"):
+        raise ValueError(
+            "config has checkpoint.load_universal = True: DeepSpeed unpickles whatever such a checkpoint holds; leave "
+            "it out, and load what save() wrote."
+        )
+    zero = settings.setdefault("zero_optimization", {})
+    stage = zero.get("stage", 0) if zero_stage is None else zero_stage
+    if not isinstance(stage, int) or isinstance(stage, bool) or stage not in range(4):
+        raise ValueError(f"zero_stage = {stage!r}: expected 0, 1, 2 or 3.")
+    for part, key, value, argument in (
+        (settings, "gradient_accumulation_steps", accumulation_steps, f"accumulation_steps = {accumulation_steps}"),
+        (settings, "gradient_clipping", float(max_grad_norm or 0), f"max_grad_norm = {max_grad_norm}"),
+        (zero, "stage", stage, f"zero_stage = {zero_stage}"),
+    ):
+        if part.setdefault(key, value) != value:
+            raise ValueError(f"config has {key} = {part[key]!r} and {argument}: leave {key} out of config.")
+    said_elsewhere = {
+        "optimizer": "make_optimizer makes it",
+        "train_batch_size": "it is train_micro_batch_size_per_gpu × accumulation_steps × ranks, ring ranks included",
+        "fp16": "a scaled loss skips steps; pass mixed_precision=torch.bfloat16",
+    }
+    if mixed_precision:
+        said_elsewhere |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} says it")
+    for key, instead in said_elsewhere.items():
+        if key in settings:
+            raise ValueError(f"config has {key} = {settings[key]!r}: {instead}; leave {key} out of config.")
+    if mixed_precision:
+        # With modules listed here, DeepSpeed would reduce their gradients in bf16.
+        settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+    _choose_dtype(settings, model)
+    settings.setdefault("train_micro_batch_size_per_gpu", 1)
+    settings.setdefault("zero_allow_untested_optimizer", True)
+    return settings
+
+
+def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
+    """Let a model of bf16 be trained as such; refuse what DeepSpeed would cast without being told, or not at all."""
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    if dtypes == {torch.bfloat16} and "torch_autocast" not in settings:
+        settings.setdefault("bf16", {"enabled": True})
+    own_bf16 = settings.get("bf16", {}).get("enabled", False)
+    taken = (torch.float32, torch.bfloat16) if own_bf16 else (torch.float32,)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 0:
+            raise ValueError(
+                f"model has parameter {name} of no dimension: DeepSpeed cannot flatten a scalar; give it the shape "
+                "[1], or use another adapter."
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed wants contiguous ones; assign "
+                "parameter.data.contiguous(), or use another adapter."
+            )
+        if parameter.dtype not in taken:
+            raise ValueError(
+                f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
+                "or not, and models all of bf16 over fp32 masters; convert it with .float() or .bfloat16(), or use "
+                "another adapter."
+            )

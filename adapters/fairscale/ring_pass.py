@@ -1,0 +1,65 @@
+"""The ring pass of FairScale: ``PipeMessage`` objects on a ``Transport``, as its pipeline sends activations."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from fairscale.nn.pipe.messages import Transport
+from fairscale.nn.pipe.types import ACTIVATIONS_GRADS_QUEUE, PipeMessage
+from torch import Tensor
+
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer, post_works
+
+
+@dataclass(frozen=True)
+class RingTransport(Transport):  # type: ignore[misc]
+    """The messages of one hop, posted together as ``isend`` and ``irecv`` of one group.
+
+    No message has a header: what comes from whom, and how large, stands in the schedule of both ends.
+    """
+
+    group: dist.ProcessGroup
+    _operations: list[dist.P2POp] = field(default_factory=list)
+
+    def recv_message_tensors(self, message: PipeMessage) -> PipeMessage:
+        """Receive into the tensors that the message has; they are filled when the works of ``post`` are over."""
+        for tensor in message.tensors:
+            self._operations.append(dist.P2POp(dist.irecv, tensor, message.src, self.group, message.tag))
+        return message
+
+    def send_message(self, message: PipeMessage, sync: bool = False, skip_header: bool = False) -> None:
+        """Send the tensors of a message; they have to stay unchanged until the works of ``post`` are over."""
+        assert skip_header
+        assert not sync
+        for tensor in message.tensors:
+            self._operations.append(dist.P2POp(dist.isend, tensor, message.dest, self.group, message.tag))
+
+    def post(self) -> list[dist.Work]:
+        return dist.batch_isend_irecv(self._operations)
+
+
+def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+    """Post one hop: flat uint8 buffers to and from ring ranks."""
+    group, here = ring.group, ring.ranks[ring.rank]
+    assert group is not None
+    device = next(iter([*outgoing.values(), *incoming.values()])).device
+
+    def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+        transport = RingTransport(None, device, group)
+        for peer, buffer in incoming.items():
+            transport.recv_message_tensors(_message(ring.ranks[peer], here, buffer, tag))
+        for peer, buffer in outgoing.items():
+            transport.send_message(_message(here, ring.ranks[peer], buffer, tag), skip_header=True)
+        return transport.post()
+
+    return post_works(group, post, outgoing, incoming)
+
+
+def _message(source: int, destination: int, buffer: Tensor, tag: int) -> PipeMessage:
+    """A message between two global ranks."""
+    message = PipeMessage(source, destination, ACTIVATIONS_GRADS_QUEUE, tensors=(buffer,))
+    message.tag = tag  # its own counts the messages made by this process, which other ranks do not know
+    return message

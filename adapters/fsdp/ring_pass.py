@@ -1,0 +1,69 @@
+"""The ring pass of FSDP: point-to-point operations on a CUDA stream of their own.
+
+FSDP runs its all-gathers and reduce-scatters on CUDA streams of its own, beside the compute stream. The hops do the
+same. A peer is a coordinate on the mesh's ring axis. The ring's process group has its ranks in the order of that axis,
+so a coordinate is also a group rank.
+
+In a compiled block nothing changes: there ``ring_backends.engine.compiled`` wraps the start and the end of every hop in
+a custom operator, which calls the functions of this file.
+
+No GPU has run the stream branch. Its order of events is tested with a mocked device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer
+
+
+def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+    """Post one hop: flat uint8 buffers to and from coordinates of the mesh's ring axis."""
+    buffers = [*outgoing.values(), *incoming.values()]
+    device = buffers[0].device
+    if device.type != "cuda":
+        return ring.post(outgoing, incoming, tag)
+    stream = _hop_stream(device)
+    # The compute stream fills the outgoing buffers, and may still use the memory that the incoming ones were given.
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        transfer = ring.post(outgoing, incoming, tag)
+    return StreamTransfer(transfer, stream, buffers)
+
+
+@cache
+def _hop_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream of all hops of this process on one device."""
+    return torch.cuda.Stream(device)
+
+
+@dataclass(frozen=True)
+class StreamTransfer(Transfer):
+    """A transfer whose operations were posted on a stream of their own.
+
+    It holds the buffers until the compute stream waits for the hops. From then on the allocator may reuse their memory
+    in the order of the compute stream. ``record_stream`` would delay the reuse until the GPU has passed the hop, and so
+    raise the peak memory whenever the host runs ahead. It is called only where the wait fails, since nothing orders the
+    two streams then.
+    """
+
+    transfer: Transfer
+    stream: torch.cuda.Stream
+    buffers: Sequence[Tensor]
+
+    def wait(self, timeout: timedelta) -> None:
+        try:
+            with torch.cuda.stream(self.stream):
+                self.transfer.wait(timeout)
+        except BaseException:
+            for buffer in self.buffers:
+                buffer.record_stream(self.stream)
+            raise
+        torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
