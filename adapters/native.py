@@ -20,7 +20,8 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.training.state import ReplicatedTraining, TrainingState
+from ring_backends.training.replicated import ReplicatedTraining
+from ring_backends.training.state import TrainingState
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -38,7 +38,8 @@ from ring_backends.training.reducer import (
     measure_divisor,
     probe,
 )
-from ring_backends.training.state import MakeOptimizer, TrainingState, check_optimizer_class
+from ring_backends.training.saving import check_optimizer_class
+from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class DeepSpeedTraining(TrainingState):

@@ -11,7 +11,6 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,14 +22,14 @@ from torch import Tensor, nn
 
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
-from ring_backends.training.checkpoint_files import StrPath, check_file
-from ring_backends.training.reducer import check_mixed_precision, device_of, measure_divisor, probe, under_autocast
-from ring_backends.training.state import MakeOptimizer, TrainingState, read_states, save_states
+from ring_backends.training.reducer import device_of, fill_missing_gradients, measure_divisor, probe, under_autocast
+from ring_backends.training.single_file import SingleFileTraining
+from ring_backends.training.state import MakeOptimizer
 
 MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class FairScaleTraining(TrainingState):
+class FairScaleTraining(SingleFileTraining):
     """What the strategies share: the divisor is measured on a model of one weight that is wrapped like the model."""
 
     def __init__(
@@ -45,7 +44,6 @@ class FairScaleTraining(TrainingState):
     ) -> None:
         self._options = options
         with world_ring(ring).report_refusals():
-            check_mixed_precision(mixed_precision)
             self._check_model(model)
         compared = {**options, "mixed_precision": mixed_precision}
         super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
@@ -67,10 +65,6 @@ class FairScaleTraining(TrainingState):
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         """Backward of one micro-batch, and the reduction if it ends the step."""
 
-    @abstractmethod
-    def _optimizer_state(self) -> Any:
-        """The whole optimizer's state, on rank 0; all ranks together."""
-
     def _reduced(self, gradient: float) -> float:
         """By how much a rate of 1 moves a weight of 0 whose gradient on this rank is ``gradient``."""
         weight, x = probe(device_of(self.model), gradient)
@@ -86,15 +80,6 @@ class FairScaleTraining(TrainingState):
     def _backward(self, loss: Tensor) -> None:
         ends_step = self._backward_calls + 1 >= self.accumulation_steps
         self._run_backward(self.model, self.optimizer, loss, ends_step)
-
-    def _save(self, path: StrPath) -> None:
-        save_states(self, self._module.state_dict(), self._optimizer_state(), path)
-
-    def _check(self, path: Path) -> str:
-        return check_file(path)
-
-    def _full_state_dict(self) -> dict[str, Tensor]:
-        return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
 
 
 class ShardedTraining(FairScaleTraining):
@@ -143,9 +128,7 @@ class ShardedTraining(FairScaleTraining):
         with model.no_sync():  # type: ignore[operator]
             loss.backward()
         if ends_step:
-            for parameter in _parameters(optimizer):
-                if parameter.requires_grad and parameter.grad is None:  # unused here, perhaps not elsewhere
-                    parameter.grad = torch.zeros_like(parameter)
+            fill_missing_gradients(_parameters(optimizer))
             model.reduce()  # type: ignore[operator]
 
     def _step(self) -> bool:
@@ -164,12 +147,6 @@ class ShardedTraining(FairScaleTraining):
     def _optimizer_state(self) -> Any:
         self.optimizer.consolidate_state_dict(recipient_rank=0)
         return self.optimizer.state_dict() if dist.get_rank() == 0 else None
-
-    def _load(self, path: Path) -> None:
-        state = read_states(path, device_of(self.model), self._optimizer_class)
-        self._module.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.step_count = state["step"]
 
 
 class FullyShardedTraining(FairScaleTraining):
@@ -208,12 +185,12 @@ class FullyShardedTraining(FairScaleTraining):
         of_copy = SimpleNamespace(state_dict=lambda: state)
         return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
 
-    def _load(self, path: Path) -> None:
-        state = read_states(path, "cpu", self._optimizer_class)
-        self._module.load_state_dict(state["model"])
-        shard = self._module.get_shard_from_optim_state_dict(state["optimizer"])  # type: ignore[operator]
+    def _load_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def _load_optimizer(self, state: Any) -> None:
+        shard = self._module.get_shard_from_optim_state_dict(state)  # type: ignore[operator]
         self.optimizer.load_state_dict(shard)
-        self.step_count = state["step"]
 
 
 def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:

@@ -42,7 +42,6 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.training.reducer import check_mixed_precision
 from ring_backends.training.state import TrainingState
 
 try:
@@ -141,7 +140,6 @@ def parallelize(
     with world_ring(ring).report_refusals():
         if strategy not in get_args(Strategy):
             raise ValueError(f"strategy = {strategy!r}: unknown option; choose 'fsdp2', 'hsdp' or 'fsdp1'.")
-        check_mixed_precision(mixed_precision)
         refuse_sharded_parts(model)
         is_wrapped = isinstance(model, FullyShardedDataParallel)
         if is_wrapped and (mixed_precision is not None or blocks is not None or framework_options):

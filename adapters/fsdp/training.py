@@ -36,12 +36,8 @@ from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
-from ring_backends.training.state import (
-    MakeOptimizer,
-    TrainingState,
-    check_optimizer_class,
-    is_not_a_file_error,
-)
+from ring_backends.training.saving import check_optimizer_class, is_not_a_file_error
+from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class ShardedTraining(TrainingState):

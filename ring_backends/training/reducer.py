@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -45,6 +45,13 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     module = nn.Linear(1, 1, bias=False, device=device, dtype=torch.float32)
     nn.init.zeros_(module.weight)
     return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
+
+
+def fill_missing_gradients(parameters: Iterable[Tensor]) -> None:
+    """Give a gradient of zeros to trained parameters that have none. Another rank may have used them."""
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
