@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends import Ring
 from ring_backends.adapters.native import RingDilatedAttention
-from ring_backends.engine.walk import Inputs
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.ring.agreement import Agreement
 
 
@@ -22,10 +22,10 @@ def bench_agreed_call(benchmark: Any) -> None:
         (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)
     )
     query, key, value = (torch.zeros(1, 64, 8, 64, requires_grad=True) for _ in range(3))
-    request = attention._request(Inputs(query, key, value), True, None)
+    inputs, call = attention.check_call(AttentionInputs(query, key, value, is_causal=True))
 
     def agree() -> int:
-        start = attention._start(request, needs_gradients=request.needs_gradients)
+        start = attention.start(call, inputs, needs_gradients=inputs.needs_gradients)
         tags = [start(direction).call.tag(0) for direction in ("forward", "backward")]
         return sum(tags)
 

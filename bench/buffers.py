@@ -10,7 +10,7 @@ from unittest import mock
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ring_backends.engine.wire_buffers import PackedRows
+from ring_backends.engine.wire_buffers import WireBuffer
 
 
 class BufferWatch:
@@ -31,9 +31,9 @@ class BufferWatch:
 def watched_buffers(attention: Any) -> Iterator[BufferWatch]:
     """Watch the calls of ``attention``: every buffer that is made for parcels, and every one that is posted."""
     watch = BufferWatch()
-    make, post = PackedRows.__init__, attention.ring_pass
+    make, post = WireBuffer.__init__, attention.ring_pass
 
-    def make_and_see(self: PackedRows, *args: Any, **kwargs: Any) -> None:
+    def make_and_see(self: WireBuffer, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         watch.see(self.buffer)
 
@@ -43,7 +43,7 @@ def watched_buffers(attention: Any) -> Iterator[BufferWatch]:
         return post(outgoing, incoming, tag)
 
     with (
-        mock.patch.object(PackedRows, "__init__", make_and_see),
+        mock.patch.object(WireBuffer, "__init__", make_and_see),
         mock.patch.object(attention, "ring_pass", post_and_see),
     ):
         yield watch

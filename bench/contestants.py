@@ -21,9 +21,10 @@ from torch import Tensor
 
 from ring_backends import available_adapters, dilated_attention
 from ring_backends.adapters.native import NativeRingDilatedAttention
-from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
+from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.cli.contestant import local_inputs
 from ring_backends.cli.machine import Device
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.ring import Ring
@@ -64,8 +65,8 @@ def prepare(case: Case, ring: Ring, device: Device) -> Call:
     attend, attention = _attend(case, ring)
     computed_bytes = None
     if case.contestant == ALL_GATHER:
-        walk = AllGatherWalk.of(query, key, case.pattern, ring, is_causal=case.causal, seq_len=case.seq_len)
-        computed_bytes = walk.wire_bytes(key)
+        inputs = AttentionInputs(query, key, value, is_causal=case.causal, seq_len=case.seq_len)
+        computed_bytes = AllGatherExecutor.of(inputs, case.pattern, ring).wire_bytes(key)
     return Call(
         ring,
         lambda: attend(query, key, value),

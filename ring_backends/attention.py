@@ -17,9 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.engine import compiled
-from ring_backends.engine.call import Request, Start, no_hops
+from ring_backends.engine.autograd import RingExecutor, attend
+from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.hops import Hops, Start, no_hops
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import check_dropout, check_scale, draw_seed
-from ring_backends.engine.walk import Hops, Inputs
 from ring_backends.ring.agreement import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -161,29 +163,41 @@ class RingDilatedAttention(nn.Module, ABC):
         """
         self.ring.check_connected()
         dropout_p = self.dropout_p if self.training else 0.0
-        tensors = (query, key, value, key_padding_mask, document_ids)
+        seed = self._draw_seed(dropout_seed, dropout_p)
+        tensors = (query, key, value, key_padding_mask, document_ids, seed)
+        return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
+
+    def attend(self, inputs: AttentionInputs) -> Any:
+        """Carry out one call; an adapter that does more in a call than hops overrides this.
+
+        Returns:
+            out, or with ``return_lse`` (out, LSE), as :meth:`forward`.
+        """
         if torch.compiler.is_compiling():
             constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
-            seed = draw_seed(dropout_seed, dropout_p)
-            return compiled.attend(self._handle, *tensors, seed, is_causal, seq_len, return_lse, dropout_p, *constants)
-        with self.ring.report_refusals():
-            inputs = Inputs(*tensors, draw_seed(dropout_seed, dropout_p))
-        request = self._request(inputs, is_causal, seq_len, return_lse)
-        return request.run(self._start(request, needs_gradients=request.needs_gradients), return_lse)
+            return compiled.attend(self._handle, inputs.tensors, inputs.options, constants)
+        inputs, call = self.check_call(inputs)
+        return attend(inputs, RingExecutor(call, self.start(call, inputs, needs_gradients=inputs.needs_gradients)))
 
-    def _request(self, inputs: Inputs, is_causal: bool, seq_len: int | None, return_lse: bool = False) -> Request:
-        """The call, checked; the other ranks are told if it is refused."""
-        options = self.pattern, self.ring, is_causal, seq_len, self.scale, self.kernel, return_lse, self.dropout_p
+    def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
+        if torch.compiler.is_compiling():
+            return draw_seed(dropout_seed, dropout_p)
         with self.ring.report_refusals():
-            return Request.check(inputs, *options)
+            return draw_seed(dropout_seed, dropout_p)
 
-    def _start(self, request: Request, *, needs_gradients: bool) -> Start:
+    def check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
+        """Check a call and return its inputs as autocast has them; the other ranks are told of a refusal."""
+        with self.ring.report_refusals():
+            return check_call(inputs, self.pattern, self.ring, self.scale, self.kernel)
+
+    def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
+        """What begins a forward or backward of a checked call: the ranks agree on it, and its hops can be posted."""
         if self.ring.agreement is None:
             return no_hops
-        return partial(self._hops, request.configuration(self._module_number, needs_gradients=needs_gradients))
+        configuration = call.configuration(inputs, self._module_number, needs_gradients=needs_gradients)
+        return partial(self._hops, configuration)
 
     def _hops(self, configuration: Configuration, direction: str) -> Hops:
-        """Make sure that the ranks agree on a walk, and return what posts its hops."""
         agreement = self.ring.agreement
         assert agreement is not None
         call = agreement.begin(configuration, direction=direction)
@@ -235,7 +249,7 @@ def dilated_attention(
     """
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
     dropout_p = check_dropout(dropout_p)
-    inputs = Inputs(query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
-    options = pattern, Ring(), is_causal, None, check_scale(scale), kernel, return_lse, dropout_p
-    request = Request.check(inputs, *options)
-    return request.run(no_hops, return_lse)
+    tensors = (query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
+    inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p)
+    inputs, call = check_call(inputs, pattern, Ring(), check_scale(scale), kernel)
+    return attend(inputs, RingExecutor(call, no_hops))

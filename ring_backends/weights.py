@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.call import Request
-from ring_backends.engine.walk import Inputs
+from ring_backends.engine.call import AttentionCall
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.agreement import Configuration
 from ring_backends.schedule.layout import SequenceLayout
@@ -66,16 +66,17 @@ def attention_weights(
     """
     ring = attention.ring
     ring.check_connected()
-    request = attention._request(Inputs(query, key, key, key_padding_mask, document_ids), is_causal, seq_len)
-    layout, inputs = request.schedule.layout, request.inputs
+    tensors = (query, key, key, key_padding_mask, document_ids)
+    inputs, call = attention.check_call(AttentionInputs(*tensors, is_causal=is_causal, seq_len=seq_len))
+    layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
-    gather = _gathering(attention, request, chosen)
+    gather = _gathering(attention, call, inputs, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
     with torch.autocast(query.device.type, enabled=False):
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
-        scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * request.walk.scale
+        scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale
         counts = _counts(attention.pattern, query.shape[2], chosen, here, layout, is_causal).to(scores)
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
         if key_padding_mask is not None:
@@ -90,16 +91,18 @@ def attention_weights(
         return torch.where(lse == -torch.inf, 0.0, (scores - lse).exp())
 
 
-def _gathering(attention: RingDilatedAttention, request: Request, chosen: Tensor) -> Callable[[Tensor], Tensor]:
+def _gathering(
+    attention: RingDilatedAttention, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
+) -> Callable[[Tensor], Tensor]:
     """A function that stacks the ranks' tensors, [ring size, …], after making sure that all ranks make this call."""
     ring, agreement = attention.ring, attention.ring.agreement
     if agreement is None:
         return lambda tensor: tensor.unsqueeze(0)
-    agreed = request.configuration(attention._module_number, needs_gradients=False).fields
+    agreed = call.configuration(inputs, attention._module_number, needs_gradients=False).fields
     configuration = Configuration({**agreed, "positions": chosen.tolist()})
-    call = agreement.begin(configuration, direction="attention_weights", check_again=True)
+    begun = agreement.begin(configuration, direction="attention_weights", check_again=True)
     indices = itertools.count()
-    return lambda tensor: ring.all_gather(call, tensor, next(indices))
+    return lambda tensor: ring.all_gather(begun, tensor, next(indices))
 
 
 def draw_pattern(

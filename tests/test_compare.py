@@ -27,9 +27,10 @@ from typer.testing import CliRunner
 import ring_backends
 from ring_backends import available_adapters
 from ring_backends.cli import app, compare, contestant, exact, plot
-from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
+from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.cli.machine import Device
 from ring_backends.cli.report import Failure, RankFailedError
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
@@ -195,10 +196,11 @@ def collectives(rings: RingSpec, inputs: list[Tensor], pattern: DilatedPattern) 
         out = all_gather_attention(query, key, value, pattern, ring, is_causal=True, seq_len=seq_len)
         torch.autograd.grad(out, (query, key, value), grad_out)
     dist.barrier()
+    stated = AttentionInputs(query, key, value, is_causal=True, seq_len=seq_len)
     return {
         "all-gather": [call.args[1].nbytes for call in all_gather.call_args_list],
         "reduce-scatter": [call.args[0].nbytes for call in reduce_scatter.call_args_list],
-        "stated": AllGatherWalk.of(query, key, pattern, ring, is_causal=True, seq_len=seq_len).wire_bytes(key),
+        "stated": AllGatherExecutor.of(stated, pattern, ring).wire_bytes(key),
         "sent": tcp_bytes_sent() - before,
     }
 

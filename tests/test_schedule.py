@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
-from ring_backends.engine.wire_buffers import PackedRows, RowFormat
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
@@ -263,13 +263,13 @@ def test_what_goes_on_leaves_without_a_copy_where_segments_nest(layout: str, is_
     )
     row_format = RowFormat(1, 4, torch.float32)
     for plan in plans_of(schedule):
-        arrived = PackedRows(row_format, (), torch.device("cpu"))
+        arrived = WireBuffer(row_format, (), torch.device("cpu"))
         for step in steps_of(plan):
             for message in step.sends:
                 if all(parcel in arrived for parcel in message.parcels):
                     stretch = arrived.stretch(message.parcels)
                     assert stretch.untyped_storage().data_ptr() == arrived.buffer.untyped_storage().data_ptr()
-            arrived = PackedRows(row_format, step.receives, torch.device("cpu"))
+            arrived = WireBuffer(row_format, step.receives, torch.device("cpu"))
 
 
 def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:

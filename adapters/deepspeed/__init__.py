@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.joining import join_ring
 from ring_backends.ring.rendezvous import connect, world_ring
@@ -111,36 +112,13 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         return post_hop(self.ring, outgoing, incoming, tag)
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool = False,
-        seq_len: int | None = None,
-        key_padding_mask: Tensor | None = None,
-        document_ids: Tensor | None = None,
-        dropout_seed: int | None = None,
-        return_lse: bool = False,
-    ) -> Any:
-        attend = super().forward
-        if isinstance(self.ring, UlyssesRing):
-            # Made at the first call, and again where another ring has been assigned, as after unpickling.
-            if self._trades is None or self._trades.ring is not self.ring:
-                self._trades = UlyssesAttention.of(self)
-            attend = self._trades
-        return attend(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            seq_len=seq_len,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
-            dropout_seed=dropout_seed,
-            return_lse=return_lse,
-        )
+    def attend(self, inputs: AttentionInputs) -> Any:
+        if not isinstance(self.ring, UlyssesRing):
+            return super().attend(inputs)
+        # Made at the first call, and again where another ring has been assigned, as after unpickling.
+        if self._trades is None or self._trades.ring is not self.ring:
+            self._trades = UlyssesAttention.of(self)
+        return self._trades(inputs)
 
 
 RingDilatedAttention = DeepSpeedRingDilatedAttention

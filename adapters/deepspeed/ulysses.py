@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -25,8 +25,7 @@ from deepspeed.sequence.layer import DistributedAttention, single_all_to_all
 from torch import Tensor
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.validation import draw_seed
-from ring_backends.engine.walk import Inputs
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call
 from ring_backends.ring.rendezvous import connect
@@ -140,55 +139,38 @@ class UlyssesAttention:
         share.pattern = _ShareOfHeads(**vars(pattern), ulysses_size=ring.ulysses_size, ulysses_rank=ring.ulysses_rank)
         return cls(module, ring, share)
 
-    # The ranks compare their calls in here, which is nothing for a graph.
+    # A graph has no place for the comparison of the ranks' calls.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        seq_len: int | None,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        dropout_seed: int | None,
-        return_lse: bool,
-    ) -> Any:
-        """As :meth:`RingDilatedAttention.forward`, with every argument given.
+    def __call__(self, inputs: AttentionInputs) -> Any:
+        """As :meth:`RingDilatedAttention.attend`.
 
         Raises:
             ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
                 equally many rows, or weights are to be dropped.
         """
         ring = self.ring
-        ring.check_connected()
         assert ring.agreement is not None
-        request = self.module._request(Inputs(query, key, value, key_padding_mask, document_ids), is_causal, seq_len)
-        query, key, value = request.inputs.query, request.inputs.key, request.inputs.value
-        seq_len = request.schedule.layout.seq_len
+        inputs, checked = self.module.check_call(inputs)
+        query, key, value = inputs.query, inputs.key, inputs.value
         with ring.report_refusals():
-            _check_trade(query.shape[2], key.shape[2], seq_len, ring)
-            _check_no_dropout(self.module)
-            draw_seed(dropout_seed, 0.0)  # none is drawn; a wrong one is refused
-        needs_gradients = request.needs_gradients
-        call = ring.agreement.begin(request.configuration(self.module._module_number, needs_gradients=needs_gradients))
+            _check_trade(query.shape[2], key.shape[2], checked.layout.seq_len, ring)
+            _check_no_dropout(inputs.dropout_p)
+        configuration = checked.configuration(
+            inputs, self.module._module_number, needs_gradients=inputs.needs_gradients
+        )
+        call = ring.agreement.begin(configuration)
         statistics: list[Tensor] = []
-        # Made anew for each call, since it holds a process group, with which a model could not be copied.
-        trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
         with self._trading(call):
-            out = trade(
-                query,
-                key,
-                value,
-                0,
-                is_causal=is_causal,
-                seq_len=seq_len,
-                key_padding_mask=None if key_padding_mask is None else self._of_group(key_padding_mask.byte()).bool(),
-                document_ids=None if document_ids is None else self._of_group(document_ids),
-                statistics=statistics if return_lse else None,
+            others = replace(
+                inputs,
+                seq_len=checked.layout.seq_len,
+                key_padding_mask=self._of_group(inputs.key_padding_mask),
+                document_ids=self._of_group(inputs.document_ids),
             )
-            if not return_lse:
+            # Made anew for each call, since it holds a process group, with which a model could not be copied.
+            trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
+            out = trade(query, key, value, 0, inputs=others, statistics=statistics)
+            if not inputs.return_lse:
                 return out
             lse = single_all_to_all(statistics[0].transpose(1, 2).unsqueeze(-1), 1, 2, 0, ring.ulysses_group)
         return out, lse.squeeze(-1).transpose(1, 2)
@@ -206,30 +188,20 @@ class UlyssesAttention:
             ring.agreement.fail(call, f"rank {ring.rank} waited for its Ulysses group to trade heads for rows", error)
 
     def _attend_share(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        seq_len: int,
-        key_padding_mask: Tensor | None,
-        document_ids: Tensor | None,
-        statistics: list[Tensor] | None,
+        self, query: Tensor, key: Tensor, value: Tensor, *, inputs: AttentionInputs, statistics: list[Tensor]
     ) -> Tensor:
         """Attend from the group's rows, in the order of its ranks, for this rank's share of the heads."""
-        options = {"is_causal": is_causal, "seq_len": seq_len, "return_lse": True}
-        marks = {"key_padding_mask": key_padding_mask, "document_ids": document_ids}
-        order = self._order(seq_len, query.device)
-        if order is None:
-            out, lse = self.share(query, key, value, **marks, **options)
-        else:
+        inputs = replace(inputs, query=query, key=key, value=value, return_lse=True)
+        assert inputs.seq_len is not None
+        order = self._order(inputs.seq_len, query.device)
+        if order is not None:
+            tensors = [None if x is None else x[:, order] for x in inputs.tensors]
+            inputs = AttentionInputs.of(tensors, inputs.options)
+        out, lse = self.share.attend(inputs)
+        if order is not None:
             back = order.argsort()
-            marks = {name: None if x is None else x[:, order] for name, x in marks.items()}
-            out, lse = self.share(query[:, order], key[:, order], value[:, order], **marks, **options)
             out, lse = out[:, back], lse[:, :, back]
-        if statistics is not None:
-            statistics.append(lse)
+        statistics.append(lse)
         contiguous: Tensor = out.contiguous()
         return contiguous
 
@@ -242,17 +214,20 @@ class UlyssesAttention:
         positions = torch.cat([layout.positions(rank) for rank in range(first, first + ring.ulysses_size)])
         return positions.argsort().to(device)
 
-    def _of_group(self, marks: Tensor) -> Tensor:
+    def _of_group(self, marks: Tensor | None) -> Tensor | None:
         """The marks of the group's rows, in the order of its ranks."""
-        gathered = [torch.empty_like(marks) for _ in range(self.ring.ulysses_size)]
-        comm.all_gather(gathered, marks.contiguous(), group=self.ring.ulysses_group)
-        return torch.cat(gathered, 1)
+        if marks is None:
+            return None
+        own = marks.contiguous().view(torch.uint8)  # gloo does not gather bool
+        gathered = [torch.empty_like(own) for _ in range(self.ring.ulysses_size)]
+        comm.all_gather(gathered, own, group=self.ring.ulysses_group)
+        return torch.cat([part.view(marks.dtype) for part in gathered], 1)
 
 
-def _check_no_dropout(module: RingDilatedAttention) -> None:
-    if module.dropout_p and module.training:
+def _check_no_dropout(dropout_p: float) -> None:
+    if dropout_p:
         raise ValueError(
-            f"dropout_p = {module.dropout_p} with ulysses_size > 1: which weights are dropped follows from the number "
+            f"dropout_p = {dropout_p} with ulysses_size > 1: which weights are dropped follows from the number "
             "of the head, and the ranks of an Ulysses group number their own heads; use ulysses_size = 1, or "
             "dropout_p = 0."
         )

@@ -15,21 +15,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.engine.call import attend, no_hops
-from ring_backends.engine.walk import ByHops, Hops, Inputs, MarkedRows, Walk, Workspace, add_tile_grads, merge_tile
-from ring_backends.engine.wire_buffers import PackedRows, RowFormat
-from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.engine.autograd import attend
+from ring_backends.engine.backward import add_tile_grads
+from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.tiles import TileRunner, merge_tile
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
-from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
-from ring_backends.schedule.ring_schedule import RingSchedule
-from ring_backends.schedule.tiling import max_tile_bytes
 
 
-class _Rows(PackedRows):
+class _Rows(WireBuffer):
     """Parcels at given offsets of a given buffer."""
 
     def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
@@ -38,43 +38,28 @@ class _Rows(PackedRows):
 
 
 @dataclass(frozen=True)
-class AllGatherWalk(Walk):
-    """A rank's plans, all of whose tiles find every rank's rows collected.
+class AllGatherExecutor:
+    """Computes a call with every rank's rows collected, tile by tile as the ring does.
 
     Attributes:
+        call: of this rank.
         ring: whose collectives carry the rows.
         forward_plans, backward_plans: every rank's, from which follows what each contributes.
     """
 
+    call: AttentionCall
     ring: Ring
     forward_plans: Sequence[RankPlan]
     backward_plans: Sequence[RankPlan]
 
     @classmethod
-    def of(
-        cls, query: Tensor, key: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
-    ) -> AllGatherWalk:
-        """The walk of one call; ``query`` and ``key`` are [batch, local seq, heads, head_dim]."""
-        batch, _, num_heads, head_dim = query.shape
-        schedule = RingSchedule(pattern, ring.layout(seq_len), num_heads, key.shape[2], is_causal)
+    def of(cls, inputs: AttentionInputs, pattern: DilatedPattern, ring: Ring) -> AllGatherExecutor:
+        inputs, call = check_call(inputs, pattern, ring, None, "auto")
         forward_plans, backward_plans = (
-            tuple(
-                rank_plan(
-                    schedule,
-                    rank,
-                    batch=batch,
-                    head_dim=head_dim,
-                    itemsize=query.dtype.itemsize,
-                    backward=backward,
-                    tile_bytes=max_tile_bytes(query.device, query.nbytes, backward=backward),
-                )
-                for rank in range(ring.size)
-            )
+            tuple(replace(call, rank=rank).plan(inputs, backward=backward) for rank in range(ring.size))
             for backward in (False, True)
         )
-        kernel = select_kernel("auto", KernelInputs(query.device, query.dtype, head_dim))
-        own_plans = forward_plans[ring.rank], backward_plans[ring.rank]
-        return cls(*own_plans, kernel, head_dim**-0.5, None, ring, forward_plans, backward_plans)
+        return cls(call, ring, forward_plans, backward_plans)
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
         """What the collectives make each rank send, by the ring algorithm of gloo and NCCL: computed, not measured.
@@ -88,70 +73,68 @@ class AllGatherWalk(Walk):
         reduced = others * _contribution_bytes(grad_format, self.backward_plans)
         return {"forward": gathered, "backward": gathered + reduced * (2 if key.device.type == "cpu" else 1)}
 
-    def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
-        """out as query, and LSE [batch, local seq, heads]."""
-        yield from ()  # there are no hops
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        """out as query, LSE [batch, local seq, heads], and what the backward needs besides."""
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
         lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        marked, workspace = MarkedRows.of(inputs, None), Workspace(self.kernel)
-        collected = self._collect(marked, self.forward_plans)
-        for block in self.forward_plan.blocks:
-            here, block_lse = marked.block(block), lse[:, :, block.heads]
+        rows, tiles = LocalRows.of(inputs, None), TileRunner(self.call.kernel, self.call.scale)
+        collected = self._collect(rows, self.forward_plans)
+        for block in self.forward_plans[self.ring.rank].blocks:
+            here, block_lse = rows.block(block), lse[:, :, block.heads]
             block_out = torch.zeros_like(here.query, dtype=dtype)
             for tile in _tiles(block):
-                merge_tile(tile, block_out, block_lse, *self._tile_forward(tile, here, collected, workspace))
+                merge_tile(tile, block_out, block_lse, *tiles.forward(tile, here, collected))
             out[:, :, block.heads] = block_out
-        return out, lse
+        return out, lse, 0, inputs
 
     def backward(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
-    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The gradients of query, key and value."""
-        yield from ()
         query, key, value = inputs.query, inputs.key, inputs.value
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         dtype = statistics_dtype(query.dtype)
-        grads = MarkedRows(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype))
-        marked, workspace = MarkedRows.of(inputs, None), Workspace(self.kernel)
-        collected = self._collect(marked, self.backward_plans)
+        grads = LocalRows(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype))
+        rows, tiles = LocalRows.of(inputs, None), TileRunner(self.call.kernel, self.call.scale)
+        collected = self._collect(rows, self.backward_plans)
         _, grad_format = self._formats(key)
         size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
         remote = self._collected(
             grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device), self.backward_plans
         )
-        for block in self.backward_plan.blocks:
-            here, part = marked.block(block), grads.block(block)
+        for block in self.backward_plans[self.ring.rank].blocks:
+            here, part = rows.block(block), grads.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
             for tile in _tiles(block):
-                tile_grads = self._tile_backward(tile, here, collected, block_out, block_lse, block_grad_out, workspace)
+                tile_grads = tiles.backward(tile, here, collected, block_out, block_lse, block_grad_out)
                 add_tile_grads(tile, tile_grads, sums, remote)
             part.query.copy_(sums.query)
         del collected  # not needed beside the buffers of the reduce-scatter
         self._bring_home(remote, grads)
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
 
-    def _collect(self, marked: MarkedRows, plans: Sequence[RankPlan]) -> PackedRows:
+    def _collect(self, rows: LocalRows, plans: Sequence[RankPlan]) -> WireBuffer:
         """All ranks' rows, by one all-gather."""
-        row_format, _ = self._formats(marked.key)
+        row_format, _ = self._formats(rows.key)
         size = _contribution_bytes(row_format, plans)
         plan = plans[self.ring.rank]
-        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=marked.key.device), plan)
+        own = _own(row_format, torch.empty(size, dtype=torch.uint8, device=rows.key.device), plan)
         for index, parcel in _starting_at(plan):
-            here = marked.block(plan.blocks[index])
+            here = rows.block(plan.blocks[index])
             key, value, _ = own.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
         return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
 
-    def _bring_home(self, remote: PackedRows, grads: MarkedRows) -> None:
+    def _bring_home(self, remote: WireBuffer, grads: LocalRows) -> None:
         """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
         if not remote.buffer.numel():
             return
         sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
-        plan = self.backward_plan
+        plan = self.backward_plans[self.ring.rank]
         own = _own(remote.row_format, sums.view(torch.uint8), plan)
         for index, parcel in _starting_at(plan):
             here = grads.block(plan.blocks[index])
@@ -164,7 +147,7 @@ class AllGatherWalk(Walk):
         row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
-    def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> PackedRows:
+    def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:
         """Every rank's contribution, one behind the other; of it, the parcels that this rank has tiles for."""
         used = {
             (index, tile.parcel.key): tile.parcel
@@ -189,7 +172,7 @@ def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int
     return max(row_format.buffer_bytes(parcel for _, parcel in _starting_at(plan)) for plan in plans)
 
 
-def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> PackedRows:
+def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> WireBuffer:
     """One rank's contribution."""
     offsets, offset = {}, 0
     for _, parcel in _starting_at(plan):
@@ -241,6 +224,6 @@ def all_gather_attention(
     Returns:
         out like query, with exact gradients.
     """
-    walk = AllGatherWalk.of(query, key, pattern, ring, is_causal=is_causal, seq_len=seq_len)
-    out: Tensor = attend(Inputs(query, key, value), walk, no_hops, return_lse=False)
+    inputs = AttentionInputs(query, key, value, is_causal=is_causal, seq_len=seq_len)
+    out: Tensor = attend(inputs, AllGatherExecutor.of(inputs, pattern, ring))
     return out

@@ -18,12 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends import available_adapters, dilated_attention
-from ring_backends.cli.all_gather import AllGatherWalk, all_gather_attention
+from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.cli.compare import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
 from ring_backends.cli.exact import exact_attention
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.measuring import finish, forget_peak, meet
 from ring_backends.cli.timeline import Span, record_spans
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.ring import Ring
@@ -92,8 +93,9 @@ def measure(options: CompareOptions, name: str, directory: Path) -> dict[str, An
     peak = peak_memory_bytes(device) - held
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
-        walk = AllGatherWalk.of(query, key, options.pattern(), ring, is_causal=options.causal, seq_len=options.seq_len)
-        bytes_sent = walk.wire_bytes(key)
+        call = AttentionInputs(query, key, key, is_causal=options.causal, seq_len=options.seq_len)
+        all_gather = AllGatherExecutor.of(call, options.pattern(), ring)
+        bytes_sent = all_gather.wire_bytes(key)
     largest_error, largest = _hold_against_exact(directory, results, ring, options.seq_len)
     del out, results
 

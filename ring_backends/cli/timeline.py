@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from ring_backends.engine.walk import POST_SPAN, TILE_SPAN, WAIT_SPAN
+from ring_backends.engine.hops import POST_SPAN, WAIT_SPAN
+from ring_backends.engine.tiles import TILE_SPAN
 
 Span = tuple[str, str, float, float]
 """(part of the call, what, start, end): seconds on the clock that all processes of this machine share."""

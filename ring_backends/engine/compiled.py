@@ -1,24 +1,27 @@
-"""Attention inside a compiled graph: every hop is an operator of the graph, and so nothing breaks the graph in two.
+"""Attention inside a compiled graph: every hop is an operator, so that a call does not break the graph.
 
-Under ``torch.compile`` a call of attention becomes a row of custom operators, in the forward graph as in the backward:
+Under ``torch.compile`` a call of attention becomes a sequence of custom operators, in the forward graph as in the
+backward:
 
-- ``ring_backends::begin_forward`` or ``begin_backward``: agrees with the other ranks, and begins the walk of the plan;
-- ``ring_backends::post_hop``: posts the walk's next hop, and goes on, over the tiles, to where it posts another; once
-  for every hop that this rank takes part in;
-- ``ring_backends::end_forward`` or ``end_backward``: gives the result.
+- ``ring_backends::begin_forward`` or ``begin_backward`` agrees with the other ranks and begins the computation;
+- ``ring_backends::post_hop`` posts the next hop and computes tiles up to the hop after it; once for every hop that this
+  rank takes part in;
+- ``ring_backends::end_forward`` or ``end_backward`` returns the result.
 
-Each takes the walk from the one before it, so that no pass over the graph drops, repeats or reorders them. What runs
-inside of them is the very walk that runs outside of a graph. Which module they belong to is an input of the graph and
-not a constant in it, so that blocks that are alike share one graph. Sizes are constants, since the plan depends on
-them: a sequence of another length is compiled anew. Arguments are checked while compiling, and an error is torch's own
-with this package's as its cause.
+Each operator takes a tensor that the one before it returned, so that no pass over the graph drops, repeats or reorders
+them. They run the same code as a call outside of a graph. The module is an input of the graph and not a constant in
+it, so that equal blocks share one graph. Sizes are constants, since the plan depends on them: a sequence of another
+length is compiled anew. Arguments are checked while compiling; torch raises its own error then, with this package's as
+its cause.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -26,9 +29,12 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
-from ring_backends.engine.call import Request, autocast, no_hops
-from ring_backends.engine.call import attend as attend_under_autograd
-from ring_backends.engine.walk import ByHops, Hops, Inputs, Walk
+from ring_backends.engine.autograd import attend as attend_under_autograd
+from ring_backends.engine.backward import backward
+from ring_backends.engine.call import AttentionCall, autocast, check_call
+from ring_backends.engine.forward import forward
+from ring_backends.engine.hops import ByHops
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.agreement import backward_of
 from ring_backends.ring.ring import Ring
@@ -38,7 +44,7 @@ if TYPE_CHECKING:
     from ring_backends.attention import RingDilatedAttention
 
 _modules: WeakValueDictionary[int, RingDilatedAttention] = WeakValueDictionary()
-_walks: dict[int, _WalkUnderWay] = {}
+_running: dict[int, _Running] = {}
 _numbers = itertools.count()
 
 
@@ -49,50 +55,53 @@ def enlist(module: RingDilatedAttention) -> Tensor:
     return torch.tensor([number], device="cpu")
 
 
-def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: str) -> tuple[Any, ...]:
-    """What a graph depends on besides its inputs, as plain values, which is what torch.compile can compare."""
-    branches = (pattern.segment_lengths, pattern.dilation_rates, pattern.head_mode, pattern.offset, pattern.padding)
-    return *branches, ring.size, ring.rank, ring.layout_kind, scale, kernel
+def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: str) -> dict[str, Any]:
+    """What a graph depends on besides its inputs, as plain values, which torch.compile can compare."""
+    return {
+        "pattern": (
+            pattern.segment_lengths,
+            pattern.dilation_rates,
+            pattern.head_mode,
+            pattern.offset,
+            pattern.padding,
+        ),
+        "ring": (ring.size, ring.rank, ring.layout_kind),
+        "scale": scale,
+        "kernel": kernel,
+    }
 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def attend(
-    handle: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    is_causal: bool,
-    seq_len: int | None,
-    return_lse: bool,
-    dropout_p: float,
-    segment_lengths: tuple[int, ...],
-    dilation_rates: tuple[int, ...],
-    head_mode: Any,
-    offset: Any,
-    padding: Any,
-    ring_size: int,
-    ring_rank: int,
-    layout: Any,
-    scale: float | None,
-    kernel: str,
+    handle: Tensor, tensors: tuple[Tensor | None, ...], options: dict[str, Any], constants: dict[str, Any]
 ) -> Any:
-    """What torch.compile traces in place of a call of attention, with tensors that hold no numbers."""
-    query, key, value = map(_with_constant_sizes, autocast(query, key, value))
-    mask, documents = (None if x is None else _with_constant_sizes(x) for x in (key_padding_mask, document_ids))
-    inputs = Inputs(query, key, value, mask, documents, dropout_seed)
-    seq_len = None if seq_len is None else int(seq_len)
-    pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)
-    ring = Ring(size=ring_size, rank=ring_rank, ranks=tuple(range(ring_size)), layout_kind=layout)
-    # A plan is made of tensors that do hold numbers. What makes torch trace is set per thread, hence another thread.
+    """What torch.compile traces in place of a call of attention, with fake tensors.
+
+    Args:
+        handle: from :func:`enlist`.
+        tensors, options: of the call's :class:`AttentionInputs`.
+        constants: from :func:`constants`.
+    """
+    inputs = AttentionInputs.of([None if x is None else _with_constant_sizes(x) for x in tensors], options)
+    query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
+    seq_len = None if inputs.seq_len is None else int(inputs.seq_len)
+    inputs = replace(inputs, query=query, key=key, value=value, seq_len=seq_len)
+    pattern = DilatedPattern(*constants["pattern"])
+    size, rank, layout = constants["ring"]
+    ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
+    needs_gradients = inputs.needs_gradients
+
+    def check() -> tuple[AttentionCall, list[int]]:
+        _, call = check_call(inputs, pattern, ring, constants["scale"], constants["kernel"])
+        directions = (False, True) if needs_gradients else (False,)
+        return call, [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
+
+    # Plans are computed with real tensors. torch traces per thread, hence another thread.
     with ThreadPoolExecutor(1) as untraced:
-        request = untraced.submit(
-            Request.check, inputs, pattern, ring, is_causal, seq_len, scale, kernel, return_lse, dropout_p
-        ).result()
-    walk = _TracedWalk(handle, request.walk, is_causal, request.schedule.layout.seq_len, request.needs_gradients)
-    return attend_under_autograd(request.inputs, walk, no_hops, return_lse)
+        call, num_hops = untraced.submit(check).result()
+    # The length is a number even where the caller left it out, since the graph is for this length alone.
+    constant_options = json.dumps(replace(inputs, seq_len=call.layout.seq_len).options)
+    return attend_under_autograd(inputs, _GraphExecutor(handle, constant_options, needs_gradients, num_hops))
 
 
 def _with_constant_sizes(tensor: Tensor) -> Tensor:
@@ -100,51 +109,41 @@ def _with_constant_sizes(tensor: Tensor) -> Tensor:
 
 
 @dataclass
-class _TracedWalk:
-    """Puts the operators of one call's walks into the graph, in place of a :class:`~ring_backends.engine.walk.Walk`."""
+class _GraphExecutor:
+    """Computes a call by putting its operators into the graph."""
 
     module: Tensor
-    walk: Walk
-    is_causal: bool
-    seq_len: int
+    options: str
     needs_gradients: bool
+    num_hops: list[int]
     _forward: Tensor = field(init=False)
 
-    def forward(self, inputs: Inputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
-        tensors = _tensors(inputs)
-        walk = begin_forward(self.module, *tensors, self.is_causal, self.seq_len, self.needs_gradients)
-        walk = yield from self._by_hops(walk, self.walk.forward_plan.num_hops(backward=False))
-        out, lse, self._forward = end_forward(walk, *tensors)
-        return out, lse
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        running = begin_forward(self.module, inputs.tensors, self.options, self.needs_gradients)
+        for _ in range(self.num_hops[0]):
+            running = post_hop(running)
+        out, lse, self._forward = end_forward(running, inputs.tensors)
+        return out, lse, 0, inputs
 
     def backward(
-        self, inputs: Inputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
-    ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
-        tensors = [*_tensors(inputs), out, lse, grad_out]
-        walk = begin_backward(self._forward, *tensors, self.is_causal, self.seq_len)
-        walk = yield from self._by_hops(walk, self.walk.backward_plan.num_hops(backward=True))
-        return cast(tuple[Tensor, Tensor, Tensor], end_backward(walk, *tensors))
-
-    def _by_hops(self, walk: Tensor, num_hops: int) -> ByHops[Tensor]:
-        for _ in range(num_hops):
-            yield
-            walk = post_hop(walk)
-        return walk
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = *inputs.tensors, out, lse, grad_out
+        running = begin_backward(self._forward, tensors, self.options)
+        for _ in range(self.num_hops[1]):
+            running = post_hop(running)
+        return cast(tuple[Tensor, Tensor, Tensor], end_backward(running, tensors))
 
 
-def _tensors(inputs: Inputs) -> list[Any]:
-    return [getattr(inputs, field.name) for field in fields(inputs)]
-
-
-class _WalkUnderWay:
-    """A walk that goes on from hop to hop."""
+class _Running:
+    """A forward or backward that has been computed up to a hop."""
 
     def __init__(self, by_hops: ByHops[Any], device: torch.device) -> None:
         self._by_hops, self._device = by_hops, device
         self._result: Any = None
-        self.go_on()
+        self.resume()
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         with torch.autocast(self._device.type, enabled=False):
             try:
                 next(self._by_hops)
@@ -152,11 +151,11 @@ class _WalkUnderWay:
                 self._result = end.value
 
     def result(self) -> Any:
-        assert self._result is not None, "the graph has fewer hops than the walk"
+        assert self._result is not None, "the graph has fewer hops than the plan"
         return self._result
 
 
-# A walk travels from operator to operator as three numbers: the module's, the walk's, and the ring's for the call.
+# Operators hand a computation on as three numbers: the module's, the computation's, and that of the ring's call.
 
 
 def _module(number: int) -> RingDilatedAttention:
@@ -168,127 +167,89 @@ def _module(number: int) -> RingDilatedAttention:
     return _modules[number]
 
 
-def _request(attention: RingDilatedAttention, inputs: Inputs, is_causal: bool, seq_len: int) -> Request:
+def _check(attention: RingDilatedAttention, tensors: Sequence[Tensor | None], options: str) -> Any:
     """The call, whose tensors were cast while tracing; autocast may be on here where it was off there."""
+    inputs = AttentionInputs.of(tensors, json.loads(options))
     with torch.autocast(inputs.query.device.type, enabled=False):
-        return attention._request(inputs, is_causal, seq_len)
+        return attention.check_call(inputs)
 
 
 def _begin(module: int, by_hops: ByHops[Any], call_number: int, device: torch.device) -> Tensor:
     number = next(_numbers)
-    _walks[number] = _WalkUnderWay(by_hops, device)
+    _running[number] = _Running(by_hops, device)
     return torch.tensor([module, number, call_number], device="cpu")
 
 
 @custom_op("ring_backends::begin_forward", mutates_args=())
-def begin_forward(
-    module: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    is_causal: bool,
-    seq_len: int,
-    needs_gradients: bool,
-) -> Tensor:
+def begin_forward(module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool) -> Tensor:
     """Begin the forward of one call."""
     attention = _module(int(module))
-    inputs = Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed)
-    request = _request(attention, inputs, is_causal, seq_len)
-    hops = attention._start(request, needs_gradients=needs_gradients)("forward")
+    inputs, call = _check(attention, tensors, options)
+    hops = attention.start(call, inputs, needs_gradients=needs_gradients)("forward")
     call_number = 0 if hops is None else hops.call.number
-    return _begin(int(module), request.walk.forward(request.inputs, hops), call_number, query.device)
+    return _begin(int(module), forward(call, inputs, hops), call_number, inputs.query.device)
 
 
 @custom_op("ring_backends::begin_backward", mutates_args=())
-def begin_backward(
-    forward: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-    is_causal: bool,
-    seq_len: int,
-) -> Tensor:
-    """Begin the backward of the call whose forward was this one."""
+def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: str) -> Tensor:
+    """Begin the backward of a call; ``forward`` is what its forward ended with, ``tensors`` end with out, LSE, dO."""
+    *of_inputs, out, lse, grad_out = tensors
+    assert out is not None
+    assert lse is not None
+    assert grad_out is not None
     module, _, call_number = forward.tolist()
     attention = _module(module)
-    inputs = Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed)
-    request = _request(attention, inputs, is_causal, seq_len)
-    hops = attention._start(request, needs_gradients=True)(backward_of(call_number))
-    walk = request.walk.backward(request.inputs, out, lse, grad_out, hops)
-    return _begin(module, walk, call_number, query.device)
+    inputs, call = _check(attention, of_inputs, options)
+    hops = attention.start(call, inputs, needs_gradients=True)(backward_of(call_number))
+    return _begin(module, backward(call, inputs, out, lse, grad_out, hops), call_number, out.device)
 
 
 @custom_op("ring_backends::post_hop", mutates_args=())
-def post_hop(walk: Tensor) -> Tensor:
-    """Post the next hop, and go on."""
-    number = int(walk[1])
-    under_way = _walks.pop(number)  # a walk that fails is not gone on with
-    under_way.go_on()
-    _walks[number] = under_way
-    return walk.clone()
+def post_hop(running: Tensor) -> Tensor:
+    """Post the next hop, and compute up to the one after it."""
+    number = int(running[1])
+    under_way = _running.pop(number)  # a computation that fails is not resumed
+    under_way.resume()
+    _running[number] = under_way
+    return running.clone()
 
 
-# The tensors that a walk reads are arguments of its end too: a compiler may use their memory after their last use.
+# The tensors that a computation reads are arguments of its end too: a compiler may reuse memory after its last use.
 
 
 @custom_op("ring_backends::end_forward", mutates_args=())
-def end_forward(
-    walk: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, LSE) of the walk, and its numbers for the backward, which then needs nothing else of the forward."""
-    out, lse = _walks.pop(int(walk[1])).result()
-    return out, lse, walk.clone()
+def end_forward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, LSE) of the forward, and the numbers that its backward needs."""
+    out, lse = _running.pop(int(running[1])).result()
+    return out, lse, running.clone()
 
 
 @custom_op("ring_backends::end_backward", mutates_args=())
-def end_backward(
-    walk: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    grad_out: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def end_backward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
-    return cast(tuple[Tensor, Tensor, Tensor], _walks.pop(int(walk[1])).result())
+    return cast(tuple[Tensor, Tensor, Tensor], _running.pop(int(running[1])).result())
 
 
-def _fake_walk(module_or_walk: Tensor, *args: object) -> Tensor:
-    return module_or_walk.new_empty(3)
+def _fake_running(module_or_running: Tensor, *args: object) -> Tensor:
+    return module_or_running.new_empty(3)
 
 
 for _operator in (begin_forward, begin_backward, post_hop):
-    _operator.register_fake(_fake_walk)
+    _operator.register_fake(_fake_running)
 
 
 @end_forward.register_fake
-def _(walk: Tensor, query: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
+def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    query = tensors[0]
+    assert query is not None
     lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _fake_walk(walk)
+    return query.new_empty(query.shape), lse, _fake_running(running)
 
 
 @end_backward.register_fake
-def _(walk: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: object) -> tuple[Tensor, Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    query, key, value = (x.new_empty(x.shape) for x in tensors[:3] if x is not None)
+    return query, key, value
 
 
 END_FORWARD = torch.ops.ring_backends.end_forward.default

@@ -1,63 +1,59 @@
-"""A call of attention as one operator, which a policy of activation checkpointing may save.
+"""A call of attention as one operator, whose result activation checkpointing may keep.
 
-Selective activation checkpointing asks its policy about operators. So where it looks on, every call of attention is
-``ring_backends::attend``, whose result the policy may keep instead of computing it again.
+A policy of selective activation checkpointing decides about operators. While such a policy is active, every forward is
+the operator ``ring_backends::attend``, so that the policy can keep its result instead of computing it again.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ring_backends.engine.walk import Inputs
+from ring_backends.engine.inputs import AttentionInputs
 
-WalkForward = Callable[[Inputs], tuple[Tensor, Tensor, int]]
-"""What computes one call of attention: (out, LSE, its number among the ring's calls)."""
+Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
+"""Computes one call's out, LSE and number among the ring's calls."""
 
-Forward = tuple[Tensor, Tensor, int, "Tensor | None"]
-"""out, LSE, the call's number, and its dropout's seed: those of the forward that was computed, for its backward."""
-
-_calls: dict[int, WalkForward] = {}
+_forwards: dict[int, tuple[Forward, AttentionInputs]] = {}
 _numbers = itertools.count()
 
 
-def attend_as_operator(walk_forward: WalkForward, inputs: Inputs) -> Forward:
-    """Compute one call of attention where a policy sees it, which may hand out an earlier result instead."""
-    if not is_in_torch_dispatch_mode():  # nobody looks on
-        return *walk_forward(inputs), inputs.dropout_seed
+def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+    """Run ``forward`` where a checkpointing policy sees it and may return an earlier result instead.
+
+    Returns:
+        out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
+    """
+    if not is_in_torch_dispatch_mode():  # no policy is active
+        return *forward(inputs), inputs
     number = next(_numbers)
-    _calls[number] = walk_forward
+    _forwards[number] = forward, inputs
     try:
-        out, lse, numbers = _operator(*(getattr(inputs, field.name) for field in fields(inputs)), number)
+        out, lse, numbers = _operator(inputs.tensors, number)
     finally:
-        del _calls[number]
-    return out, lse, int(numbers[0]), None if inputs.dropout_seed is None else numbers[1:]
+        del _forwards[number]
+    if inputs.dropout_seed is not None:
+        inputs = replace(inputs, dropout_seed=numbers[1:])
+    return out, lse, int(numbers[0]), inputs
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    key_padding_mask: Tensor | None,
-    document_ids: Tensor | None,
-    dropout_seed: Tensor | None,
-    number: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, lse, call_number = _calls[number](Inputs(query, key, value, key_padding_mask, document_ids, dropout_seed))
-    # Results too: the backward of a call that was not computed again belongs to the forward that was.
-    seed = 0 if dropout_seed is None else int(dropout_seed)
+def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tensor, Tensor]:
+    forward, inputs = _forwards[number]
+    out, lse, call_number = forward(AttentionInputs.of(tensors, inputs.options))
+    # These two are part of the result: a backward belongs to the forward that computed out.
+    seed = 0 if inputs.dropout_seed is None else int(inputs.dropout_seed)
     return out, lse, torch.tensor([call_number, seed], dtype=torch.int64, device="cpu")
 
 
-# Without an autograd formula: it runs within an autograd.Function, which has the backward.
+# Without an autograd formula: the autograd.Function around it has the backward.
 _operator = custom_op("ring_backends::attend", _attend, mutates_args=())
-# What takes operators apart, as torch's FlopCounterMode does, finds those of the kernels.
+# Lets modes that decompose operators, such as torch's FlopCounterMode, see those of the kernels.
 torch.ops.ring_backends.attend.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
 
 OPERATOR = torch.ops.ring_backends.attend.default

@@ -1,4 +1,4 @@
-"""Parcels in buffers: how K and V rows, or dK and dV, lie in the one buffer that a hop moves to a peer."""
+"""Wire buffers: where the K and V of parcels, or their dK and dV, lie in the one buffer that a hop sends to a peer."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class RowFormat:
         return sum(_aligned(_num_bytes(shape, dtype)) for parcel in parcels for shape, dtype in self.shapes(parcel))
 
 
-class PackedRows:
-    """The parcels of some messages in one buffer, one message behind the other.
+class WireBuffer:
+    """The parcels of one hop's messages in one buffer, message after message.
 
     Attributes:
-        by_peer: the stretch of the buffer that each message's peer sends or receives.
+        by_peer: per peer, the part of the buffer that holds its message.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class PackedRows:
         )
 
     def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
-        """A buffer of just these parcels, in order: part of this one where they lie in it like that, else a copy."""
+        """A buffer of these parcels alone, in order: a view where they lie side by side in this buffer, else a copy."""
         ends = [self._offsets[parcel] + self.row_format.buffer_bytes([parcel]) for parcel in parcels]
         starts = [self._offsets[parcel] for parcel in parcels]
         if starts[1:] == ends[:-1]:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.engine.walk import Walk
+from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.calls import (
@@ -160,8 +160,8 @@ def have(fault: Fault, attention: Any) -> None:
         posted += 1
         if posted - 1 == fault.hop:
             if fault.kind == "raises":
-                for tile in ("_tile_forward", "_tile_backward"):
-                    mock.patch.object(Walk, tile, _boom).start()
+                for tile in ("forward", "backward"):
+                    mock.patch.object(TileRunner, tile, _boom).start()
             fault.commit()
         transfer: Transfer = post(outgoing, incoming, tag)
         return transfer

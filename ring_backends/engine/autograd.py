@@ -1,0 +1,98 @@
+"""A call of attention under autograd: saves query, key, value, out and LSE, and computes the backward from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ring_backends.engine.backward import backward
+from ring_backends.engine.call import AttentionCall
+from ring_backends.engine.forward import forward
+from ring_backends.engine.hops import Start, finish
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.recomputation import attend_as_operator
+from ring_backends.ring.agreement import backward_of
+
+
+class Executor(Protocol):
+    """Computes a call: over the ring, as operators of a compiled graph, or by collecting all keys."""
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        """out, LSE [batch, local seq, heads], the call's number, and the inputs that its backward has to use."""
+        ...
+
+    def backward(
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The gradients of query, key and value."""
+        ...
+
+
+@dataclass(frozen=True)
+class RingExecutor:
+    """Computes a call with K and V passing around the ring."""
+
+    call: AttentionCall
+    start: Start
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        return attend_as_operator(self._forward, inputs)
+
+    def _forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int]:
+        hops = self.start("forward")
+        out, lse = finish(forward(self.call, inputs, hops))
+        return out, lse, 0 if hops is None else hops.call.number
+
+    def backward(
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        return finish(backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number))))
+
+
+def attend(inputs: AttentionInputs, executor: Executor) -> Any:
+    """out, or with ``return_lse`` (out, LSE [batch, heads, local seq]), under autograd."""
+    options = inputs.options
+    out, lse = _Attend.apply(executor, options, *inputs.tensors)  # type: ignore[no-untyped-call]
+    return (out, lse.transpose(1, 2)) if inputs.return_lse else out
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, executor: Executor, options: dict[str, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
+        inputs = AttentionInputs.of(tensors, options)
+        with torch.autocast(inputs.query.device.type, enabled=False):
+            out, lse, ctx.call_number, inputs = executor.forward(inputs)
+        ctx.executor, ctx.options = executor, options
+        ctx.save_for_backward(*inputs.tensors, out, lse)
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse = ctx.saved_tensors
+        inputs = AttentionInputs.of(tensors, ctx.options)
+        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+            grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)
+        if torch.is_grad_enabled():
+            depends_on = inputs.query, inputs.key, inputs.value, grad_out
+            grads = tuple(_OnlyOnce.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
+        needed = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=False))
+        return None, None, *needed, *(None for _ in tensors[3:])
+
+
+class _OnlyOnce(torch.autograd.Function):
+    """Ties a gradient to all that it depends on, so that differentiating it again raises instead of giving 0."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "dilated attention has no second derivative: its backward walks the ring outside of autograd; leave "
+            "create_graph=True to models without it."
+        )

@@ -1,0 +1,136 @@
+"""The backward of ring dilated attention on one rank.
+
+K and V pass around the ring again. The dK and dV of a parcel follow one step behind it, gather every rank's share, and
+go home from the last rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ring_backends.engine.call import AttentionCall
+from ring_backends.engine.hops import NOTHING, Arrival, ByHops, Hops, post_keys, report_failure
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.tiles import TILE_SPAN, TileRunner, accumulator
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.kernels.gather_rows import scatter, scatter_add
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.schedule.rank_plan import HeadBlock, Message, Tile
+from ring_backends.schedule.rows import DilatedRows
+
+
+def backward(
+    call: AttentionCall, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
+) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
+    """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
+    with report_failure(hops):
+        plan = call.plan(inputs, backward=True)
+        query_grad, key_grad, value_grad = (
+            torch.empty_like(x, memory_format=torch.contiguous_format) for x in (inputs.query, inputs.key, inputs.value)
+        )
+        grads = LocalRows(query_grad, key_grad, value_grad)
+        rows, tiles = LocalRows.of(inputs, call.dropout), TileRunner(call.kernel, call.scale)
+        arriving = NOTHING
+        grad_hop: _GradHop | None = None
+        for index, (block, step) in enumerate(plan.steps):
+            arrived, arriving = arriving.wait(), NOTHING
+            arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
+            if step is block.steps[0]:
+                sums = _BlockSums.of(grads, block)
+            here = rows.block(block)
+            block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
+            passed_on = _grad_buffer(step.grad_sends, rows, zeroed=True)
+            for tile in step.tiles:
+                with record_function(TILE_SPAN):
+                    tile_grads = tiles.backward(tile, here, arrived, block_out, block_lse, block_grad_out)
+                    add_tile_grads(tile, tile_grads, sums, passed_on)
+            del arrived  # as in forward
+            if grad_hop is not None:
+                grad_hop.settle(passed_on, grads)
+            arrival = NOTHING
+            if hops is not None:
+                incoming = _grad_buffer(step.grad_receives, rows)
+                arrival = yield from hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
+            grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
+        if grad_hop is not None:
+            grad_hop.settle(None, grads)
+        return grads.query, grads.key, grads.value
+
+
+def add_tile_grads(
+    tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: LocalRows | _BlockSums, parcels: WireBuffer
+) -> None:
+    """Add a tile's dQ, dK and dV to this rank's own sums, or its dK and dV to those of the tile's parcel."""
+    grad_query, grad_key, grad_value = tile_grads
+    (scatter if tile.opens_queries else scatter_add)(sums.query, tile.queries, grad_query)
+    if isinstance(tile.keys, DilatedRows):
+        scatter_keys = scatter if tile.opens_keys else scatter_add
+        scatter_keys(sums.key, tile.keys, grad_key)
+        scatter_keys(sums.value, tile.keys, grad_value)
+    else:
+        parcel_key, parcel_value, _ = parcels.rows(tile.keys)
+        parcel_key += grad_key
+        parcel_value += grad_value
+
+
+def _grad_buffer(messages: tuple[Message, ...], rows: LocalRows, *, zeroed: bool = False) -> WireBuffer:
+    key = rows.key
+    row_format = RowFormat(key.shape[0], key.shape[-1], statistics_dtype(key.dtype))
+    return WireBuffer(row_format, messages, key.device, zeroed=zeroed)
+
+
+@dataclass(frozen=True)
+class _BlockSums:
+    """Gradients of one block of heads, summed in the statistics dtype."""
+
+    block: HeadBlock
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+    @classmethod
+    def of(cls, grads: LocalRows, block: HeadBlock) -> _BlockSums:
+        part = grads.block(block)
+        sums = cls(block, accumulator(part.query), accumulator(part.key), accumulator(part.value))
+        if not block.is_opened:
+            for tensor in (sums.query, sums.key, sums.value):
+                tensor.zero_()
+        return sums
+
+    def store(self, grads: LocalRows) -> None:
+        """Round the sums to the gradients' dtype, where they are not the gradients themselves."""
+        if self.query.dtype != grads.query.dtype:
+            part = grads.block(self.block)
+            part.query.copy_(self.query)
+            part.key.copy_(self.key)
+            part.value.copy_(self.value)
+
+
+@dataclass(frozen=True)
+class _GradHop:
+    """The dK and dV under way after one step, for the block whose sums they belong to."""
+
+    arrival: Arrival
+    sums: _BlockSums
+    ends_block: bool
+
+    def settle(self, passed_on: WireBuffer | None, grads: LocalRows) -> None:
+        """Add what arrived to what this rank passes on next, or to this rank's own sums where it came home."""
+        arrived = self.arrival.wait()
+        if arrived is not None:
+            for parcel in arrived.parcels:
+                key, value, _ = arrived.slices(parcel)
+                if passed_on is not None and parcel in passed_on:
+                    next_key, next_value, _ = passed_on.slices(parcel)
+                    next_key += key
+                    next_value += value
+                else:
+                    scatter_add(self.sums.key, parcel.source, key)
+                    scatter_add(self.sums.value, parcel.source, value)
+        if self.ends_block:
+            self.sums.store(grads)

@@ -1,0 +1,48 @@
+"""The forward of ring dilated attention on one rank: posts the next hop, computes the current tiles, merges."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from ring_backends.engine.call import AttentionCall
+from ring_backends.engine.hops import NOTHING, ByHops, Hops, post_keys, report_failure
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.tiles import TILE_SPAN, TileRunner, accumulator, merge_phantom, merge_tile
+from ring_backends.kernels.merge import statistics_dtype
+
+
+def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
+    """Attend from this rank's queries to all keys that they see.
+
+    Returns:
+        out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
+    """
+    with report_failure(hops):
+        query, plan = inputs.query, call.plan(inputs, backward=False)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
+        rows, tiles = LocalRows.of(inputs, call.dropout), TileRunner(call.kernel, call.scale)
+        arriving = NOTHING
+        for index, (block, step) in enumerate(plan.steps):
+            arrived, arriving = arriving.wait(), NOTHING
+            arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
+            here, block_lse = rows.block(block), lse[:, :, block.heads]
+            if step is block.steps[0]:
+                block_out = accumulator(out[:, :, block.heads])
+                if not block.is_opened:
+                    block_out.zero_()
+                    block_lse.fill_(-math.inf)
+            for tile in step.tiles:
+                with record_function(TILE_SPAN):
+                    merge_tile(tile, block_out, block_lse, *tiles.forward(tile, here, arrived))
+            for phantom in step.phantoms:
+                merge_phantom(block_out, block_lse, phantom)
+            del arrived  # before the next hop is posted: two received buffers are enough
+            if step is block.steps[-1] and block_out.dtype != out.dtype:
+                out[:, :, block.heads] = block_out
+        return out, lse

@@ -1,0 +1,148 @@
+"""Posts the hops of one forward or backward, and waits for what they bring.
+
+A computation pauses before every hop that it posts (:data:`ByHops`). In a compiled graph, each hop is an operator that
+resumes the computation up to the next one. Elsewhere :func:`finish` runs it to its end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.kernels.gather_rows import gather_into
+from ring_backends.ring.agreement import Agreement, Call
+from ring_backends.ring.ring import Traffic
+from ring_backends.ring.transfer import Transfer
+from ring_backends.schedule.rank_plan import Message, RankPlan
+
+RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
+"""(outgoing, incoming, tag) -> Transfer: posts one hop, with at most one buffer per ring rank in either direction."""
+
+POST_SPAN, WAIT_SPAN = "ring_backends::post_hop", "ring_backends::wait_hop"
+"""The names of posting a hop and of waiting for one, in torch.profiler."""
+
+Result = TypeVar("Result")
+ByHops = Generator[None, None, Result]
+"""A computation that pauses once before each hop that it posts."""
+
+
+def finish(by_hops: ByHops[Result]) -> Result:
+    """Run a computation to its end without a pause."""
+    while True:
+        try:
+            next(by_hops)
+        except StopIteration as end:
+            result: Result = end.value
+            return result
+
+
+class Arrival(Protocol):
+    """A hop under way. ``wait`` is called once, and returns None where this rank receives nothing."""
+
+    def wait(self) -> WireBuffer | None: ...
+
+
+class _Nothing:
+    def wait(self) -> None:
+        return None
+
+
+NOTHING: Arrival = _Nothing()
+
+
+@dataclass(frozen=True)
+class _Posted:
+    """A hop under way. It keeps the outgoing buffers alive until they have left."""
+
+    transfer: Transfer
+    outgoing: Mapping[int, Tensor]
+    incoming: WireBuffer
+    description: str
+    hops: Hops
+
+    def wait(self) -> WireBuffer:
+        started = time.perf_counter()
+        try:
+            with record_function(WAIT_SPAN), self.hops.agreement.waiting(self.hops.call):
+                self.transfer.wait(self.hops.call.time_left())
+        except Exception as error:
+            self.hops.agreement.fail(self.hops.call, self.description, error)
+        self.hops.traffic.wait_seconds += time.perf_counter() - started
+        return self.incoming
+
+
+@dataclass(frozen=True)
+class Hops:
+    """Posts the hops of one forward or backward: tags them, counts their bytes, and explains a failure."""
+
+    rank: int
+    ring_pass: RingPass
+    call: Call
+    agreement: Agreement
+    traffic: Traffic
+
+    def post(
+        self, index: int, name: str, outgoing: Mapping[int, Tensor], sends: tuple[Message, ...], incoming: WireBuffer
+    ) -> ByHops[Arrival]:
+        if not outgoing and not incoming.by_peer:
+            return NOTHING
+        yield
+        description = (
+            f"rank {self.rank} waited in step {index // 2} of {self.call.direction} for {name} "
+            f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
+        )
+        try:
+            with record_function(POST_SPAN):
+                transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
+        except Exception as error:
+            self.agreement.fail(self.call, description, error)
+        self.traffic.messages += len(outgoing)
+        self.traffic.bytes += sum(incoming.row_format.payload_bytes(message.parcels) for message in sends)
+        return _Posted(transfer, outgoing, incoming, description, self)
+
+
+Start = Callable[[str], "Hops | None"]
+"""direction -> the hops of one forward or backward, once the ranks agree on it; None in a ring of one."""
+
+
+def no_hops(direction: str) -> None:
+    """The :data:`Start` of a ring of one."""
+
+
+def report_failure(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
+    """Report to the other ranks an exception that ends this rank's computation."""
+    return contextlib.nullcontext() if hops is None else hops.agreement.report_errors(hops.call)
+
+
+def post_keys(
+    plan: RankPlan, index: int, rows: LocalRows, arrived: WireBuffer | None, hops: Hops | None
+) -> ByHops[Arrival]:
+    """Post the hop of K and V that step ``index`` waits for.
+
+    It forwards what ``arrived`` with the hop before, or sends this rank's own rows.
+    """
+    if hops is None or index == len(plan.steps):
+        return NOTHING
+    block, step = plan.steps[index]
+    own = rows.block(block)
+    marks = None if own.key_marks is None else own.key_marks.dtype
+    row_format = RowFormat(own.key.shape[0], own.key.shape[-1], own.key.dtype, marks)
+    if arrived is not None and all(parcel in arrived for message in step.sends for parcel in message.parcels):
+        outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
+    else:
+        buffer = WireBuffer(row_format, step.sends, own.key.device)
+        for parcel in buffer.parcels:
+            for destination, tensor in zip(buffer.slices(parcel), (own.key, own.value, own.key_marks), strict=True):
+                if destination is not None and tensor is not None:
+                    gather_into(destination, tensor, parcel.source)
+        outgoing = buffer.by_peer
+    incoming = WireBuffer(row_format, step.receives, own.key.device)
+    return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))
