@@ -72,7 +72,7 @@ _SHORT = {
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
     *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals, which the texts beside them spell out
 }
-_INTERNAL = ("agreement.Agreement", "longnet._Model", "schedule.BranchSchedule", "testing.capabilities.Test")
+_INTERNAL = ("agreement.Agreement", "longnet._Model", "schedule.branch.BranchSchedule", "testing.capabilities.Test")
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
     ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),

@@ -206,24 +206,23 @@ def _shown(
     """Whether a branch shows each key to each query, causality aside: bool [queries, keys]."""
     if head not in pattern.heads(branch, num_heads):
         return torch.zeros(len(queries), len(keys), dtype=torch.bool)
-    length, rate = pattern.segment_length(branch, layout.seq_len), pattern.dilation_rates[branch]
-    offset = pattern.head_offset(branch, head, num_heads)
-    query_is, key_is = (x % length % rate == offset for x in (queries, keys))
-    return query_is[:, None] & key_is & (queries[:, None] // length == keys // length)
+    offset, n = pattern.head_offset(branch, head, num_heads), layout.seq_len
+    is_covered, is_key_covered = (pattern.covers(branch, offset, x, n) for x in (queries, keys))
+    same_segment = pattern.segment(branch, queries, n)[:, None] == pattern.segment(branch, keys, n)
+    return is_covered[:, None] & is_key_covered & same_segment
 
 
 def _phantoms(
     pattern: DilatedPattern, num_heads: int, queries: Tensor, layout: SequenceLayout, is_causal: bool
 ) -> Tensor:
     """How many zero keys the padding shows each query: int64 [heads, queries]."""
-    counts = torch.zeros(num_heads, len(queries), dtype=torch.int64)
+    counts, n = torch.zeros(num_heads, len(queries), dtype=torch.int64), layout.seq_len
     if is_causal:
         return counts
     for branch in range(pattern.num_branches):
-        length, rate = pattern.segment_length(branch, layout.seq_len), pattern.dilation_rates[branch]
-        in_last = queries // length == (layout.seq_len - 1) // length
+        in_last = pattern.segment(branch, queries, n) == pattern.segment(branch, n - 1, n)
         for head in pattern.heads(branch, num_heads):
             offset = pattern.head_offset(branch, head, num_heads)
-            covered = in_last & (queries % length % rate == offset)
-            counts[head] += pattern.phantom_keys(branch, offset, layout.seq_len) * covered
+            covered = in_last & pattern.covers(branch, offset, queries, n)
+            counts[head] += pattern.phantom_keys(branch, offset, n) * covered
     return counts

@@ -28,7 +28,6 @@ from ring_backends.cost.probe import slowest
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.planner import COMMUNICATION_SHARE, rank_plan
 from ring_backends.schedule.rows import DilatedRows
-from ring_backends.schedule.traffic import Links, bytes_between_hosts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 PLAIN = Hardware(
@@ -131,7 +130,7 @@ def test_tiles_and_links_are_those_of_the_plans(case: AttentionCase, ring_size: 
                 for message in messages:
                     counted[rank, message.peer] += sum(p.rows * p.num_streams for p in message.parcels)
         assert (float(cost._own_pairs[rank]), float(cost._tile_rows.own[rank])) == (own_pairs, own_rows)
-    for counted, links in ((keys, Links.of_keys(schedule)), (grads, Links.of_grads(schedule))):
+    for counted, links in ((keys, schedule.key_links), (grads, schedule.grad_links)):
         found: Counter[tuple[int, int]] = Counter()
         for *ends, rows in zip(links.source.tolist(), links.destination.tolist(), links.rows.tolist(), strict=True):
             found[tuple(ends)] += rows
@@ -266,7 +265,7 @@ def test_a_billion_tokens_on_4096_ranks() -> None:
     found = workload.smallest_rings(80 * 10**9, PLAIN)
     assert found.fits is not None
     assert workload.memory_bytes(found.fits) <= 80 * 10**9 < workload.memory_bytes(found.fits - 1)
-    assert bytes_between_hosts(schedule, [rank // 8 for rank in range(4096)], batch=1, head_dim=128, itemsize=2) > 0
+    assert schedule.bytes_between_hosts([rank // 8 for rank in range(4096)], batch=1, head_dim=128, itemsize=2) > 0
     assert time.monotonic() - started < 30
 
 
@@ -329,13 +328,13 @@ def test_bytes_between_hosts_by_hand() -> None:
     cost = full(16, 4)
     chunk = 2 * 4 * 2 * 4 * 4
     sizes = {"batch": 1, "head_dim": 4, "itemsize": 4}
-    everywhere = bytes_between_hosts(cost.schedule, [0, 1, 0, 1], **sizes)
+    everywhere = cost.schedule.bytes_between_hosts([0, 1, 0, 1], **sizes)
     assert everywhere == sum(cost.sent_bytes().tolist()) + sum(cost.sent_bytes(backward=True).tolist())
     assert everywhere == 2 * 4 * 3 * chunk + 4 * 3 * chunk
     # Side by side: of K and V's 3 hops each chunk crosses between the hosts 1 or 2 times, as do dK and dV.
-    halves = bytes_between_hosts(cost.schedule, [0, 0, 1, 1], **sizes)
+    halves = cost.schedule.bytes_between_hosts([0, 0, 1, 1], **sizes)
     assert halves == 2 * (1 + 2 + 1 + 2) * chunk + (1 + 1 + 1 + 1 + 2) * chunk
-    assert bytes_between_hosts(cost.schedule, [5, 5, 5, 5], **sizes) == 0
+    assert cost.schedule.bytes_between_hosts([5, 5, 5, 5], **sizes) == 0
 
 
 # The command
@@ -531,4 +530,4 @@ def test_no_torch_until_the_command_runs() -> None:
 def test_index_arithmetic_stays_on_the_cpu() -> None:
     with torch.device("meta"):
         assert float(full(64, 4).seconds(PLAIN).max()) > 0
-        assert bytes_between_hosts(full(64, 4).schedule, [0, 0, 1, 1], batch=1, head_dim=4, itemsize=4) > 0
+        assert full(64, 4).schedule.bytes_between_hosts([0, 0, 1, 1], batch=1, head_dim=4, itemsize=4) > 0

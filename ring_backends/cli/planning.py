@@ -23,7 +23,6 @@ from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.ring_schedule import RingSchedule
-from ring_backends.schedule.traffic import bytes_between_hosts
 
 _WIDTH = 120  # off a terminal
 _PLOTTED_SIZES = 17  # powers of two: up to 65,536
@@ -125,8 +124,8 @@ class Plan:
         size = self.options.ring_size
         return {
             name: sum(
-                bytes_between_hosts(
-                    self.schedule, [numbers[hosts[rank]] for rank in order[first : first + size]], **self.sizes
+                self.schedule.bytes_between_hosts(
+                    [numbers[hosts[rank]] for rank in order[first : first + size]], **self.sizes
                 )
                 for first in range(0, len(order), size)
             )

@@ -24,11 +24,12 @@ import torch
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
+from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.checks import check_integer
-from ring_backends.schedule.crossing import num_covered
 from ring_backends.schedule.layout import SequenceLayout
+from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.planner import COMMUNICATION_SHARE, MIN_HOP_BYTES, num_cuts
-from ring_backends.schedule.ring_schedule import BranchSchedule, RingSchedule
+from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE, MIN_TILE_BYTES
 
 MAX_RING_SIZE = 65_536

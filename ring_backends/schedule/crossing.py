@@ -17,11 +17,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.schedule.layout import SequenceLayout
-
-
-def num_covered(length: Tensor, offset: Tensor, rate: int) -> Tensor:
-    """How many of the first ``length`` positions of a segment lie at ``offset`` modulo ``rate``; broadcasts."""
-    return torch.div(length - offset + rate - 1, rate, rounding_mode="floor").clamp(min=0)
+from ring_backends.schedule.pattern import num_covered
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,20 +1,24 @@
 """Who sees whom: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
 
 Position t is covered by branch i for head j iff ``(t mod w) mod r == offset(i, j)``; two covered positions of
-one segment see each other. Everything else in the package asks this module and nothing else about that.
+one segment see each other. This is the one module of the package that derives which positions are covered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 from ring_backends.schedule.checks import check_integer
 
 HeadMode = Literal["all", "grouped"]
 Offset = Literal["mod", "block", "branch"]
 Padding = Literal["masked", "zeros"]
+Positions = TypeVar("Positions", int, "Tensor")
 
 
 @dataclass(frozen=True)
@@ -102,6 +106,14 @@ class DilatedPattern:
         """w of ``branch`` on a sequence of ``seq_len`` tokens, where a longer one acts as the whole sequence."""
         return min(self.segment_lengths[branch], seq_len)
 
+    def segment(self, branch: int, position: Positions, seq_len: int) -> Positions:
+        """The number of the segment of ``branch`` that holds each position."""
+        return position // self.segment_length(branch, seq_len)
+
+    def covers(self, branch: int, offset: int, position: Tensor, seq_len: int) -> Tensor:
+        """Whether ``branch`` covers each position for a head at ``offset``: bool, shaped as ``position``."""
+        return position % self.segment_length(branch, seq_len) % self.dilation_rates[branch] == offset
+
     def phantom_keys(self, branch: int, offset: int, seq_len: int) -> int:
         """How many zero keys ``padding="zeros"`` adds to the last segment, for a head at ``offset``."""
         if self.padding == "masked":
@@ -109,7 +121,7 @@ class DilatedPattern:
         w, r = self.segment_length(branch, seq_len), self.dilation_rates[branch]
         last_length = (seq_len - 1) % w + 1
         padded_length = -(-w // r) * r
-        return _num_covered(padded_length, offset, r) - _num_covered(last_length, offset, r)
+        return num_covered(padded_length, offset, r) - num_covered(last_length, offset, r)
 
     def check(self, *, seq_len: int, num_heads: int) -> None:
         """Refuse what this pattern cannot mean on ``seq_len`` tokens and ``num_heads`` heads.
@@ -135,9 +147,10 @@ class DilatedPattern:
                     )
 
 
-def _num_covered(length: int, offset: int, rate: int) -> int:
-    """How many of the first ``length`` positions of a segment lie at ``offset``."""
-    return max(0, -(-(length - offset) // rate))
+def num_covered(length: Positions, offset: Positions, rate: int) -> Positions:
+    """How many of the first ``length`` positions of a segment lie at ``offset`` modulo ``rate``; tensors broadcast."""
+    rows = -((offset - length) // rate)
+    return rows * (rows > 0)
 
 
 def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:

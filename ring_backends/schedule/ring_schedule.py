@@ -9,40 +9,19 @@ from __future__ import annotations
 
 import io
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.checks import check_integer
-from ring_backends.schedule.crossing import CrossingPieces, crossing_pieces, num_covered
+from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.layout import SequenceLayout
-from ring_backends.schedule.pattern import DilatedPattern
-
-
-@dataclass(frozen=True, eq=False)
-class BranchSchedule:
-    """One branch's share of the schedule.
-
-    Attributes:
-        index, rate, segment_length: which branch, r, and w (at most the sequence).
-        offsets: the distinct offsets that its heads have: int64 [offsets].
-        heads_at, streams_at: how many query heads, and how many distinct (key/value head, offset) pairs, have each.
-        crossing: the pieces of segments that lie on several chunks.
-        num_rows, reach: per piece and offset, rows and hops: int64 [pieces, offsets].
-    """
-
-    index: int
-    rate: int
-    segment_length: int
-    offsets: Tensor
-    heads_at: Tensor
-    streams_at: Tensor
-    crossing: CrossingPieces
-    num_rows: Tensor
-    reach: Tensor
+from ring_backends.schedule.links import Links
+from ring_backends.schedule.pattern import DilatedPattern, num_covered
 
 
 @dataclass(frozen=True)
@@ -132,31 +111,24 @@ class RingSchedule:
         return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
 
     @cached_property
+    def key_links(self) -> Links:
+        """Where K and V travel in a forward, and again in a backward."""
+        return Links.of_keys(self.branches, self.layout.ring_size)
+
+    @cached_property
+    def grad_links(self) -> Links:
+        """Where dK and dV travel in a backward."""
+        return Links.of_grads(self.branches, self.layout.ring_size)
+
+    @cached_property
     def rows_sent(self) -> Tensor:
         """K/V head rows (a row of K and the row of V beside it count once) that each rank sends: int64 [ring size]."""
-        return self._rows_sent(first_sender=0)
+        return self.key_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def grad_rows_sent(self) -> Tensor:
         """dK/dV head rows that each rank sends on and home in backward: int64 [ring size]."""
-        return self._rows_sent(first_sender=1)
-
-    def _rows_sent(self, *, first_sender: int) -> Tensor:
-        """Sum over routes: hop h leaves from the route's rank h; dK and dV leave from one rank further on."""
-        change = torch.zeros(self.layout.ring_size + 1, dtype=torch.int64, device="cpu")
-        for branch in self.branches:
-            pieces, reach = branch.crossing, branch.reach
-            rows = branch.num_rows * branch.streams_at
-            lo, hi = pieces.lo.unsqueeze(1), pieces.hi.unsqueeze(1)
-            source = pieces.rank.unsqueeze(1)
-            upwards = lo + (source - lo + first_sender).remainder(hi - lo + 1)
-            downwards = source - first_sender - reach + 1
-            first = torch.where(pieces.direction.unsqueeze(1) > 0, upwards, downwards)
-            around = (first + reach - (hi + 1)).clamp(min=0)  # senders past hi, which continue from lo
-            for begin, end in ((first, first + reach - around), (lo.expand_as(reach), lo + around)):
-                change.index_add_(0, begin.flatten(), rows.flatten())
-                change.index_add_(0, end.flatten(), -rows.flatten())
-        return change.cumsum(0)[:-1]
+        return self.grad_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def max_rows_in_flight(self) -> int:
@@ -212,6 +184,17 @@ class RingSchedule:
         if backward:
             sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * max(itemsize, 4)
         return batch * sent
+
+    def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:
+        """Payload bytes that cross between hosts in one forward and one backward of the ring.
+
+        Args:
+            hosts: the host of each ring rank, as any number.
+            batch, head_dim, itemsize: as of :meth:`wire_bytes`.
+        """
+        numbers = _integers(hosts)
+        keys, grads = (links.rows_between(numbers) for links in (self.key_links, self.grad_links))
+        return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
         """Floating-point operations of ``rank``'s two matrix products per visible pair in forward (backward: five)."""

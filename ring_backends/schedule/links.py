@@ -1,4 +1,4 @@
-"""The rows that travel over each link of a ring, and the bytes that cross between hosts."""
+"""The rows that travel over each link of a ring, from which the bytes follow that a rank or a host sends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.branch import BranchSchedule
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,22 +25,21 @@ class Links:
     rows: Tensor
 
     @classmethod
-    def of_keys(cls, schedule: RingSchedule) -> Links:
+    def of_keys(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
         """Where K and V go, in a forward and again in a backward."""
-        return cls._of(schedule, grads=False)
+        return cls._of(branches, ring_size, grads=False)
 
     @classmethod
-    def of_grads(cls, schedule: RingSchedule) -> Links:
+    def of_grads(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
         """Where dK and dV go in a backward: along the same routes from their first stop on, and from the last home."""
-        return cls._of(schedule, grads=True)
+        return cls._of(branches, ring_size, grads=True)
 
     @classmethod
-    def _of(cls, schedule: RingSchedule, *, grads: bool) -> Links:
+    def _of(cls, branches: Sequence[BranchSchedule], ring_size: int, *, grads: bool) -> Links:
         """Hops to the next rank add up in two arrays of all neighbours; those around a sub-ring are listed."""
-        size = schedule.layout.ring_size
-        changes = {direction: torch.zeros(size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
+        changes = {direction: torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
         listed: list[tuple[Tensor, Tensor, Tensor]] = []
-        for branch in schedule.branches:
+        for branch in branches:
             for direction, change in changes.items():
                 chosen = (branch.crossing.direction == direction).nonzero().squeeze(1)
                 rows = (branch.num_rows * branch.streams_at)[chosen]
@@ -66,7 +65,7 @@ class Links:
                 if grads:
                     last = lo + (source - lo + direction * reach).remainder(ring)
                     listed.append((last, source, rows * (reach > 0)))
-        ranks = torch.arange(size, device="cpu")
+        ranks = torch.arange(ring_size, device="cpu")
         neighbours = [(ranks, ranks + direction, change.cumsum(0)[:-1]) for direction, change in changes.items()]
         columns = [torch.cat([part.flatten() for part in column]) for column in zip(*neighbours, *listed, strict=True)]
         used = columns[2] > 0
@@ -77,16 +76,6 @@ class Links:
         crosses = hosts[self.source] != hosts[self.destination]
         return int((self.rows * crosses).sum())
 
-
-def bytes_between_hosts(
-    schedule: RingSchedule, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int
-) -> int:
-    """Payload bytes that cross between hosts in one forward and one backward of a ring.
-
-    Args:
-        hosts: the host of each ring rank, as any number.
-    """
-    numbers = torch.tensor(hosts, dtype=torch.int64, device="cpu")
-    keys = Links.of_keys(schedule).rows_between(numbers)
-    grads = Links.of_grads(schedule).rows_between(numbers)
-    return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))
+    def rows_sent(self, ring_size: int) -> Tensor:
+        """Rows that each rank sends: int64 [ring size]."""
+        return torch.zeros(ring_size, dtype=torch.int64, device="cpu").index_add_(0, self.source, self.rows)

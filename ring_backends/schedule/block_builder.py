@@ -1,0 +1,309 @@
+"""Builds the steps of one block of heads on one rank: which tiles it computes, and which parcels pass through it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ring_backends.schedule.branch import BranchSchedule
+from ring_backends.schedule.pattern import num_covered
+from ring_backends.schedule.rank_plan import HeadBlock, Message, Parcel, ParcelRows, Phantom, Step, Tile
+from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.schedule.tiling import cut
+
+
+@dataclass(frozen=True)
+class _Span:
+    """A piece of a segment on this rank, or a run of whole ones: where it lies, and where it begins in its segment."""
+
+    local_start: int
+    phase: int
+    length: int
+    segments: int = 1
+    stride: int = 0
+
+    def num_rows(self, offset: int, rate: int) -> int:
+        return num_covered(self.length, (offset - self.phase) % rate, rate)
+
+    def rows(
+        self, heads: Sequence[int], offsets: Sequence[int], rate: int, num_rows: int, first_row: int = 0
+    ) -> DilatedRows:
+        phases = [(offset - self.phase) % rate for offset in offsets]
+        start = self.local_start + first_row * rate
+        return DilatedRows(start, self.segments, self.stride, rate, num_rows, head_runs(heads, phases))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A crossing piece as any rank sees it: its index in the branch's arrays, and its span on the rank that owns it."""
+
+    index: int
+    rank: int
+    chunk: int
+    span: _Span
+
+
+_Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset), relative to the block
+
+
+class BlockBuilder:
+    """Builds the steps of one block of heads on one rank."""
+
+    def __init__(self, schedule: RingSchedule, rank: int, first_kv_head: int, last_kv_head: int, shares: int) -> None:
+        self.schedule = schedule
+        self.layout = schedule.layout
+        self.rank = rank
+        self.shares = shares
+        group = schedule.num_heads // schedule.kv_heads
+        self.query_heads, self.kv_heads = (
+            slice(first_kv_head * group, last_kv_head * group),
+            slice(first_kv_head, last_kv_head),
+        )
+        self.heads: list[_Heads] = [
+            [
+                (head - first_kv_head * group, kv_head - first_kv_head, offset)
+                for head, kv_head, offset in schedule.head_streams(branch)
+                if first_kv_head <= kv_head < last_kv_head
+            ]
+            for branch in range(schedule.pattern.num_branches)
+        ]
+        self.drafts = [_Draft() for _ in range(1 + schedule.num_steps * shares)]
+
+    def block(self, max_tile_rows: int | None) -> HeadBlock:
+        num_heads = self.query_heads.stop - self.query_heads.start
+        branches = [branch for branch in self.schedule.branches if self.heads[branch.index]]
+        opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
+        for branch in sorted(branches, key=lambda branch: branch is not opening):
+            self._local(branch, opens=branch is opening)
+            self._remote(branch)
+        steps = tuple(draft.finish(max_tile_rows) for draft in self.drafts)
+        return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
+
+    def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
+        """Tiles whose keys are here: whole segments, own pieces against themselves and against each other.
+
+        ``opens``: the first two kinds are the first tiles of their rows, and together reach all rows of all heads.
+        """
+        draft = self.drafts[0]
+        is_causal = self.schedule.is_causal
+        crossing = [piece for piece in self._pieces(branch, self.rank) if piece.rank == self.rank]
+        for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]:
+            for tile in self._tiles(branch, span, span, is_causal=is_causal):
+                draft.tiles.append(replace(tile, opens_queries=opens, opens_keys=opens))
+        for query in crossing:
+            for key in crossing:
+                same_segment = branch.crossing.segment_start[query.index] == branch.crossing.segment_start[key.index]
+                if same_segment and query.chunk != key.chunk and not (is_causal and key.chunk > query.chunk):
+                    draft.tiles += self._tiles(branch, query.span, key.span, is_causal=False)
+        if self.schedule.pattern.padding == "zeros" and not is_causal:
+            draft.phantoms += self._phantoms(branch, crossing)
+
+    def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
+        """The segments within one chunk of this rank: the full ones as one span, and the sequence's short last one."""
+        w, n = branch.segment_length, self.layout.seq_len
+        base = 0
+        for piece in self.layout.pieces(self.rank):
+            first, last = -(-piece.start // w), piece.stop // w
+            if last > first:
+                yield _Span(base + first * w - piece.start, 0, w, last - first, w)
+            if piece and piece.stop == n and n % w and n // w * w >= piece.start:
+                yield _Span(base + n // w * w - piece.start, 0, n % w)
+            base += len(piece)
+
+    def _phantoms(self, branch: BranchSchedule, crossing: Iterable[_Piece]) -> Iterator[Phantom]:
+        """The local query rows of the last segment, with the zero keys they see."""
+        n = self.layout.seq_len
+        last_segment = self.schedule.pattern.segment(branch.index, n - 1, n) * branch.segment_length
+        spans = [piece.span for piece in crossing if branch.crossing.segment_start[piece.index] == last_segment]
+        base = 0
+        for piece in self.layout.pieces(self.rank):
+            if piece and piece.stop == n and piece.start <= last_segment:
+                spans = [_Span(base + last_segment - piece.start, 0, n - last_segment)]
+            base += len(piece)
+        for span in spans:
+            groups = defaultdict(list)
+            for head, _, offset in self.heads[branch.index]:
+                count = self.schedule.pattern.phantom_keys(branch.index, offset, n)
+                if count and span.num_rows(offset, branch.rate):
+                    groups[span.num_rows(offset, branch.rate), count].append((head, offset))
+            for (num_rows, count), members in groups.items():
+                heads, offsets = zip(*members, strict=True)
+                yield Phantom(span.rows(heads, offsets, branch.rate, num_rows), count)
+
+    def _tiles(self, branch: BranchSchedule, query: _Span, key: _Span, *, is_causal: bool) -> Iterator[Tile]:
+        """Local tiles of one span against another, one per combination of row counts."""
+        groups = defaultdict(list)
+        for head, kv_head, offset in self.heads[branch.index]:
+            rows = query.num_rows(offset, branch.rate), key.num_rows(offset, branch.rate)
+            if all(rows):
+                groups[rows].append((head, kv_head, offset))
+        for (query_rows, key_rows), members in groups.items():
+            streams = list(dict.fromkeys((kv_head, offset) for _, kv_head, offset in members))
+            kv_heads, kv_offsets = zip(*streams, strict=True)
+            heads, _, offsets = zip(*members, strict=True)
+            yield Tile(
+                branch=branch.index,
+                queries=query.rows(heads, offsets, branch.rate, query_rows),
+                keys=key.rows(kv_heads, kv_offsets, branch.rate, key_rows),
+                stream_of_head=tuple(streams.index((kv_head, offset)) for _, kv_head, offset in members),
+                is_causal=is_causal,
+            )
+
+    def _remote_tiles(self, branch: BranchSchedule, query: _Span, parcel: Parcel) -> Iterator[Tile]:
+        """Tiles of a local span against a parcel, one per number of query rows."""
+        groups = defaultdict(list)
+        for head, kv_head, offset in self.heads[branch.index]:
+            query_rows = query.num_rows(offset, branch.rate)
+            if query_rows and (kv_head, offset) in parcel.streams:
+                groups[query_rows].append((head, parcel.streams.index((kv_head, offset)), offset))
+        for query_rows, members in groups.items():
+            heads, stream_of_head, offsets = zip(*members, strict=True)
+            yield Tile(
+                branch=branch.index,
+                queries=query.rows(heads, offsets, branch.rate, query_rows),
+                keys=ParcelRows(parcel, range(parcel.num_streams), range(parcel.rows)),
+                stream_of_head=stream_of_head,
+                is_causal=False,
+            )
+
+    def _remote(self, branch: BranchSchedule) -> None:
+        """Follow every parcel whose route touches this rank."""
+        pieces = self._pieces(branch, self.rank)
+        own = [piece for piece in pieces if piece.rank == self.rank]
+        segment_start = branch.crossing.segment_start
+        for piece in pieces:
+            lo, hi = int(branch.crossing.lo[piece.index]), int(branch.crossing.hi[piece.index])
+            direction = int(branch.crossing.direction[piece.index])
+            if not lo <= self.rank <= hi:
+                continue
+            ring_size = hi - lo + 1
+            hop = (self.rank - piece.rank) * direction % ring_size
+            queries = [
+                query.span
+                for query in own
+                if segment_start[query.index] == segment_start[piece.index]
+                and not (self.schedule.is_causal and query.chunk < piece.chunk)
+            ]
+            for share in range(self.shares):
+                for parcel in self._parcels(branch, piece, direction, share):
+                    if hop <= parcel.reach:
+                        route = _Route(lo, ring_size, piece.rank, direction)
+                        self._follow(branch, parcel, route, hop, queries, share * self.schedule.num_steps)
+
+    def _follow(
+        self, branch: BranchSchedule, parcel: Parcel, route: _Route, hop: int, queries: Iterable[_Span], base: int
+    ) -> None:
+        """Enter one parcel's coming and going at this rank, which is ``hop`` hops from its source."""
+        here = self.drafts[base + hop]
+        goes_on = hop < parcel.reach
+        if goes_on:
+            self.drafts[base + hop + 1].sends[route.rank(hop + 1)].append(parcel)
+        if hop == 0:
+            self.drafts[base + parcel.reach].grad_receives[route.rank(parcel.reach)].append(parcel)
+            return
+        here.receives[route.rank(hop - 1)].append(parcel)
+        for query in queries:
+            here.tiles += self._remote_tiles(branch, query, parcel)
+        here.grad_sends[route.rank(hop + 1) if goes_on else route.source].append(parcel)
+        if hop > 1:
+            self.drafts[base + hop - 1].grad_receives[route.rank(hop - 1)].append(parcel)
+
+    def _parcels(self, branch: BranchSchedule, piece: _Piece, direction: int, share: int) -> Iterator[Parcel]:
+        """One share of a piece's rows: one parcel per row count and reach, since these differ with the offset."""
+        index_of = {offset: index for index, offset in enumerate(branch.offsets.tolist())}
+        num_rows, reach = branch.num_rows[piece.index].tolist(), branch.reach[piece.index].tolist()
+        groups = defaultdict(list)
+        for stream in dict.fromkeys((kv_head, offset) for _, kv_head, offset in self.heads[branch.index]):
+            index = index_of[stream[1]]
+            groups[num_rows[index], reach[index]].append(stream)
+        for (rows, hops), streams in groups.items():
+            first, last = rows * share // self.shares, rows * (share + 1) // self.shares
+            if hops and last > first:
+                kv_heads, offsets = zip(*streams, strict=True)
+                start = int(branch.crossing.start[piece.index])
+                yield Parcel(
+                    branch=branch.index,
+                    start=start,
+                    streams=tuple(streams),
+                    first_row=first,
+                    rows=last - first,
+                    reach=hops,
+                    direction=direction,
+                    source=piece.span.rows(kv_heads, offsets, branch.rate, last - first, first),
+                    first_positions=tuple(
+                        start + (offset - piece.span.phase) % branch.rate + first * branch.rate for offset in offsets
+                    ),
+                )
+
+    def _pieces(self, branch: BranchSchedule, rank: int) -> list[_Piece]:
+        """All pieces of the segments that ``rank`` holds a piece of."""
+        crossing = branch.crossing
+        segments = crossing.segment_start[crossing.rank == rank]
+        indices = torch.isin(crossing.segment_start, segments).nonzero().squeeze(1)
+        columns = (crossing.rank, crossing.chunk, crossing.segment_start, crossing.start, crossing.stop)
+        rows = zip(indices.tolist(), *(column[indices].tolist() for column in columns), strict=True)
+        pieces = []
+        for index, owner, chunk, segment_start, start, stop in rows:
+            first, *_ = self.layout.pieces(owner)
+            base = 0 if start in first else len(first)
+            span = _Span(base + start - self.layout.chunk_start(chunk), start - segment_start, stop - start)
+            pieces.append(_Piece(index, owner, chunk, span))
+        return pieces
+
+
+@dataclass(frozen=True)
+class _Route:
+    """The ranks that a parcel visits, counted in hops from its source."""
+
+    lo: int
+    ring_size: int
+    source: int
+    direction: int
+
+    def rank(self, hop: int) -> int:
+        return self.lo + (self.source - self.lo + self.direction * hop) % self.ring_size
+
+
+@dataclass
+class _Draft:
+    """A step being put together."""
+
+    sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
+    receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
+    grad_sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
+    grad_receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
+    tiles: list[Tile] = field(default_factory=list)
+    phantoms: list[Phantom] = field(default_factory=list)
+
+    def finish(self, max_tile_rows: int | None) -> Step:
+        tiles = self.tiles
+        if max_tile_rows is not None:
+            tiles = [part for tile in tiles for part in cut(tile, max_tile_rows)]
+        return Step(
+            sends=_messages(self.sends),
+            receives=_messages(self.receives),
+            tiles=tuple(tiles),
+            phantoms=tuple(self.phantoms),
+            grad_sends=_messages(self.grad_sends),
+            grad_receives=_messages(self.grad_receives),
+        )
+
+
+def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
+    """One message per peer, parcels that end their route soonest first.
+
+    Both ends sort alike, and what is forwarded in the next step is then, where segments nest, one stretch of what
+    arrived in this one, which leaves without being copied.
+    """
+    ordered = {peer: tuple(sorted(parcels, key=_order)) for peer, parcels in by_peer.items()}
+    return tuple(
+        Message(peer, parcels) for peer, parcels in sorted(ordered.items(), key=lambda item: _order(item[1][0]))
+    )
+
+
+def _order(parcel: Parcel) -> tuple[object, ...]:
+    return (parcel.reach, *parcel.key)
