@@ -1,7 +1,7 @@
-"""Ring dilated attention: the module that adapters complete with a ring pass, and the same on a single device.
+"""Ring dilated attention: the abstract module that adapters complete with a ring pass, and a function for one device.
 
-Each rank holds a part of the sequence and gets the attention output of that part, exactly as if one device had
-attended over the whole (LongNet, arXiv 2307.02486; the ring: arXiv 2310.01889).
+Each rank holds a part of the sequence and computes the output of that part, exactly as one device would over the whole
+sequence (LongNet, arXiv 2307.02486; ring attention, arXiv 2310.01889).
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Pad
 class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
-    An adapter subclasses this and supplies :meth:`ring_pass`; everything else stands here. Under ``torch.compile`` a
-    call is part of the graph around it, and each hop an operator (:mod:`ring_backends.engine.compiled`).
+    An adapter subclasses this and supplies :meth:`ring_pass`. Under ``torch.compile`` a call is part of the graph
+    around it, and each hop is an operator (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
         ring: the ring, from the adapter's ``initialize``; None is a ring of one.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
         kernel: the block-attention kernel by name, or ``"auto"``.
-        dropout_p: probability that an attention weight is dropped while training; below 1. It costs the fast kernels.
+        dropout_p: probability that an attention weight is dropped while training; below 1. With dropout only the math
+            kernel can run.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -72,7 +73,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     @property
     def ring(self) -> Ring:
-        """The ring that the sequence lies over. Assign one to a module that was unpickled in another process."""
+        """The ring that the sequence lies over. Assign one to a module after unpickling it in another process."""
         return self._ring
 
     @ring.setter
@@ -91,7 +92,7 @@ class RingDilatedAttention(nn.Module, ABC):
         self._handle = compiled.enlist(self)
 
     def copy_for(self, what: str) -> RingDilatedAttention:
-        """A copy whose calls the ranks tell from those of this module and of other copies by ``what`` they are for."""
+        """A copy whose calls the ranks tell apart from those of this module, and of other copies, by ``what``."""
         return self._copy(self.__getstate__(), what)
 
     def __copy__(self) -> RingDilatedAttention:
@@ -113,12 +114,12 @@ class RingDilatedAttention(nn.Module, ABC):
         """Post one hop and return at once.
 
         Args:
-            outgoing: per ring rank, a flat uint8 buffer to send to it. It stays unchanged until the transfer is over.
+            outgoing: per ring rank, a flat uint8 buffer to send to it. Nobody changes it until the transfer is over.
             incoming: per ring rank, a flat uint8 buffer to fill from it.
-            tag: 31 bits that both ends of the hop share, and in which hops, calls and configurations differ.
+            tag: 31-bit message tag, the same at both ends of a hop, distinct per hop, call and configuration.
 
         Returns:
-            The transfer, which is waited for exactly once.
+            The transfer. Its ``wait`` is called exactly once.
         """
 
     def forward(
@@ -144,17 +145,16 @@ class RingDilatedAttention(nn.Module, ABC):
             is_causal: whether a query sees only keys at or before its own global position.
             seq_len: length of the global sequence, in tokens; None means local length × ring size.
             key_padding_mask: bool [batch, local seq], True where a key is to be ignored.
-            document_ids: int32 or int64 [batch, local seq], for several documents packed into one sequence: a query
-                sees the keys of its own number only, at the places that the pattern shows it. A row with a negative
-                number belongs to no document: it sees nothing, and nothing sees it.
-            dropout_seed: of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's generator of the CPU. Ranks
-                that have the same, as after ``torch.manual_seed``, drop what one rank would drop.
+            document_ids: int32 or int64 [batch, local seq], the document of each row where several documents are packed
+                into one sequence. A query sees only keys of its own document, among those that the pattern shows it. A
+                row with a negative number belongs to no document: it sees nothing, and nothing sees it.
+            dropout_seed: seed of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's CPU generator. Ranks
+                with equal seeds, as after ``torch.manual_seed``, drop the same weights as one device.
             return_lse: whether to return the LSE too.
 
         Returns:
             out like query, or with ``return_lse`` (out, LSE): [batch, heads, local seq], fp32 (fp64 for fp64),
-            detached.
-            A query that sees no key has out 0 and LSE −inf.
+            detached. A query that sees no key has out 0 and LSE −inf.
 
         Raises:
             ValueError, TypeError: an argument breaks its rule; before any communication.
@@ -168,7 +168,7 @@ class RingDilatedAttention(nn.Module, ABC):
         return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
 
     def attend(self, inputs: AttentionInputs) -> Any:
-        """Carry out one call; an adapter that does more in a call than hops overrides this.
+        """Carry out one call. An adapter overrides this if its calls do more than hops.
 
         Returns:
             out, or with ``return_lse`` (out, LSE), as :meth:`forward`.
@@ -186,12 +186,12 @@ class RingDilatedAttention(nn.Module, ABC):
             return draw_seed(dropout_seed, dropout_p)
 
     def check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
-        """Check a call and return its inputs as autocast has them; the other ranks are told of a refusal."""
+        """Check a call and return its inputs as autocast casts them. A refusal is reported to the other ranks."""
         with self.ring.report_refusals():
             return check_call(inputs, self.pattern, self.ring, self.scale, self.kernel)
 
     def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
-        """What begins a forward or backward of a checked call: the ranks agree on it, and its hops can be posted."""
+        """A function that begins the forward or the backward of a checked call, once all ranks agree on it."""
         if self.ring.agreement is None:
             return no_hops
         configuration = call.configuration(inputs, self._module_number, needs_gradients=needs_gradients)
@@ -229,9 +229,9 @@ def dilated_attention(
     dropout_seed: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Dilated attention on a single device: what :class:`RingDilatedAttention` computes, on a ring of one.
+    """Dilated attention on a single device: the same result as :class:`RingDilatedAttention` on a ring of one.
 
-    Under ``torch.compile`` it breaks the graph; a module on a ring of one does not.
+    Under ``torch.compile`` this function breaks the graph; a module on a ring of one does not.
 
     Args:
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
@@ -239,7 +239,7 @@ def dilated_attention(
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
         is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, return_lse: as in
             :class:`RingDilatedAttention`.
-        dropout_p: probability that an attention weight is dropped, in every call; below 1.
+        dropout_p: probability that an attention weight is dropped in this call; below 1.
 
     Returns:
         out like query, or with ``return_lse`` (out, LSE): [batch, heads, seq], fp32 (fp64 for fp64), detached.

@@ -1,7 +1,7 @@
 """The attention layer around a ring attention: projections, rotary embedding, sub-layer norm.
 
-Everything here is local to a rank except the attention itself: a row is projected where it lies, and its rotary
-angle comes from its global position, so that a sequence gives the same output however it lies over the ring.
+Everything but the attention is local to a rank. The rotary angle of a row follows from its global position, so the
+output does not depend on the layout of the sequence over the ring.
 """
 
 from __future__ import annotations
@@ -110,16 +110,16 @@ class RingDilatedMultiheadAttention(nn.Module):
         document_ids: Tensor | None = None,
         dropout_seed: int | None = None,
     ) -> Tensor:
-        """Attend over the whole sequence of which ``x`` is this rank's part.
+        """Attend over the whole sequence; ``x`` is this rank's part.
 
         Args:
             x: [batch, local seq, embed_dim], in the dtype of the parameters.
             is_causal: a position sees only itself and earlier ones.
             seq_len: length of the global sequence; local length × ring size if None.
             key_padding_mask: bool [batch, local seq], True = ignore this key.
-            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles come
-                from the position in the sequence; their differences, which alone count, are those in the document.
-            dropout_seed: of the attention's dropout, as in its own call.
+            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles follow
+                from positions in the sequence. Only their differences matter, which are the same within a document.
+            dropout_seed: as in a call of the attention.
 
         Returns:
             [batch, local seq, embed_dim].
@@ -153,7 +153,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         return cast(Tensor, self.out_proj(out))
 
     def _check(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
-        """Refuse an x that is no part of a sequence of ``seq_len`` tokens; return that length."""
+        """Refuse an ``x`` that cannot be this rank's part of ``seq_len`` tokens; return that length."""
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
@@ -167,7 +167,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         if x.shape[1] != expected:
             raise ValueError(
                 f"x has {x.shape[1]} local rows: of seq_len = {seq_len} this rank holds {expected}; shard the sequence "
-                f"with ring.shard(x, dim=1), and give the length of the whole as seq_len."
+                "with ring.shard(x, dim=1), and pass its length as seq_len."
             )
         return seq_len
 
@@ -183,7 +183,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         key = (ring.layout(seq_len), ring.rank, like.device, dtype)
         if key in self._rotary_tables:
             return self._rotary_tables[key]
-        # A table made under inference_mode could not be saved for a later backward.
+        # Autograd cannot save a table made under inference_mode.
         with torch.inference_mode(False), torch.no_grad():
             table = self._new_rotary_table(ring, seq_len, like.device, dtype)
         while len(self._rotary_tables) >= _MAX_CACHED_TABLES:

@@ -1,7 +1,7 @@
-"""Which keys chosen queries look at: some rows of the attention matrix, over the whole sequence, around a ring.
+"""The attention weights of chosen queries over the whole sequence, also on a ring, and pictures of them.
 
-The matrix itself is never there: every rank computes the chosen queries' scores with its own keys, and the ranks add up
-what these sum to.
+No rank ever holds the attention matrix. Every rank computes the scores of the chosen queries with its own keys, and the
+ranks add up the sums.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """The attention weights of the queries at some positions, as ``attention`` would use them. Without gradients.
+    """The attention weights that ``attention`` gives the queries at some positions. Without gradients.
 
     Every rank of the ring makes the same call, each with its own rows of query and key.
 
@@ -45,13 +45,13 @@ def attention_weights(
         query: [batch, local seq, heads, head_dim].
         key: [batch, local seq, key/value heads, head_dim].
         positions: global positions of the chosen queries, the same on every rank.
-        is_causal, seq_len, key_padding_mask, document_ids: as in the call of ``attention``; nothing is dropped.
+        is_causal, seq_len, key_padding_mask, document_ids: as in a call of ``attention``; dropout does not apply.
 
     Returns:
-        [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): what each of this
-        rank's keys contributes, of 1 over all ranks; a key that several branches show has that many shares. Rows of
-        queries that see no key are 0; with ``padding="zeros"`` the rest of 1 went to the padding.
-        ``ring.unshard(weights, dim=3, seq_len=…)`` is the whole.
+        [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): the weight of each of
+        this rank's keys, summed over the branches that show it. Over all ranks the weights of a query sum to 1; with
+        ``padding="zeros"`` to 1 minus the weight of the padding; for a query that sees no key to 0.
+        ``ring.unshard(weights, dim=3, seq_len=…)`` returns the weights of all keys.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule.
@@ -94,7 +94,7 @@ def attention_weights(
 def _gathering(
     attention: RingDilatedAttention, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function that stacks the ranks' tensors, [ring size, …], after making sure that all ranks make this call."""
+    """A function that stacks the tensors of all ranks, [ring size, …]; the ranks have agreed on this call."""
     ring, agreement = attention.ring, attention.ring.agreement
     if agreement is None:
         return lambda tensor: tensor.unsqueeze(0)
@@ -111,12 +111,13 @@ def draw_pattern(
     """Draw which keys the queries of some heads see, branch after branch (needs matplotlib).
 
     Args:
-        path: the file; its ending says which kind.
-        seq_len: tokens; some hundreds are still to be seen.
-        num_heads, heads: how many heads there are, and which of them to draw, each in a row of its own.
+        path: the file; its suffix sets the format.
+        seq_len: tokens; the picture is readable up to some hundreds.
+        num_heads: number of heads.
+        heads: the heads to draw, one per row.
 
     Raises:
-        ValueError: matplotlib is not installed or knows no such file, or the pattern does not fit.
+        ValueError: matplotlib is missing or does not write this format, or the pattern does not fit.
     """
     from ring_backends.plotting import check_plot, new_figure
 
@@ -140,12 +141,12 @@ def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
     """Draw where chosen queries of one sequence look, head by head (needs matplotlib).
 
     Args:
-        path: the file; its ending says which kind.
-        weights: [heads, len(positions), seq], one sequence of the whole :func:`attention_weights`.
-        positions: of the queries, for the titles.
+        path: the file; its suffix sets the format.
+        weights: [heads, len(positions), seq]: :func:`attention_weights` of one sequence, unsharded.
+        positions: of the queries, for the labels.
 
     Raises:
-        ValueError: matplotlib is not installed or knows no such file, or the shapes do not fit.
+        ValueError: matplotlib is missing or does not write this format, or the shapes do not fit.
     """
     from ring_backends.plotting import check_plot, new_figure
 
@@ -176,7 +177,7 @@ def _check_positions(positions: Sequence[int], seq_len: int) -> Tensor:
 
 
 def _rows_here(query: Tensor, here: Tensor, chosen: Tensor) -> Tensor:
-    """The chosen queries [batch, chosen, heads, head_dim]: those that this rank holds, 0 for the others."""
+    """The chosen queries [batch, chosen, heads, head_dim], with 0 for those that other ranks hold."""
     which, index = (chosen[:, None] == here).nonzero(as_tuple=True)
     rows = query.new_zeros(query.shape[0], len(chosen), *query.shape[2:])
     rows[:, which] = query[:, index]

@@ -321,7 +321,9 @@ def test_where_the_rate_does_not_divide_torchscale_moves_outputs_and_the_error_s
     joined = reference_attention(query, key, value, **options)
     second = reference_attention(*(x[:, w:] for x in (query, key, value)), **options)
     close(joined[:, w + 2 :], second[:, : w - 2])
-    with pytest.raises(ValueError, match=r"lengthens every segment to 12 rows .* the 2 out again.*at most 10 tokens"):
+    with pytest.raises(
+        ValueError, match=r"pads every segment to 12 rows .* the 2 padded rows.*a sequence of at most 10 tokens"
+    ):
         attend(query, key, value, ((w,), (r,)), False)
     close(attend(query[:, :w], key[:, :w], value[:, :w], ((w,), (r,)), False), joined[:, :w])
 
@@ -608,7 +610,11 @@ class Custom:
         (prefixed("encoder.", subln=False, normalize_output=False), [], "post-norm or DeepNorm"),
         ({f"encoder.{name}": value for name, value in with_name("layers.0.self_attn.xpos.scale").items()}, [], "xPos"),
         (torchscale_state(), ["--segment-lengths", "8,16"], "--dilation-rates: dilation_rates is missing"),
-        (torchscale_state(), said_branches(((8, 10), (1, 4))), "--segment-lengths: .*lengthens.*with --seq-len"),
+        (
+            torchscale_state(),
+            said_branches(((8, 10), (1, 4))),
+            "--segment-lengths: .*pads every segment.*with --seq-len",
+        ),
         (torchscale_state(), [*said_branches(((8, 10), (1, 4))), "--seq-len", "11"], "10 and dilation rate 4 on 11"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What attention refuses, in words that name the argument, its value, the rule and the way out."""
+"""Checks of the arguments of attention. Errors name the argument, its value, the rule and the way out."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def check_tensors(
         if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (query.shape[0], query.shape[1], query.shape[3]):
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch, seq and head_dim must "
-                "be the same; "
-                "query, key and value are the same rows of one sequence."
+                "be the same; query, key and value are the same rows of one sequence."
             )
     if key.shape != value.shape:
         raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: they must be the same.")
@@ -55,8 +54,7 @@ def check_tensors(
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
             f"query has {heads} heads and key {kv_heads}: the number of key/value heads must divide that of query "
-            "heads, and "
-            "be at least 1; use one that does."
+            "heads, and be at least 1; use one that does."
         )
     if query.shape[3] < 1:
         raise ValueError(f"query has shape {list(query.shape)}: head_dim must be at least 1.")
@@ -67,7 +65,7 @@ def check_tensors(
 
 
 def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
-    """Refuse what is no [batch, seq] tensor that fits ``query``."""
+    """Refuse anything but a [batch, seq] tensor that fits ``query``."""
     if not isinstance(marks, Tensor):
         raise TypeError(f"{name} = {marks!r}: expected a tensor [batch, seq] of dtype {expected}, or None.")
     if marks.dtype not in dtypes:
@@ -79,16 +77,16 @@ def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dt
 
 
 def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> None:
-    """Refuse documents with a padding that belongs to none of them."""
+    """Refuse documents together with zero padding, which belongs to none of them."""
     if document_ids is not None and pattern.padding == "zeros":
         raise ValueError(
-            "document_ids with padding = 'zeros': the zero keys behind the sequence belong to no document, and "
-            "torchscale, which has them, has no documents; use padding='masked'."
+            "document_ids with padding = 'zeros': the zero keys beyond the sequence belong to no document; use "
+            "padding='masked'."
         )
 
 
 def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLayout:
-    """The layout of the sequence that ``local_len`` rows on this rank belong to."""
+    """The layout of the sequence of which this rank holds ``local_len`` rows."""
     if seq_len is None:
         seq_len = local_len * ring.size
         if seq_len < 1:
@@ -100,8 +98,8 @@ def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLay
     if layout.local_len(ring.rank) != local_len:
         raise ValueError(
             f"query has {local_len} rows, but with seq_len = {seq_len} rank {ring.rank} of a {layout.kind} ring of "
-            f"{ring.size} "
-            f"holds {layout.local_len(ring.rank)}; cut the sequence with ring.shard, and pass the length it had."
+            f"{ring.size} holds {layout.local_len(ring.rank)}; cut the sequence with ring.shard, and pass its length "
+            "as seq_len."
         )
     return layout
 
@@ -134,8 +132,8 @@ def check_dropout(dropout_p: object) -> float:
 def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
     """The seed of one call's dropout, int64 [1]; None where nothing is dropped.
 
-    Where ``dropout_seed`` is None it is drawn from the generator of the CPU, so that activation checkpointing, which
-    puts that generator back, draws the same again.
+    Without a ``dropout_seed`` it is drawn from torch's CPU generator. Activation checkpointing restores that generator,
+    so a recomputation draws the same seed.
     """
     if dropout_seed is None:
         if not dropout_p:

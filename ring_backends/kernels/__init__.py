@@ -1,4 +1,8 @@
-"""Block-attention kernels: one interface, several implementations, chosen by what each says it can run."""
+"""Computes one tile, forward and backward: kernels, gathering and scattering of rows, merging, documents, dropout.
+
+Every kernel implements one interface and says itself why it cannot run a call. Nothing here knows which tiles a rank
+has, or communicates. It imports ``schedule``.
+"""
 
 from __future__ import annotations
 

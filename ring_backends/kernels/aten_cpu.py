@@ -1,10 +1,12 @@
-"""The ATen flash attention of CPU builds: any float dtype, any head dim, grouped heads, key masks.
+"""torch's flash attention for CPUs: any float dtype, any head dim, grouped heads, key masks.
 
-Measured on torch 2.13: inputs whose last dim is not contiguous are read wrongly, out of bounds and without an
-error, hence `unit_stride`. A row whose keys are all masked comes back with LSE 0, hence `blank_rows`. A NaN
-or inf reaches rows and keys that have no part in it (masked keys, later keys of the same block), as 0 * NaN; and a row
-that is NaN itself comes back as 0 where it meets fewer keys than fit a vector register (16, at most, of AVX-512). The
-math kernel, which keeps all that apart, takes over where there is one.
+What was measured on torch 2.13, and what this kernel does about it:
+
+- The operator reads inputs whose last dim is not contiguous wrongly, out of bounds and without an error:
+  :func:`unit_stride`.
+- It returns LSE 0 for a row whose keys are all masked: :func:`~ring_backends.kernels.base.blank_rows`.
+- A NaN or inf spreads to rows and keys that do not see it (0 × NaN), and a row that is NaN becomes 0 where it meets
+  fewer keys than fit a vector register (16 with AVX-512). Tiles with a NaN or inf go to the math kernel.
 """
 
 from __future__ import annotations
@@ -18,12 +20,12 @@ from ring_backends.kernels.base import Kernel, KernelInputs, blank_rows, check_t
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
 
-_KEEPS_APART = MathKernel()
+_MATH = MathKernel()
 _FEW_KEYS = 64
 
 
 class AtenCpuFlashKernel(Kernel):
-    """aten::_scaled_dot_product_flash_attention_for_cpu and its backward."""
+    """``aten::_scaled_dot_product_flash_attention_for_cpu`` and its backward."""
 
     name = "aten_cpu_flash"
     device_types = ("cpu",)
@@ -49,7 +51,7 @@ class AtenCpuFlashKernel(Kernel):
         check_tile(query, key, value, is_causal, key_mask)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         if key.shape[2] < _FEW_KEYS and not all_finite(query, key):
-            return _KEEPS_APART.forward(query, key, value, **options)
+            return _MATH.forward(query, key, value, **options)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             unit_stride(query),
             unit_stride(key),
@@ -61,7 +63,7 @@ class AtenCpuFlashKernel(Kernel):
         )
         if key_mask is not None:
             out, lse = blank_rows(out, lse, key_mask, is_causal)
-        return (out, lse) if all_finite(out) else _KEEPS_APART.forward(query, key, value, **options)
+        return (out, lse) if all_finite(out) else _MATH.forward(query, key, value, **options)
 
     def backward(
         self,
@@ -79,7 +81,7 @@ class AtenCpuFlashKernel(Kernel):
         check_tile(query, key, value, is_causal, key_mask)
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         if key.shape[2] < _FEW_KEYS and not all_finite(grad_out, query, key, value, out):
-            return _KEEPS_APART.backward(grad_out, query, key, value, out, lse, **options)
+            return _MATH.backward(grad_out, query, key, value, out, lse, **options)
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             unit_stride(grad_out.to(query.dtype)),
             unit_stride(query),
@@ -93,18 +95,18 @@ class AtenCpuFlashKernel(Kernel):
             scale=scale,
         )
         if not all_finite(*grads):
-            return _KEEPS_APART.backward(grad_out, query, key, value, out, lse, **options)
+            return _MATH.backward(grad_out, query, key, value, out, lse, **options)
         return grads
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """x with stride 1 in its last dim; the other strides are free. A copy only where it has to be."""
-    # contiguous() would keep a free stride in a last dim of size 1.
+    """``x`` itself where its last dim has stride 1, else a contiguous copy."""
+    # contiguous() keeps any stride of a last dim of size 1.
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask [B, Hk, Sk] as an additive one, [B, Hq, 1, Sk]: the operator takes no bool mask."""
+    """The mask [B, Hk, Sk] as an additive one [B, Hq, 1, Sk], since the operator takes no bool mask."""
     if key_mask is None:
         return None
     mask = key_mask.repeat_interleave(query.shape[1] // key_mask.shape[1], dim=1).unsqueeze(2)
@@ -112,5 +114,5 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no number is NaN or infinite: one pass over each tensor, and no memory. A sum that overflows says no."""
+    """Whether no element is NaN or infinite. It sums each tensor, so an overflowing sum counts as infinite too."""
     return all(bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite()) for x in tensors)

@@ -1,11 +1,11 @@
-"""The fused attentions that CUDA builds of torch carry: FlashAttention 2, memory-efficient (CUTLASS), cuDNN.
+"""The fused attentions in CUDA builds of torch: FlashAttention 2, memory-efficient attention (CUTLASS), cuDNN.
 
-Each class states what its operator asks of its arguments and brings them into that form: vectors of 16 bytes
-at aligned addresses, the layout of out and LSE, key/value heads expanded where the operator knows no grouped
-ones. The forward's dropout state is an argument of every backward, but is not read without dropout.
+Each class says what its operator requires and converts the arguments: aligned vectors of 16 bytes, the layout of out
+and LSE, key/value heads expanded for operators without grouped heads. Every backward takes the dropout state of the
+forward, which it does not read without dropout.
 
-The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. As on the
-CPU, a NaN or inf in a key or value may reach rows of the same block that do not see it.
+The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. As on the CPU, a
+NaN or inf in a key or value may reach rows of the same block that do not see it.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class _AtenCudaKernel(Kernel):
-    """What the three have in common: an NVIDIA GPU new enough for the dtype, and the operator itself."""
+    """Common to the three: they need their operator, and an NVIDIA GPU that is new enough for the dtype."""
 
     device_types = ("cuda",)
     unverified = (
-        "the project's tests have run it against a CPU model of the operator only, not on a GPU; "
-        "pytest -m gpu does that where there is one"
+        "the project's tests have run it against a CPU model of the operator only; on a machine with a GPU, "
+        "pytest -m gpu runs it there"
     )
     operator: str
     min_capability: tuple[int, int]
@@ -46,7 +46,7 @@ class _AtenCudaKernel(Kernel):
         if inputs.device.type != "cuda":
             return reasons
         if torch.version.hip is not None:
-            reasons.append("it is written for NVIDIA's operators; on ROCm they differ")
+            reasons.append("it runs NVIDIA's operators, which differ on ROCm")
         elif not torch.cuda.is_available():
             reasons.append(f"torch {torch.__version__} sees no CUDA device here")
         else:
@@ -55,14 +55,14 @@ class _AtenCudaKernel(Kernel):
         return reasons
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
-        """Reasons that depend on the GPU at hand, by its compute capability (major, minor)."""
+        """Reasons that depend on the GPU, with its compute capability (major, minor)."""
         if capability < self.min_capability:
             return [f"it needs compute capability {_dotted(self.min_capability)}, this is {_dotted(capability)}"]
         return []
 
 
 class AtenCudaFlashKernel(_AtenCudaKernel):
-    """aten::_scaled_dot_product_flash_attention: grouped heads natively, no mask besides the causal one."""
+    """``aten::_scaled_dot_product_flash_attention``: with grouped heads, without a key mask."""
 
     name = "aten_cuda_flash"
     dtypes = _HALF
@@ -125,7 +125,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
             _aligned(key),
             _aligned(value),
             _aligned(out.to(query.dtype)),
-            # The operator takes the LSE's address and assumes [B, H, S] without gaps.
+            # The operator assumes a contiguous [B, H, S].
             lse_for_backward(lse).contiguous(),
             None,
             None,
@@ -141,7 +141,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
 
 
 class AtenCudaEfficientKernel(_AtenCudaKernel):
-    """aten::_scaled_dot_product_efficient_attention: fp32 too, key masks as an additive bias, older GPUs."""
+    """``aten::_scaled_dot_product_efficient_attention``: also for fp32, key masks and older GPUs."""
 
     name = "aten_cuda_efficient"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,7 +152,7 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
         reasons = super().device_reasons(inputs, capability)
         if inputs.dtype == torch.bfloat16 and capability < (8, 0):
             reasons.append(f"bf16 needs compute capability 8.0, this is {_dotted(capability)}")
-        # Tensor cores read 16 bytes at a time; before Ampere they know no fp32, before Volta there are none.
+        # Tensor cores read 16 bytes at a time. They take fp32 from Ampere on; GPUs before Volta have none.
         multiple = 1
         if inputs.dtype in _HALF and capability >= (7, 0):
             multiple = 8
@@ -222,10 +222,10 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
 
 
 class AtenCudaCudnnKernel(_AtenCudaKernel):
-    """aten::_scaled_dot_product_cudnn_attention.
+    """``aten::_scaled_dot_product_cudnn_attention``.
 
-    cuDNN refuses tiles of a single key; those few run on the math kernel. Its plans are cached by the strides
-    of query, key and value only, so everything is made contiguous.
+    cuDNN refuses tiles of a single key, which run on the math kernel. Its plans are cached by the strides of query, key
+    and value alone, so every argument is made contiguous.
     """
 
     name = "aten_cuda_cudnn"
@@ -290,8 +290,8 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
             )
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         unused = _unused_dropout_state(query)
-        # The backward wants the LSE as the forward gives it, [B, H, S] or [B, H, S, 1] by torch release, and
-        # nothing but the forward tells which.
+        # The backward takes the LSE in the shape that the forward returns, [B, H, S] or [B, H, S, 1], which depends on
+        # the torch release.
         probe = query.new_zeros(1, 1, 64, 64)
         has_unit_dim = self._run_forward(probe, probe, probe, False, 1.0)[1].dim() == 4
         row_lse = lse_for_backward(lse).contiguous()
@@ -338,7 +338,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """x with stride 1 in its last dim and every vector of 16 bytes at an aligned address."""
+    """``x`` with stride 1 in its last dim, and vectors of 16 bytes at aligned addresses."""
     vector = 16 // x.element_size()
     offsets = (x.storage_offset(), *x.stride()[:-1])
     if x.stride(-1) == 1 and all(offset % vector == 0 for offset in offsets):
@@ -347,7 +347,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """x contiguous in [B, H, S, D], strides of dims of size 1 included, at an aligned address."""
+    """``x`` contiguous in [B, H, S, D], also in dims of size 1, at an aligned address."""
     strides = [1]
     for size in reversed(x.shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -357,12 +357,12 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _rows_outermost(x: Tensor) -> Tensor:
-    """x [B, H, S, D] lying in memory as [B, S, H, D]: the layout the CUTLASS backward assumes of out."""
+    """``x`` [B, H, S, D], in memory as [B, S, H, D], which the CUTLASS backward assumes of out."""
     return _dense(x.transpose(1, 2)).transpose(1, 2)
 
 
 def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask [B, Hk, Sk] as an additive [B, Hq, Sq, Sk], rows expanded, each padded to 16 elements."""
+    """The mask [B, Hk, Sk] as an additive one [B, Hq, Sq, Sk], whose rows are padded to 16 elements in memory."""
     if key_mask is None:
         return None
     batch, num_heads, seq_q, _ = query.shape
@@ -373,7 +373,7 @@ def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def _padded_lse(lse: Tensor) -> Tensor:
-    """LSE padded to a multiple of 32 rows, as the CUTLASS forward returns it, with +inf in the padding."""
+    """LSE padded with +inf to a multiple of 32 rows, the shape that the CUTLASS forward returns."""
     return pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
 
 

@@ -1,12 +1,12 @@
-"""Attention dropout whose mask follows from a seed and from who attends to whom, and from nothing else.
+"""Attention dropout whose mask does not depend on how the sequence is sharded.
 
 Whether the attention weight of a query and a key is dropped is a hash of the seed, the data-parallel replica, the batch
-row, the head and the two global positions: a counter-based generator (Salmon et al., SC 2011), so that a rank needs no
-other rank to know its part of the mask, and one rank has the same as sixteen. Branches share it: a key that several
-branches show to a query is dropped from all of them, as one attention weight.
+row, the head and the two global positions: a counter-based generator (Salmon et al., SC 2011). Each rank computes its
+part of the mask alone, and every ring size gives the same mask. A key that several branches show to a query is dropped
+from all of them, as one attention weight.
 
-The 64-bit mixing is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). It is done once for each row. What is done
-for each pair takes 32-bit words, which processors multiply side by side.
+The 64-bit mixing of each row is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The hash of each pair works on
+32-bit words, which processors multiply several at a time.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Dropout:
     """Dropout of one rank's calls.
 
     Attributes:
-        p: probability that a weight is dropped, 0 < p < 1. The others are divided by 1 − p.
-        positions: int64 [local seq]; global positions of this rank's rows, on the CPU.
-        replica: rank along the data axis, whose batch rows are others.
+        p: probability that a weight is dropped, 0 < p < 1. The other weights are divided by 1 − p.
+        positions: int64 [local seq], the global positions of this rank's rows, on the CPU.
+        replica: the rank along the data axis. Replicas hold different batch rows.
     """
 
     p: float
@@ -36,7 +36,7 @@ class Dropout:
     replica: int
 
     def query_words(self, seed: int, batch: int, num_heads: int, device: torch.device) -> Tensor:
-        """int32 [batch, local seq, heads, 2]: what the hash takes of a query."""
+        """What the hash takes of each query: int32 [batch, local seq, heads, 2]."""
         of_rows = torch.arange(batch, dtype=torch.int64, device="cpu")[:, None, None]
         of_heads = torch.arange(num_heads, dtype=torch.int64, device="cpu")
         start = _mix(torch.tensor(_signed(seed + self.replica * _GOLDEN, 64), device="cpu"))
@@ -44,12 +44,12 @@ class Dropout:
         return words.to(device).unsqueeze(3).view(torch.int32)
 
     def key_words(self, seed: int, positions: Tensor) -> Tensor:
-        """int32, shaped as ``positions``: what the hash takes of keys."""
+        """What the hash takes of the key at each position: int32, shaped as ``positions``."""
         start = _mix(torch.tensor(_signed(~seed, 64), device="cpu"))
         return _mix(positions + start.to(positions.device)).to(torch.int32)
 
     def weights(self, query_words: Tensor, key_words: Tensor, dtype: torch.dtype) -> Tensor:
-        """0 or 1 / (1 − p) for every pair.
+        """The factor on the weight of every pair, 0 or 1 / (1 − p).
 
         Args:
             query_words: int32 [..., queries, 2].
@@ -63,10 +63,10 @@ class Dropout:
         word ^= (word >> 16) & 0xFFFF
         word *= first
         word ^= (word >> 15) & 0x1FFFF
-        word += query_words[..., 1:]  # without it, queries whose first words differ like two keys' would share drops
+        word += query_words[..., 1:]  # else queries whose first words differ as two keys' words do would drop alike
         word *= second
-        # Kept is what is below a threshold; the sign of the difference makes the bits of the weight, or 0. Comparing
-        # and converting takes three times as long.
+        # A pair is kept if its word is below a threshold. The sign of the difference becomes the bits of the weight or
+        # of 0, which is three times as fast as comparing and converting.
         word = (word >> 1) & 0x7FFFFFFF
         word -= min(round((1 - self.p) * 2**31), 2**31 - 1)
         word >>= 31
@@ -86,7 +86,7 @@ def _mix(word: Tensor) -> Tensor:
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:
-    """A logical shift to the right: torch's fills up with the sign."""
+    """A logical shift to the right; torch's own shift keeps the sign."""
     return (word >> bits) & ((1 << (64 - bits)) - 1)
 
 

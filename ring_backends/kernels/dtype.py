@@ -1,4 +1,4 @@
-"""Which dtype suits a device, and the spellings of a dtype that users may give."""
+"""The dtype that suits a device, and the names of dtypes that users may give."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ _NAMES = {
 
 
 def auto_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype to train in on `device` where the user does not say.
+    """The dtype to train in on ``device`` where the user names none.
 
-    CUDA: fp32 below compute capability 7.0 (Pascal and older have no tensor cores), fp16 for 7.0 to 7.5
-    (Volta, Turing: no bf16), bf16 from 8.0 (Ampere). CPU and every other device: fp32.
+    On CUDA it is fp32 below compute capability 7.0 (Pascal and older have no tensor cores), fp16 for 7.0 to 7.5 (Volta
+    and Turing have no bf16) and bf16 from 8.0 (Ampere). On the CPU and every other device it is fp32.
 
-    Raises ValueError for a CUDA device on a machine where torch sees none.
+    Raises:
+        ValueError: ``device`` is a CUDA device, and torch sees none.
     """
     device = torch.device(device)
     if device.type != "cuda":
@@ -36,9 +37,15 @@ def auto_dtype(device: torch.device | str) -> torch.dtype:
 
 
 def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.dtype:
-    """The dtype that `spec` names: "auto" (see `auto_dtype`), a torch.dtype, or a name such as "bf16".
+    """The dtype that ``spec`` names.
 
-    Raises ValueError for a name or dtype that attention does not compute in, TypeError for anything else.
+    Args:
+        spec: a torch.dtype, a name such as ``"bf16"``, or ``"auto"`` (:func:`auto_dtype`).
+        device: for ``"auto"``.
+
+    Raises:
+        ValueError: attention does not compute in such a dtype.
+        TypeError: ``spec`` is neither a string nor a torch.dtype.
     """
     if isinstance(spec, torch.dtype):
         if spec in _NAMES.values():

@@ -1,13 +1,12 @@
-"""Attention in plain torch, block by block: every device and float dtype, and the last resort of "auto".
+"""Attention in plain torch, block by block: for every device and float dtype, and the last choice of ``"auto"``.
 
-Online softmax over key blocks, so memory is O(S * block) beyond inputs and outputs. Products, sums and
-statistics are fp32 (fp64 for fp64 inputs) whatever the inputs are, autocast included.
+It computes an online softmax over blocks of keys, so that memory is O(S × block) beyond inputs and outputs. Products,
+sums and statistics are fp32 (fp64 for fp64 inputs), also under autocast.
 
-A row never feels a key it does not see, not even a NaN or inf there: scores are masked by masked_fill; masked
-keys and values are set to 0 before use; and where rows of one block see different keys (the diagonal of a
-causal tile, documents) a matrix product would turn 0 * NaN into NaN, so NaN and inf take a way of their own
-there (`_product`). The same holds in the backward for a NaN in a row (query or grad_out) that a key is not
-seen by.
+A NaN or inf in a key never reaches a row that does not see the key. Scores are masked by ``masked_fill``, and masked
+keys and values are set to 0. Where rows of one block see different keys (on a causal diagonal, between documents), a
+matrix product would turn 0 × NaN into NaN; :func:`_product` adds NaN and inf there separately. In the backward the same
+holds for a NaN in a query or gradient row and the keys that it does not see.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ring_backends.kernels.merge import statistics_dtype
 
 
 class _BlockPair(NamedTuple):
-    """One block of rows against one of keys: where they lie, and whether the causal diagonal crosses it."""
+    """One block of rows against one block of keys, and whether the causal diagonal crosses it."""
 
     rows: slice
     keys: slice
@@ -31,7 +30,7 @@ class _BlockPair(NamedTuple):
 
 
 class MathKernel(Kernel):
-    """Blockwise attention from torch matrix products. `block`: rows and keys per block."""
+    """Blockwise attention from torch matrix products, ``block`` rows and keys at a time."""
 
     name = "math"
     device_types = None
@@ -52,7 +51,7 @@ class MathKernel(Kernel):
         key_mask: Tensor | None,
         rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As Kernel.forward, and with a rule about pairs."""
+        """As :meth:`Kernel.forward`, with documents and dropout too."""
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
@@ -75,7 +74,7 @@ class MathKernel(Kernel):
         key_mask: Tensor | None,
         rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As Kernel.backward, and with a rule about pairs; all three gradients are in the statistics dtype."""
+        """As :meth:`Kernel.backward`, with documents and dropout too; the gradients are in the statistics dtype."""
         check_tile(query, key, value, is_causal, key_mask)
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
@@ -92,19 +91,19 @@ class MathKernel(Kernel):
         return grad_query, grad_key, grad_value
 
     def _row_blocks(self, seq_q: int, seq_k: int, is_causal: bool) -> list[tuple[slice, list[_BlockPair]]]:
-        """Per block of rows, the blocks of keys that it sees; blocks wholly in the future are left out."""
-        plan = []
+        """For each block of rows, the blocks of keys that it sees."""
+        blocks = []
         for first_row in range(0, seq_q, self.block):
             rows = slice(first_row, min(first_row + self.block, seq_q))
-            # Rows and keys share one block size and a causal tile is square, so the diagonal meets blocks
-            # corner to corner: before it every row sees every key.
+            # Rows and keys have one block size and a causal tile is square, so the diagonal crosses one block of each
+            # row. Before that block every row sees every key.
             stop = rows.stop if is_causal else seq_k
             pairs = [
                 _BlockPair(rows, slice(k, min(k + self.block, stop)), diagonal=is_causal and k == first_row)
                 for k in range(0, stop, self.block)
             ]
-            plan.append((rows, pairs))
-        return plan
+            blocks.append((rows, pairs))
+        return blocks
 
 
 def _forward_rows(
@@ -130,7 +129,7 @@ def _forward_rows(
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        # A row that has seen no key yet: exp(-inf - 0) is 0 where exp(-inf + inf) would be NaN.
+        # For a row that has seen no key yet exp(−inf − 0) is 0, while exp(−inf + inf) would be NaN.
         shift = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
         weights = torch.exp(scores - shift)
         rescale = torch.exp(maximum - shift)
@@ -162,7 +161,7 @@ def _backward_rows(
 ) -> Tensor:
     """grad_query [B, Hq, b, D] of one block of b rows; adds the rows' share to grad_key and grad_value.
 
-    do is the gradient of the output, p the softmax weights of the pair, ds the gradient of its scores.
+    ``do`` is the gradient of the output, ``p`` the softmax weights of the pair, ``ds`` the gradient of its scores.
     """
     num_kv_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
     rows, stats = pairs[0].rows, grad_key.dtype
@@ -184,7 +183,7 @@ def _backward_rows(
             grad_p = grad_p * dropout
         ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
         weights = p if dropout is None else p * dropout
-        # Blind rows of q and do are 0 already, and so are masked keys: what is left is who hides from whom.
+        # Blind rows of q and do are 0 already, and so are masked keys. What is left depends on row and key together.
         unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys
@@ -195,19 +194,19 @@ def _backward_rows(
 
 
 def _fold(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
-    """[B, Hq, b, D] as [B, Hk, repeats * b, D]: heads that share keys become more rows."""
+    """[B, Hq, b, D] as [B, Hk, repeats × b, D]: the heads that share keys become rows of one head."""
     grouped: Tensor = x.unflatten(1, (num_kv_heads, -1))
     return grouped.flatten(2, 3).to(dtype)
 
 
 def _unfold(x: Tensor, repeats: int) -> Tensor:
-    """The inverse of `_fold`."""
+    """The inverse of :func:`_fold`."""
     grouped: Tensor = x.unflatten(2, (repeats, -1))
     return grouped.flatten(1, 2)
 
 
 def _key_block(x: Tensor, key_mask: Tensor | None, pair: _BlockPair) -> Tensor:
-    """A block of keys or values in the statistics dtype, masked ones set to 0."""
+    """A block of keys or values in the statistics dtype, with masked ones set to 0."""
     block = x[:, :, pair.keys].to(statistics_dtype(x.dtype))
     return block if key_mask is None else block.masked_fill(key_mask[:, :, pair.keys].unsqueeze(-1), 0.0)
 
@@ -215,7 +214,7 @@ def _key_block(x: Tensor, key_mask: Tensor | None, pair: _BlockPair) -> Tensor:
 def _hidden(
     pair: _BlockPair, repeats: int, key_mask: Tensor | None, rule: PairRule | None, like: Tensor
 ) -> Tensor | None:
-    """Bool, broadcastable to [B, Hk, repeats * rows, keys]: who does not see whom; None if all see all."""
+    """Which keys each row does not see: bool, broadcasts to [B, Hk, repeats × rows, keys]; None if it sees all."""
     hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
     if pair.diagonal:
         size = pair.rows.stop - pair.rows.start
@@ -229,7 +228,7 @@ def _hidden(
 
 
 def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: torch.dtype) -> Tensor | None:
-    """What the weights of the pair are multiplied by, [B, Hk, repeats * rows, keys]; None without dropout."""
+    """The factors on the weights of the pair, [B, Hk, repeats × rows, keys]; None without dropout."""
     if rule is None or rule.dropout is None:
         return None
     assert rule.query_words is not None
@@ -239,14 +238,17 @@ def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: 
 
 
 def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
-    """Whether rows of the pair differ in which of its keys they see."""
+    """Whether the rows of the pair see different keys of it."""
     return pair.diagonal or (rule is not None and rule.query_documents is not None)
 
 
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """weights @ x, into which NaN and inf come from pairs that are not hidden alone; these at their full weight.
+    """weights @ x, in which a NaN or inf of ``x`` reaches only the rows from which it is not hidden.
 
-    weights: [B, Hk, m, k], 0 where ``hidden``, which broadcasts to it. x: [B, Hk, k, D].
+    Args:
+        weights: [B, Hk, m, k], 0 where hidden.
+        x: [B, Hk, k, D].
+        hidden: bool, broadcasts to ``weights``; None if nothing is hidden.
     """
     if hidden is None:
         return weights @ x
@@ -261,7 +263,7 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Autocast would run the matrix products in half precision behind our back."""
+    """Switch autocast off, which would run the matrix products in half precision."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

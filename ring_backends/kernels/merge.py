@@ -1,8 +1,8 @@
-"""Online softmax: results over disjoint sets of keys, merged into the result over their union.
+"""Online softmax: merges the results over two sets of keys into the result over both.
 
-Each result is (out, lse): the softmax-weighted mean of the values, and the logsumexp of the scores. A set without
-keys is out = 0, lse = −inf, the neutral element, and two of them merge without a NaN. This merge serves ring steps
-and branches alike (LongNet, arXiv 2307.02486, equation 10; Milakov and Gimelshein, arXiv 1805.02867).
+A result is (out, lse): the softmax-weighted mean of the values, and the logsumexp of the scores. A set without keys has
+out = 0 and lse = −inf; merging it changes nothing, and merging two of them gives no NaN. Ring steps and branches use
+the same merge (LongNet, arXiv 2307.02486, equation 10; Milakov and Gimelshein, arXiv 1805.02867).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 
 def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of LSE and of every running sum: fp32, or fp64 for fp64 inputs."""
+    """The dtype of LSE and of running sums: fp32, or fp64 for fp64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The LSE of the union, and the weight in 0 … 1 of the other result in its output.
+    """The LSE of the union, and the weight of the other result in its output, in 0 … 1.
 
     Args:
         lse, other_lse: same shape and dtype; −inf where a set has no key.
@@ -37,7 +37,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
         lse, other_lse: [...], in the statistics dtype.
 
     Returns:
-        (out, lse) over the union of both sets of keys; a key in both counts twice.
+        (out, lse) over both sets of keys; a key in both counts twice.
     """
     merged, weight = merge_weight(lse, other_lse)
     return torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype)), merged

@@ -1,9 +1,8 @@
-"""Tiles in which a query row and a key decide together: packed documents, and dropout.
+"""Tiles with packed documents or dropout, where visibility depends on a query row and a key together.
 
-With documents, a tile is cut where documents end: what lies within one document goes to the kernel as it is, what has
-no document in common is left out, and the little that heads of different offsets cut differently goes to the math
-kernel. So kernels need not know of documents, and what nobody sees costs nothing. With dropout, all of it goes to the
-math kernel.
+With documents a tile is cut where documents end. A part within one document goes to the chosen kernel, a part without
+a common document is skipped, and the few parts in which several documents meet go to the math kernel. So kernels need
+not know documents, and hidden parts cost nothing. With dropout the whole tile goes to the math kernel.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from ring_backends.kernels.merge import merge_, statistics_dtype
 _MATH = MathKernel()
 
 BLOCK = 256
-"""Rows and keys per block where documents change too often to be cut out: as many as the math kernel takes at once."""
+"""Rows and keys per block where documents change too often to be cut out: the block of the math kernel."""
 
 MIN_MEAN_RUN = 32
-"""Rows that a document has on average where it is cut out."""
+"""Documents are cut out where they have at least this many rows on average."""
 
 
 def forward(
@@ -38,7 +37,7 @@ def forward(
     scale: float,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As Kernel.forward, for the pairs that the rule lets see each other; out is in the statistics dtype."""
+    """As :meth:`Kernel.forward`, for the pairs that the rule allows; out is in the statistics dtype."""
     if rule.dropout is not None:
         return _MATH.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
     stats = statistics_dtype(query.dtype)
@@ -70,7 +69,7 @@ def backward(
     scale: float,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As Kernel.backward, for the pairs that the rule lets see each other; in the statistics dtype."""
+    """As :meth:`Kernel.backward`, for the pairs that the rule allows; gradients are in the statistics dtype."""
     if rule.dropout is not None:
         tensors = grad_out, query, key, value, out, lse
         return _MATH.backward(*tensors, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
@@ -94,11 +93,11 @@ def backward(
 
 
 def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, bool]]:
-    """(batch, rows, keys, whether the causal diagonal runs through them, whether several documents meet there)."""
+    """Yield (batch, rows, keys, whether the causal diagonal crosses them, whether several documents meet there)."""
     assert rule.query_documents is not None
     assert rule.key_documents is not None
     everything = slice(None)
-    for batch, is_of_one in _alike(rule.query_documents, rule.key_documents):
+    for batch, is_of_one in _batch_parts(rule.query_documents, rule.key_documents):
         if is_of_one:
             yield batch, everything, everything, is_causal, False
             continue
@@ -118,10 +117,11 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
                 yield batch, row_blocks[row], stretch, on_diagonal, is_mixed
 
 
-def _alike(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
-    """Parts of the batch with whether all in them is of one document each, the same for queries and keys.
+def _batch_parts(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
+    """Parts of the batch, each with whether every sequence in it is one document.
 
-    The whole batch where all of it has the same documents; else runs of such, and the others one by one.
+    The whole batch is one part where its sequences have the same documents. Otherwise neighbouring sequences of one
+    document each are one part, and every other sequence is a part.
     """
     if all(bool((x[1:] == x[:-1]).all()) for x in (queries, keys)):
         return [(slice(None), False)]
@@ -136,9 +136,12 @@ def _alike(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
 
 
 def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, list[slice]]:
-    """Blocks of [B, H, S], cut where some head's document changes in any of ``all_documents``, equally long.
+    """Cut [B, H, S] into blocks where some head's document changes, in any of ``all_documents``.
 
-    Cut evenly where they change often. Lowest and highest document per block: on the CPU.
+    Where documents change often the blocks are even instead.
+
+    Returns:
+        The lowest and the highest document of each block, on the CPU, and the blocks.
     """
     length = documents.shape[2]
     changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in all_documents]).any(0)
@@ -147,14 +150,14 @@ def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, 
         cuts = [*range(BLOCK, length, BLOCK)]
         ends = [torch.stack(block.aminmax()) for block in documents.split(BLOCK, dim=2)]
         first, last = torch.stack(ends).cpu().unbind(1)
-    else:  # which leaves each head one document per block
+    else:  # each head has one document per block
         starts = torch.tensor([0, *cuts], device=documents.device)
         first, last = (bound.cpu() for bound in documents.index_select(2, starts).flatten(0, 1).aminmax(dim=0))
     return first, last, [slice(start, stop) for start, stop in pairwise([0, *cuts, length])]
 
 
 def _joined(slices: list[slice]) -> list[slice]:
-    """Slices in order, those that follow each other without a gap made one."""
+    """The slices, in order, with neighbours that touch joined."""
     joined: list[slice] = []
     for part in slices:
         if joined and joined[-1].stop == part.start:

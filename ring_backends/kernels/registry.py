@@ -1,6 +1,6 @@
-"""Kernels in order of preference; the first that has no objection runs.
+"""All kernels in order of preference. ``"auto"`` takes the first that gives no reason against a call.
 
-There is no other rule: device and dtype are matters for each kernel's own `not_supported_reasons`.
+Each kernel judges device, dtype and options in its own ``not_supported_reasons``.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ _KERNELS: tuple[Kernel, ...] = (
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in the order in which "auto" tries them."""
+    """All kernels, in the order in which ``"auto"`` tries them."""
     return _KERNELS
 
 
 def kernel_names() -> tuple[str, ...]:
-    """The names that `select_kernel` takes besides "auto"."""
+    """The names that :func:`select_kernel` takes besides ``"auto"``."""
     return tuple(kernel.name for kernel in _KERNELS)
 
 
 def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
-    """The kernel called `name`, or with "auto" the first in order of preference that can run `inputs`.
+    """The kernel called ``name``, or with ``"auto"`` the first that can run ``inputs``.
 
-    A kernel asked for by name is never replaced by another. Raises ValueError for an unknown name, and with
-    every tried kernel's reasons where none can run.
+    Another kernel never replaces one that is named.
+
+    Raises:
+        ValueError: no kernel has this name, or none that was tried can run; the message gives every kernel's reasons.
     """
     if name != "auto" and name not in kernel_names():
         choices = ", ".join(repr(choice) for choice in ("auto", *kernel_names()))
@@ -56,7 +58,7 @@ def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
 def available_kernels() -> dict[str, str | None]:
     """For each kernel, in order of preference: None if this machine can run it, else the reasons.
 
-    Asked with the kernel's own device and first dtype, and a head dim of 64.
+    The question is put for the kernel's own device, its first dtype, and a head dim of 64.
     """
     answers: dict[str, str | None] = {}
     for kernel in _KERNELS:

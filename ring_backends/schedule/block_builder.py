@@ -18,7 +18,7 @@ from ring_backends.schedule.tiling import cut
 
 @dataclass(frozen=True)
 class _Span:
-    """A piece of a segment on this rank, or a run of whole ones: where it lies, and where it begins in its segment."""
+    """A piece of a segment, or a run of whole segments, on one rank; ``phase`` is where it begins in its segment."""
 
     local_start: int
     phase: int
@@ -39,7 +39,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A crossing piece as any rank sees it: its index in the branch's arrays, and its span on the rank that owns it."""
+    """A piece of a crossing segment: its index in the branch's arrays, and its span on the rank that holds it."""
 
     index: int
     rank: int
@@ -84,9 +84,10 @@ class BlockBuilder:
         return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
-        """Tiles whose keys are here: whole segments, own pieces against themselves and against each other.
+        """Tiles with local keys: whole segments, and local pieces against themselves and against each other.
 
-        ``opens``: the first two kinds are the first tiles of their rows, and together reach all rows of all heads.
+        Args:
+            opens: whether whole segments, and pieces against themselves, are the first tiles of their rows.
         """
         draft = self.drafts[0]
         is_causal = self.schedule.is_causal
@@ -103,7 +104,7 @@ class BlockBuilder:
             draft.phantoms += self._phantoms(branch, crossing)
 
     def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
-        """The segments within one chunk of this rank: the full ones as one span, and the sequence's short last one."""
+        """Segments within one chunk of this rank: the full ones as one span, and the short last one of the sequence."""
         w, n = branch.segment_length, self.layout.seq_len
         base = 0
         for piece in self.layout.pieces(self.rank):
@@ -115,7 +116,7 @@ class BlockBuilder:
             base += len(piece)
 
     def _phantoms(self, branch: BranchSchedule, crossing: Iterable[_Piece]) -> Iterator[Phantom]:
-        """The local query rows of the last segment, with the zero keys they see."""
+        """Local query rows of the last segment, with the number of zero keys that they see."""
         n = self.layout.seq_len
         last_segment = self.schedule.pattern.segment(branch.index, n - 1, n) * branch.segment_length
         spans = [piece.span for piece in crossing if branch.crossing.segment_start[piece.index] == last_segment]
@@ -135,7 +136,7 @@ class BlockBuilder:
                 yield Phantom(span.rows(heads, offsets, branch.rate, num_rows), count)
 
     def _tiles(self, branch: BranchSchedule, query: _Span, key: _Span, *, is_causal: bool) -> Iterator[Tile]:
-        """Local tiles of one span against another, one per combination of row counts."""
+        """Tiles of one local span against another, one for each combination of row counts."""
         groups = defaultdict(list)
         for head, kv_head, offset in self.heads[branch.index]:
             rows = query.num_rows(offset, branch.rate), key.num_rows(offset, branch.rate)
@@ -154,7 +155,7 @@ class BlockBuilder:
             )
 
     def _remote_tiles(self, branch: BranchSchedule, query: _Span, parcel: Parcel) -> Iterator[Tile]:
-        """Tiles of a local span against a parcel, one per number of query rows."""
+        """Tiles of a local span against a parcel, one for each number of query rows."""
         groups = defaultdict(list)
         for head, kv_head, offset in self.heads[branch.index]:
             query_rows = query.num_rows(offset, branch.rate)
@@ -171,7 +172,7 @@ class BlockBuilder:
             )
 
     def _remote(self, branch: BranchSchedule) -> None:
-        """Follow every parcel whose route touches this rank."""
+        """Enter every parcel whose route passes through this rank."""
         pieces = self._pieces(branch, self.rank)
         own = [piece for piece in pieces if piece.rank == self.rank]
         segment_start = branch.crossing.segment_start
@@ -197,7 +198,7 @@ class BlockBuilder:
     def _follow(
         self, branch: BranchSchedule, parcel: Parcel, route: _Route, hop: int, queries: Iterable[_Span], base: int
     ) -> None:
-        """Enter one parcel's coming and going at this rank, which is ``hop`` hops from its source."""
+        """Enter the arrival and departure of one parcel at this rank, which is ``hop`` hops from its source."""
         here = self.drafts[base + hop]
         goes_on = hop < parcel.reach
         if goes_on:
@@ -213,7 +214,7 @@ class BlockBuilder:
             self.drafts[base + hop - 1].grad_receives[route.rank(hop - 1)].append(parcel)
 
     def _parcels(self, branch: BranchSchedule, piece: _Piece, direction: int, share: int) -> Iterator[Parcel]:
-        """One share of a piece's rows: one parcel per row count and reach, since these differ with the offset."""
+        """The parcels of one share of a piece: one for each combination of row count and reach."""
         index_of = {offset: index for index, offset in enumerate(branch.offsets.tolist())}
         num_rows, reach = branch.num_rows[piece.index].tolist(), branch.reach[piece.index].tolist()
         groups = defaultdict(list)
@@ -257,7 +258,7 @@ class BlockBuilder:
 
 @dataclass(frozen=True)
 class _Route:
-    """The ranks that a parcel visits, counted in hops from its source."""
+    """The ranks that a parcel visits, numbered by hops from its source."""
 
     lo: int
     ring_size: int
@@ -270,7 +271,7 @@ class _Route:
 
 @dataclass
 class _Draft:
-    """A step being put together."""
+    """A step under construction."""
 
     sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
     receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
@@ -294,10 +295,10 @@ class _Draft:
 
 
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
-    """One message per peer, parcels that end their route soonest first.
+    """One message per peer, with the parcels of the shortest remaining reach first.
 
-    Both ends sort alike, and what is forwarded in the next step is then, where segments nest, one stretch of what
-    arrived in this one, which leaves without being copied.
+    Both ends sort alike. Where segments nest, the parcels to forward in the next step then lie side by side in the
+    buffer that arrived, and leave without a copy.
     """
     ordered = {peer: tuple(sorted(parcels, key=_order)) for peer, parcels in by_peer.items()}
     return tuple(

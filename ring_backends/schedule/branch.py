@@ -16,7 +16,7 @@ class BranchSchedule:
     Attributes:
         index, rate, segment_length: which branch, r, and w (at most the sequence).
         offsets: the distinct offsets that its heads have: int64 [offsets].
-        heads_at, streams_at: how many query heads, and how many distinct (key/value head, offset) pairs, have each.
+        heads_at, streams_at: the number of query heads, and of distinct (key/value head, offset) pairs, at each offset.
         crossing: the pieces of segments that lie on several chunks.
         num_rows, reach: per piece and offset, rows and hops: int64 [pieces, offsets].
     """

@@ -1,12 +1,12 @@
-"""Which pieces of a branch's segments lie on more than one chunk, and how far their K and V have to travel.
+"""Segments that lie on several chunks: their pieces, and how far the K and V of each piece travel.
 
-All of it is arithmetic on arrays with one entry per piece, of which a chunk has at most two per branch, so that a
-billion tokens cost no more than a thousand.
+Everything here is arithmetic on arrays with one entry per piece. A chunk has at most two such pieces per branch, so the
+cost does not grow with the length of the sequence.
 
-A piece's K and V travel along a *route*: from the rank that holds them, step by step, through the ranks ``lo`` … ``hi``
-in one direction, around if need be, to the last rank that needs them. Without a causal mask that is a rotation of the
-sub-ring of ranks that share the segment. With one, only later chunks need a piece, so it travels in the direction in
-which later chunks lie: upwards, or, from a zigzag layout's second half, downwards.
+The K and V of a piece travel along a *route*: from the rank that holds them through the ranks ``lo`` … ``hi`` in one
+direction, wrapping around, to the last rank that needs them. Without a causal mask the route is the sub-ring of all
+ranks that share the segment. With one, only later chunks need a piece, so it travels towards them: upwards, or
+downwards from the second half of a zigzag layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ring_backends.schedule.pattern import num_covered
 
 @dataclass(frozen=True, eq=False)
 class CrossingPieces:
-    """One branch's pieces of segments that lie on several chunks, in order of position: int64 [pieces] each."""
+    """The pieces of one branch's segments that lie on several chunks, in order of position: int64 [pieces] each."""
 
     chunk: Tensor
     rank: Tensor
@@ -47,8 +47,8 @@ class CrossingPieces:
     def reach(self, num_rows: Tensor) -> Tensor:
         """How many hops each piece's rows make at each offset: int64 [pieces, offsets], 0 for pieces without rows.
 
-        The last rank of a route needs the rows unless it has no query row at that offset; only a segment one of whose
-        pieces has no row at some offset is looked at pair by pair.
+        Rows travel to the last rank of their route that has a query row at their offset. That is the end of the route,
+        except in segments with a piece that has no row at some offset; these are examined pair by pair.
         """
         reach = (self.hi - self.lo).unsqueeze(1).expand_as(num_rows).clone()
         rowless = torch.isin(self.segment_start, self.segment_start[(num_rows == 0).any(1)])

@@ -1,4 +1,4 @@
-"""How a sequence lies over the ranks of a ring: which global positions each rank holds, in which order.
+"""The layout of a sequence over a ring: which global positions each rank holds, and in which order.
 
 Index arithmetic runs on the CPU, whatever torch's default device is.
 """
@@ -18,14 +18,13 @@ LayoutKind = Literal["contiguous", "zigzag"]
 
 @dataclass(frozen=True)
 class SequenceLayout:
-    """The positions 0 … seq_len − 1, cut into chunks that are dealt out to the ranks of a ring.
+    """Cuts the positions 0 … seq_len − 1 into chunks, and deals them to the ranks of a ring.
 
     Args:
         seq_len: length of the global sequence, in tokens, at least 1.
-        ring_size: number of ranks, at least 1. Nothing has to divide anything; a rank may hold no position.
-        kind: ``"contiguous"``: rank i holds piece i of ``torch.tensor_split`` into ring_size. ``"zigzag"``: pieces i
-            and
-            2p − 1 − i of ``torch.tensor_split`` into 2p, which balances causal attention.
+        ring_size: number of ranks, at least 1. It need not divide seq_len; a rank may hold no position.
+        kind: ``"contiguous"``: of p pieces by ``torch.tensor_split``, rank i holds piece i. ``"zigzag"``: of 2p pieces
+            it holds pieces i and 2p − 1 − i, which balances causal attention.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
@@ -51,12 +50,12 @@ class SequenceLayout:
         return self.ring_size * (2 if self.kind == "zigzag" else 1)
 
     def chunk_start(self, chunk: int) -> int:
-        """First global position of ``chunk``; of ``num_chunks``, the length of the sequence."""
+        """First global position of ``chunk``; seq_len for chunk number ``num_chunks``."""
         size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile has no divmod
         return chunk * size + min(chunk, extra)
 
     def chunk_starts(self) -> Tensor:
-        """First global position of every chunk, and seq_len behind them: int64 [num_chunks + 1]."""
+        """First global position of every chunk, then seq_len: int64 [num_chunks + 1]."""
         size, extra = divmod(self.seq_len, self.num_chunks)
         chunk = torch.arange(self.num_chunks + 1, device="cpu")
         return chunk * size + chunk.clamp(max=extra)
@@ -67,7 +66,7 @@ class SequenceLayout:
         return torch.minimum(chunk, self.num_chunks - 1 - chunk) if self.kind == "zigzag" else chunk
 
     def chunks(self, rank: int) -> tuple[int, ...]:
-        """The chunks that ``rank`` holds, in the order in which they lie in its local tensors."""
+        """The chunks that ``rank`` holds, in the order of its local tensors."""
         if not 0 <= rank < self.ring_size:
             raise ValueError(f"rank = {rank}: a ring of {self.ring_size} has ranks 0 … {self.ring_size - 1}.")
         return (rank, self.num_chunks - 1 - rank) if self.kind == "zigzag" else (rank,)

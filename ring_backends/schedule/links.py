@@ -1,4 +1,4 @@
-"""The rows that travel over each link of a ring, from which the bytes follow that a rank or a host sends."""
+"""The links of a ring: how many rows travel from which rank to which."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_backends.schedule.branch import BranchSchedule
 
 @dataclass(frozen=True, eq=False)
 class Links:
-    """What goes from which ring rank to which in one call: int64 [links] each; a pair may stand there several times.
+    """The rows that one call sends from rank to rank: int64 [links] each. A pair of ranks may have several entries.
 
     Attributes:
         source, destination: ring ranks.
@@ -26,17 +26,17 @@ class Links:
 
     @classmethod
     def of_keys(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """Where K and V go, in a forward and again in a backward."""
+        """Where K and V travel, in a forward and again in a backward."""
         return cls._of(branches, ring_size, grads=False)
 
     @classmethod
     def of_grads(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """Where dK and dV go in a backward: along the same routes from their first stop on, and from the last home."""
+        """Where dK and dV travel in a backward: along the routes of K and V from the first stop on, then home."""
         return cls._of(branches, ring_size, grads=True)
 
     @classmethod
     def _of(cls, branches: Sequence[BranchSchedule], ring_size: int, *, grads: bool) -> Links:
-        """Hops to the next rank add up in two arrays of all neighbours; those around a sub-ring are listed."""
+        """Sum the hops between neighbours over all routes; list the hops that wrap around a sub-ring one by one."""
         changes = {direction: torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
         listed: list[tuple[Tensor, Tensor, Tensor]] = []
         for branch in branches:
@@ -51,7 +51,7 @@ class Links:
                 ring = hi - lo + 1
                 first = lo + (source - lo + direction * int(grads)).remainder(ring)
                 hops = (reach - int(grads)).clamp(min=0)
-                # Counted in the direction of travel: hops before the end of the sub-ring, one around, hops after it.
+                # In the direction of travel: hops before the end of the sub-ring, at most one that wraps, hops after.
                 until_end = (hi - first) if direction > 0 else (first - lo)
                 before = torch.minimum(hops, until_end)
                 around = (hops > until_end).long()

@@ -1,4 +1,4 @@
-"""Who sees whom: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
+"""Which keys a query sees: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
 
 Position t is covered by branch i for head j iff ``(t mod w) mod r == offset(i, j)``; two covered positions of
 one segment see each other. This is the one module of the package that derives which positions are covered.
@@ -23,7 +23,7 @@ Positions = TypeVar("Positions", int, "Tensor")
 
 @dataclass(frozen=True)
 class DilatedPattern:
-    """The branches of dilated attention, and which heads run them where.
+    """The branches of dilated attention, and the heads and offsets of each.
 
     Args:
         segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as the sequence.
@@ -32,8 +32,8 @@ class DilatedPattern:
             contiguous group per branch, sizes differing by at most one, the larger groups first.
         offset: head j's offset in branch i: ``"mod"`` j % r (the paper), ``"block"`` j // ceil(H / r) (torchscale),
             ``"branch"`` i % r. None means ``"mod"``, or ``"branch"`` when grouped.
-        padding: ``"masked"``: keys beyond the sequence do not exist. ``"zeros"``: torchscale's, whose last segment is
-            filled up with zero keys and values that its non-causal queries do see.
+        padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
+            padded with zero keys and values, which its non-causal queries see.
 
     Raises:
         ValueError, TypeError: an argument breaks a rule above.
@@ -103,7 +103,7 @@ class DilatedPattern:
         return branch % rate
 
     def segment_length(self, branch: int, seq_len: int) -> int:
-        """w of ``branch`` on a sequence of ``seq_len`` tokens, where a longer one acts as the whole sequence."""
+        """w of ``branch``, at most ``seq_len`` tokens."""
         return min(self.segment_lengths[branch], seq_len)
 
     def segment(self, branch: int, position: Positions, seq_len: int) -> Positions:
@@ -124,7 +124,7 @@ class DilatedPattern:
         return num_covered(padded_length, offset, r) - num_covered(last_length, offset, r)
 
     def check(self, *, seq_len: int, num_heads: int) -> None:
-        """Refuse what this pattern cannot mean on ``seq_len`` tokens and ``num_heads`` heads.
+        """Refuse a pattern that is undefined for ``seq_len`` tokens and ``num_heads`` heads.
 
         Raises:
             ValueError: grouped with fewer heads than branches; zero padding where torchscale misplaces its outputs.
@@ -139,11 +139,11 @@ class DilatedPattern:
                 if w < seq_len and w % r:
                     raise ValueError(
                         f"padding='zeros' with segment length {w} and dilation rate {r} on {seq_len} tokens: {r} does "
-                        f"not divide {w}, so torchscale lengthens every segment to {-(-w // r) * r} rows and joins the "
-                        f"outputs without taking the {-w % r} out again, which moves those of every later segment to "
-                        "wrong positions. Prov-GigaPath's formula for segment lengths gives such pairs: (185363, 8) "
-                        "by default, (23170, 4) and (110217, 8) for slides of 250,000 pixels. Use a segment length "
-                        f"that {r} divides, at most {w} tokens, where nothing is moved, or padding='masked'."
+                        f"not divide {w}. torchscale pads every segment to {-(-w // r) * r} rows and joins the outputs "
+                        f"without removing the {-w % r} padded rows, so later segments end up at wrong positions. "
+                        "Prov-GigaPath's formula for segment lengths gives such pairs: (185363, 8) by default, "
+                        "(23170, 4) and (110217, 8) for slides of 250,000 pixels. Use a segment length that "
+                        f"{r} divides, a sequence of at most {w} tokens, or padding='masked'."
                     )
 
 

@@ -1,8 +1,8 @@
-"""One rank's part of a :class:`~ring_backends.schedule.ring_schedule.RingSchedule`, as data for the attention to walk.
+"""The plan of one rank: its part of a :class:`~ring_backends.RingSchedule`, step by step, as data.
 
-A plan is a list of blocks of heads. A block's first step computes the tiles whose keys are local; each further step
-receives some parcels of K and V, computes the tiles they serve, and sends on what others still need. All ranks number
-their steps alike, including those in which they have nothing to do. :mod:`ring_backends.schedule.planner` makes plans.
+A plan is a list of blocks of heads. The first step of a block computes the tiles whose keys are local. Each further
+step receives parcels of K and V, computes the tiles that need them, and forwards what other ranks still need. All ranks
+number their steps alike, also those in which they do nothing. :mod:`ring_backends.schedule.planner` makes plans.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ring_backends.schedule.rows import DilatedRows
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """The K and V rows of some streams in one piece of a segment: the unit that travels along one route.
+    """The K and V rows of some streams in one piece of a segment, which travel along one route together.
 
-    A stream is a distinct (key/value head, offset) pair; its rows serve every query head that has both.
+    A stream is a distinct (key/value head, offset) pair. Every query head with this pair attends to its rows.
 
     Attributes:
-        first_positions: per stream, the global position of the first row; the others follow ``source.rate`` apart.
+        first_positions: per stream, the global position of its first row. Rows are ``source.rate`` positions apart.
     """
 
     branch: int
@@ -35,7 +35,7 @@ class Parcel:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What identifies the parcel on every rank."""
+        """Identifies the parcel on every rank."""
         return (self.direction, self.branch, self.start, self.streams, self.first_row, self.rows)
 
     @property
@@ -45,7 +45,7 @@ class Parcel:
 
 @dataclass(frozen=True)
 class Message:
-    """What one rank sends to one peer in one step, packed into one buffer in this order."""
+    """What one rank sends to one peer in one step: parcels in the order of the wire buffer."""
 
     peer: int
     parcels: tuple[Parcel, ...]
@@ -80,12 +80,12 @@ class ParcelRows:
 
 @dataclass(frozen=True)
 class Tile:
-    """One kernel call: query rows against rows of a parcel, or against local key rows.
+    """One kernel call: local query rows against local key rows, or against rows of a parcel.
 
     Attributes:
-        stream_of_head: ``[i]`` is the stream, among those of ``keys``, that query head i attends to.
-        opens_queries, opens_keys: no earlier tile of the block has these query rows, or these key rows; what it
-            computes for them is stored, where that of others is merged or added.
+        stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
+        opens_queries, opens_keys: whether this is the first tile of the block for its query rows, or its key rows. Its
+            results are then stored, instead of merged or added.
     """
 
     branch: int
@@ -102,7 +102,7 @@ class Tile:
 
     @cached_property
     def streams_are_grouped(self) -> bool:
-        """Whether every stream serves equally many consecutive heads, as grouped-query attention has it."""
+        """Whether every stream serves equally many consecutive heads, as in grouped-query attention."""
         group, rest = divmod(len(self.stream_of_head), self.keys.num_heads)
         return rest == 0 and self.stream_of_head == tuple(
             stream for stream in range(self.keys.num_heads) for _ in range(group)
@@ -110,11 +110,11 @@ class Tile:
 
     @property
     def heads_per_group(self) -> int:
-        """How many consecutive heads stay together when heads are cut: those of one stream, where they are grouped."""
+        """How many consecutive heads a cut keeps together: those of one stream, or 1 if streams are not grouped."""
         return len(self.stream_of_head) // self.keys.num_heads if self.streams_are_grouped else 1
 
     def part(self, segments: range, groups: range) -> Tile:
-        """Some segments of the tile, and some groups of its heads with the streams that they need."""
+        """A part of the tile: some of its segments, and some groups of its heads with their streams."""
         heads = range(groups.start * self.heads_per_group, groups.stop * self.heads_per_group)
         streams = self.stream_of_head[heads.start : heads.stop]
         first = min(streams)
@@ -128,7 +128,7 @@ class Tile:
 
 @dataclass(frozen=True)
 class Phantom:
-    """Query rows that see ``count`` zero keys beyond the sequence (``padding="zeros"``)."""
+    """Query rows that see ``count`` zero keys beyond the sequence, with ``padding="zeros"``."""
 
     queries: DilatedRows
     count: int
@@ -136,7 +136,7 @@ class Phantom:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of the walk. K and V arrive before its tiles; dK and dV of what arrived leave after them."""
+    """One step of a plan. K and V arrive before its tiles; the dK and dV of these K and V leave after them."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -148,10 +148,10 @@ class Step:
 
 @dataclass(frozen=True)
 class HeadBlock:
-    """A range of query heads with the key/value heads they use, and the steps that compute them.
+    """A range of query heads, their key/value heads, and the steps that compute them.
 
     Attributes:
-        is_opened: tiles that open query and key rows reach all rows of all its heads; no other tile has to find zeros.
+        is_opened: whether tiles that open rows cover all rows of all heads, so that no sum has to start from zeros.
     """
 
     heads: slice
@@ -169,7 +169,7 @@ class RankPlan:
 
     @cached_property
     def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:
-        """All steps in their order, each with the block that it belongs to."""
+        """All steps in order, each with its block."""
         return tuple((block, step) for block in self.blocks for step in block.steps)
 
     def num_hops(self, *, backward: bool) -> int:

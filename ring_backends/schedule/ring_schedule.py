@@ -1,8 +1,8 @@
-"""The plan of a ring pass as data: what every rank sends, what it computes, what it has to hold.
+"""The schedule of a ring as data: what every rank sends, computes and holds in one call.
 
 Every rank computes the same schedule from (pattern, layout, heads, causal), without a process group or communication.
 This module totals it for all ranks at once, by arithmetic on arrays. :mod:`ring_backends.schedule.planner` writes out
-one rank's part step by step, for the attention to walk.
+one rank's part step by step, for the engine to carry out.
 """
 
 from __future__ import annotations
@@ -62,8 +62,7 @@ class RingSchedule:
         if self.num_heads % self.kv_heads:
             raise ValueError(
                 f"num_heads = {self.num_heads} and num_kv_heads = {self.kv_heads}: every key/value head serves the "
-                "same number "
-                f"of query heads; use a number of key/value heads that divides {self.num_heads}."
+                f"same number of query heads; use a number of key/value heads that divides {self.num_heads}."
             )
         self.pattern.check(seq_len=self.layout.seq_len, num_heads=self.num_heads)
 
@@ -107,7 +106,7 @@ class RingSchedule:
 
     @cached_property
     def num_steps(self) -> int:
-        """Ring passes of K/V until everything has arrived; 0 where no segment crosses a shard."""
+        """Hops of K and V until all have arrived; 0 if no segment crosses a chunk boundary."""
         return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
 
     @cached_property
@@ -122,17 +121,17 @@ class RingSchedule:
 
     @cached_property
     def rows_sent(self) -> Tensor:
-        """K/V head rows (a row of K and the row of V beside it count once) that each rank sends: int64 [ring size]."""
+        """Head rows that each rank sends in a forward, a row of K and its row of V as one: int64 [ring size]."""
         return self.key_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def grad_rows_sent(self) -> Tensor:
-        """dK/dV head rows that each rank sends on and home in backward: int64 [ring size]."""
+        """Head rows of dK and dV that each rank sends in a backward: int64 [ring size]."""
         return self.grad_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def max_rows_in_flight(self) -> int:
-        """The most K/V head rows that one rank packs, or receives, in one step."""
+        """The most head rows of K and V that one rank sends or receives in one step."""
         rows = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
         for branch in self.branches:
             travelling = branch.num_rows * branch.streams_at * (branch.reach > 0)
@@ -175,9 +174,9 @@ class RingSchedule:
         Args:
             batch, head_dim: as of the inputs.
             itemsize: bytes per element of K and V. In backward dK and dV travel beside them at 4 bytes (8 for fp64).
-            masked: whether a key padding mask travels along, one byte per key and head.
-            document_bytes: of one of the document numbers that travel along, per key and head; the mask is then part
-                of them. 0 without documents.
+            masked: whether the call has a key padding mask, which travels as one byte per key and head.
+            document_bytes: bytes per document number, which travels once per key and head and includes the mask; 0
+                without documents.
         """
         row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
         sent = int(self.rows_sent[rank]) * row_bytes
@@ -197,11 +196,14 @@ class RingSchedule:
         return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
-        """Floating-point operations of ``rank``'s two matrix products per visible pair in forward (backward: five)."""
+        """Floating-point operations of ``rank`` in a forward: two matrix products per visible pair.
+
+        A backward has five.
+        """
         return int(self.pairs[rank]) * 4 * head_dim * batch
 
     def describe(self, *, batch: int = 1, head_dim: int = 64, itemsize: int = 2) -> str:
-        """Tables of the branches and of the ranks, for a person to read. Long rings show their extremes."""
+        """Tables of the branches and of the ranks, as text. A long ring shows its first, last and busiest ranks."""
         from rich.console import Console
         from rich.filesize import decimal
         from rich.table import Table

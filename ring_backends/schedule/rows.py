@@ -40,12 +40,12 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class DilatedRows:
-    """Every ``rate``-th position of some equally long segments, for a list of heads, each with its own first row.
+    """Every ``rate``-th position of equally long segments, for a list of heads that each have a first row of their own.
 
     Attributes:
-        start: local position at which the first segment (or the piece of it that lies here) begins.
-        segments: how many segments, ``segment_stride`` positions apart.
-        rows: rows per segment and head; every head of the list has the same number.
+        start: local position where the first segment, or the local piece of it, begins.
+        segments: number of segments, ``segment_stride`` positions apart.
+        rows: rows per segment and head, the same for every head.
         runs: the heads, in order, with the position of their first row relative to ``start``.
     """
 
@@ -74,9 +74,9 @@ class DilatedRows:
 
 
 def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...]:
-    """Cut a list of heads with their phases into as few lattices as a greedy walk finds.
+    """Group heads with their phases into few lattices, greedily.
 
-    Steps never go backwards in memory, since torch's strides are not negative.
+    Steps in memory are never negative, since torch has no negative strides.
     """
     inner_runs: list[HeadRun] = []
     index = 0
@@ -96,7 +96,7 @@ def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...
 
 
 def _stack(runs: Sequence[HeadRun]) -> Iterator[HeadRun]:
-    """Stack runs of equal shape that follow each other evenly into two-dimensional ones."""
+    """Stack evenly spaced runs of equal shape into two-dimensional ones."""
     index = 0
     while index < len(runs):
         first = runs[index]

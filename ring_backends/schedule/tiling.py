@@ -1,8 +1,8 @@
-"""Cut tiles so that what one kernel call reads and writes stays small: in a cache, and against the tensors.
+"""Cuts tiles so that one kernel call works in cache, and takes little memory compared with the tensors.
 
-Cut are first the segments of a tile, then its heads, and its rows only where one head's are still too many: a causal
-square then falls into smaller ones on its diagonal and whole rectangles below it. Only this rank's own kernel calls
-depend on it, nothing that ranks exchange.
+A tile is cut first by segments, then by heads, and by rows only where one head has too many. A causal square then falls
+into squares on its diagonal and rectangles below it. Each rank cuts its own kernel calls; what ranks exchange does not
+depend on it.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ import torch
 from ring_backends.schedule.rank_plan import Tile
 
 MIN_TILE_ROWS = 1024
-"""Rows are not cut finer than this: below it kernels lose more than the memory is worth."""
+"""Rows are not cut finer than this, since smaller kernel calls are slower."""
 
 MIN_TILE_BYTES = 256 * 1024
 
 MAX_TILE_BYTES = 4 * 1024 * 1024
-"""Of the query of one kernel call, for each thread that computes it."""
+"""The most that the query of one kernel call takes, for each thread."""
 
 MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
-"""On an accelerator kernel calls are worth their launch from about here, and nothing is gained by smaller ones."""
+"""On an accelerator, smaller kernel calls would be bound by their launch."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
-"""The query of one kernel call against this rank's whole query. Backward holds nine tensors of that size, beside
-gradients that forward does not have yet."""
+"""The query of one kernel call, as a share of this rank's query.
+
+A backward has nine tensors of that size, and gradients besides.
+"""
 
 
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
@@ -39,9 +41,9 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
 
 
 def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
-    """Tiles that together compute what ``tile`` does, with at most ``max_rows`` head rows of queries each.
+    """Cut ``tile`` into tiles with at most ``max_rows`` head rows of queries each.
 
-    More only where ``MIN_TILE_ROWS`` rows of the heads that share a key/value head are more.
+    A tile has more where ``MIN_TILE_ROWS`` rows of the heads that share a key/value head are more.
     """
     queries, keys = tile.queries, tile.keys
     longest = max(queries.rows, keys.rows)
@@ -70,6 +72,6 @@ def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
 
 
 def _ranges(total: int, at_most: int) -> list[range]:
-    """0 … total − 1 in as few ranges of at most ``at_most`` as there can be, of even sizes."""
+    """0 … total − 1 in the fewest ranges of at most ``at_most``, of even sizes."""
     parts = -(-total // at_most)
     return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]
