@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
+from ring_backends.engine import call
+from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.reference import (
     dense_attention,
@@ -312,3 +315,13 @@ def test_a_compiled_function_around_it_gives_the_same() -> None:
         answers.append([out, *torch.autograd.grad(out, leaves, grad_out)])
     for got, wanted in zip(*answers, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+def test_a_forward_without_gradients_plans_no_backward() -> None:
+    query, key, value = (torch.randn(1, 12, 2, 4, requires_grad=True) for _ in range(3))
+    with mock.patch.object(call, "rank_plan", wraps=rank_plan) as planned:
+        with torch.no_grad():
+            dilated_attention(query, key, value, [4, 12], [1, 2])
+        assert [options.kwargs["backward"] for options in planned.call_args_list] == [False]
+        dilated_attention(query, key, value, [4, 12], [1, 2]).sum().backward()
+    assert [options.kwargs["backward"] for options in planned.call_args_list] == [False, False, True]
