@@ -26,7 +26,7 @@ from ring_backends.cli import app
 from ring_backends.cli.data import Document, standard_library_sources
 from ring_backends.cli.launch import launch
 from ring_backends.cli.report import RankFailedError
-from ring_backends.cli.train import default_branches
+from ring_backends.cli.train_options import default_branches
 
 SMALL = ["--seq-len", "512", "--embed-dim", "32", "--num-layers", "1"]
 PACKAGES = str(Path(ring_backends.__file__).parent.parent)

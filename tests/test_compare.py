@@ -25,8 +25,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import ring_backends
-from ring_backends import available_adapters
-from ring_backends.cli import app, compare, contestant, exact, plot
+from ring_backends import available_adapters, plotting
+from ring_backends.cli import app, compare, contestant, exact
 from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.cli.machine import Device
 from ring_backends.cli.report import Failure, RankFailedError
@@ -92,7 +92,7 @@ def test_the_fp64_numbers_are_the_references(
     for query_rows in (512, 3):
         monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
         got = exact.exact_attention(*(x[0].detach() for x in inputs), lengths, rates, is_causal=is_causal)
-        for what, ours, reference in zip(compare.TENSORS, got, wanted, strict=True):
+        for what, ours, reference in zip(contestant.TENSORS, got, wanted, strict=True):
             assert (ours - reference[0]).abs().max() < 1e-13, what
 
 
@@ -145,7 +145,7 @@ def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     plain = [x.detach() for x in inputs]
     for rings, layout, cut in HOW_CUT:
         for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, cut)):
-            for what, ours, reference in zip(compare.TENSORS, got, wanted, strict=True):
+            for what, ours, reference in zip(contestant.TENSORS, got, wanted, strict=True):
                 assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {rings} {layout}"
 
 
@@ -231,7 +231,7 @@ def test_all_gather_calls_no_collective_where_no_branch_crosses(world: World) ->
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_inputs_are_the_same_however_they_are_sharded(layout: LayoutKind) -> None:
-    options = compare.CompareOptions(
+    options = contestant.CompareOptions(
         seq_len=2501, nproc_per_node=3, segment_lengths=(64,), dilation_rates=(1,), num_heads=4, num_kv_heads=2,
         head_dim=8, dtype="bf16", layout=layout, causal=True, repeats=1, device="cpu", json=None, plot=None,
     )  # fmt: skip
@@ -318,8 +318,8 @@ def rank_result() -> dict[str, Any]:
         "peak_memory_bytes": 3 * 2**20,
         "bytes_sent": {"forward": 1000, "backward": 2000},
         "bytes_are_computed": False,
-        "largest_error": dict.fromkeys(compare.TENSORS, 1e-6),
-        "largest": dict.fromkeys(compare.TENSORS, 2.0),
+        "largest_error": dict.fromkeys(contestant.TENSORS, 1e-6),
+        "largest": dict.fromkeys(contestant.TENSORS, 2.0),
         "spans": [("forward", "call", 5.0, 6.0), ("forward", "tile", 5.2, 5.9), ("backward", "call", 7.0, 8.0)],
     }
 
@@ -374,7 +374,7 @@ def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     refused = invoke("--plot", "bars.png")
     assert refused.exit_code == 2
     assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in refused.stderr

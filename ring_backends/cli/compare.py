@@ -11,80 +11,24 @@ import os
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ring_backends.cli.branches import Branches, describe_branches, parse_branches
-from ring_backends.cli.launch import launch, under_launcher
-from ring_backends.cli.options import check_choices, check_files
+from ring_backends.cli.branches import describe_branches, parse_branches
+from ring_backends.cli.compare_options import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
+from ring_backends.cli.launch import launch
 from ring_backends.cli.report import Failure, RankFailedError, reported_errors
-from ring_backends.cli.train import default_branches
-from ring_backends.plotting import check_plot, draw_comparison
-from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.cli.train_options import default_branches
+from ring_backends.plotting import draw_comparison
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-ALL_GATHER = "all-gather"
-ONE_RANK = "one rank"
-TENSORS = ("out", "dq", "dk", "dv")
 _WIDTH = 120  # off a terminal
-
-
-@dataclass(frozen=True)
-class CompareOptions:
-    """What the user asked for, by the options' names; plain values, so that it travels to the ranks."""
-
-    seq_len: int
-    nproc_per_node: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int | None
-    head_dim: int
-    dtype: str
-    layout: Any
-    causal: bool
-    repeats: int
-    device: str
-    json: Path | None
-    plot: Path | None
-
-    def check(self) -> None:
-        """Refuse what cannot work, as far as that can be known without torch.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
-        if self.num_heads % self.kv_heads:
-            raise ValueError(
-                f"num_kv_heads = {self.kv_heads}: must divide the {self.num_heads} query heads; use a number that does."
-            )
-        check_choices(self)
-        check_files(json=self.json, plot=self.plot)
-        if self.plot is not None:
-            check_plot(self.plot)
-        if under_launcher():
-            raise ValueError(
-                "nproc_per_node: a launcher has set WORLD_SIZE, but every contestant needs processes of its own, which "
-                "compare starts itself; run it without torchrun."
-            )
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-
-    @property
-    def branches(self) -> Branches:
-        return self.segment_lengths, self.dilation_rates
-
-    def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates)
 
 
 _ATTENTION, _RANKS, _FILES = "Attention", "Ranks and measuring", "Files"

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_backends import available_adapters, dilated_attention
 from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
-from ring_backends.cli.compare import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
+from ring_backends.cli.compare_options import ALL_GATHER, ONE_RANK, TENSORS, CompareOptions
 from ring_backends.cli.exact import exact_attention
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.measuring import finish, forget_peak, meet

@@ -5,80 +5,16 @@ This module imports no torch: ``--help`` and a mistyped option answer at once. T
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ring_backends.cli.branches import parse_branches
-from ring_backends.cli.options import check_choices, check_files
-from ring_backends.cli.plan_options import parse_bytes, parse_hosts
+from ring_backends.cli.plan_options import PlanOptions, parse_bytes, parse_hosts
 from ring_backends.cli.report import reported_errors
-from ring_backends.cli.train import default_branches
-from ring_backends.plotting import check_plot
-from ring_backends.schedule.pattern import DilatedPattern
-
-
-@dataclass(frozen=True)
-class PlanOptions:
-    """What the user asked for, by the options' names; plain values."""
-
-    seq_len: int
-    ring_size: int
-    heads: int
-    kv_heads: int | None
-    head_dim: int
-    batch: int
-    dtype: str
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    head_mode: Any
-    offset: Any
-    padding: Any
-    layout: Any
-    causal: bool
-    memory: int | None
-    probe: Path | None
-    nproc_per_node: int | None
-    latency: float | None
-    bandwidth: float | None
-    flops: float | None
-    hosts: tuple[str, ...] | None
-    device: str
-    json: Path | None
-    plot: Path | None
-
-    def check(self) -> None:
-        """Refuse what cannot work, as far as that can be known without torch.
-
-        Raises:
-            ValueError: naming the option.
-        """
-        self.pattern().check(seq_len=self.seq_len, num_heads=self.heads)
-        if self.kv_heads is not None and self.heads % self.kv_heads:
-            raise ValueError(
-                f"kv_heads = {self.kv_heads}: must divide the {self.heads} query heads; use a number that does."
-            )
-        check_choices(self)
-        for name in ("latency", "bandwidth", "flops"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} = {value}: must be above 0; give a positive number.")
-        if self.probe is not None and not self.probe.is_file():
-            raise ValueError(
-                f"probe = {str(self.probe)!r}: there is no such file; `ring-backends info --probe --json FILE` writes "
-                "one."
-            )
-        if self.probe is not None and self.nproc_per_node is not None:
-            raise ValueError("nproc_per_node: nothing is measured with --probe; leave one of them out.")
-        check_files(json=self.json, plot=self.plot)
-        if self.plot is not None:
-            check_plot(self.plot)
-
-    def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)
-
+from ring_backends.cli.train_options import default_branches
 
 _ATTENTION, _RING, _CONSTANTS, _FILES = "Attention", "Ring", "Constants of the estimate", "Files"
 

@@ -15,7 +15,7 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from ring_backends.cli import constants
-from ring_backends.cli.plan import PlanOptions
+from ring_backends.cli.plan_options import PlanOptions
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingChoice, RingCost, Workload
 from ring_backends.kernels import resolve_dtype

@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ring_backends.cli.machine import Device, peak_memory_bytes, versions
 from ring_backends.cli.model import LongNetLM
-from ring_backends.cli.train import TrainOptions
+from ring_backends.cli.train_options import TrainOptions
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.collectives import agree, do_on_rank0
