@@ -1,11 +1,11 @@
-"""Train a bidirectional encoder to fill in masked bases of long DNA sequences that lie sharded over a ring of ranks.
+"""Train a bidirectional encoder to predict masked bases of long DNA sequences that are sharded over a ring of ranks.
 
     torchrun --nproc-per-node 2 examples/genome_encoder.py --steps 100 --seq-len 512
 
-The sequences are satellite DNA: a unit of 16 bases, another one in each, repeated to the end with some mutations. What
-a masked base was is found nowhere but in other copies of the unit. Guessing costs ln 4 = 1.386 per base; the loss stays
-there for some 20 steps, and then falls. They have different lengths, and padding behind. With plain ``python`` it
-trains on one rank; another framework is another import line.
+The sequences are satellite DNA: a unit of 16 random bases per sequence, repeated with some mutations. The model can
+find a masked base only in the other copies of the unit. Guessing costs ln 4 = 1.386 per base. The loss stays there for
+about 20 steps, and then falls. The sequences have different lengths and are padded at the end. Plain ``python`` trains
+on one rank. For another framework change the import line.
 """
 
 from collections.abc import Callable
@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Bases, masked or padding [batch, local seq] to the logits of bases [batch, local seq, 4]."""
+    """Bases, masks and padding [batch, local seq] to the logits of bases [batch, local seq, 4]."""
 
     def __init__(self, make_attention: Callable[[], nn.Module], width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Encoder(nn.Module):
 
 
 def draw_batch(seq_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens with some masked, and all bases [batch, seq]; every rank that draws with the same seed gets the same."""
+    """Tokens of which some are masked, and all bases: [batch, seq] each. Ranks with the same seed draw the same."""
     shape = (BATCH, seq_len)
     bases = torch.randint(BASES, (BATCH, UNIT), generator=generator).repeat(1, -(-seq_len // UNIT))[:, :seq_len]
     mutated = torch.rand(shape, generator=generator) < 0.05

@@ -1,9 +1,9 @@
-"""Fine-tune a Hugging Face model on one long sequence, which lies sharded over a ring of ranks.
+"""Fine-tune a Hugging Face model on one long sequence that is sharded over a ring of ranks.
 
     torchrun --nproc-per-node 2 examples/hugging_face.py --steps 20 --seq-len 4096
 
-The model is a tiny Llama with random weights, so that nothing is downloaded; ``from_pretrained`` takes the same
-``attn_implementation``. With plain ``python`` it trains on one rank; another framework is another import line.
+The model is a tiny Llama with random weights, so nothing is downloaded. ``from_pretrained`` takes the same
+``attn_implementation``. Plain ``python`` trains on one rank. For another framework change the import line.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ def make_model() -> nn.Module:
 
 
 def read_document() -> Tensor:
-    """Sources of torch's as they are installed here, byte after byte: a byte is a token."""
+    """The bytes of some of torch's installed sources. Each byte is a token."""
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -48,7 +48,7 @@ def main(steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed
         start = (step - 1) * seq_len % (len(document) - seq_len)
         input_ids = document[start : start + seq_len].unsqueeze(0)
         inputs = shard_inputs(ring, input_ids=input_ids, labels=input_ids)
-        labels = inputs.pop("labels")  # of the next token each, so that the loss below needs no other rank's rows
+        labels = inputs.pop("labels")  # already shifted, so the loss needs no rows of other ranks
         del inputs["shift_labels"]
         logits = state.model(**inputs).logits
         token_losses = nn.functional.cross_entropy(

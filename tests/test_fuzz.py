@@ -1,7 +1,4 @@
-"""Whatever the public functions are given, they answer, or they refuse it with an error that they document.
-
-`fuzz_under_atheris.py` runs the same guided by coverage.
-"""
+"""The public functions answer any arguments with a result or a documented error."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Train a byte-level language model on one long sequence, which lies sharded over a ring of ranks.
+"""Train a byte-level language model on one long sequence that is sharded over a ring of ranks.
 
-    torchrun --nproc-per-node 2 examples/language_model_….py --steps 20 --seq-len 4096
+    torchrun --nproc-per-node 2 examples/language_model.py --backend fsdp --steps 20 --seq-len 4096
 
-There is one for each framework, and they differ by the line that imports it. With plain ``python`` it trains the same
-model on one rank.
+``--backend`` chooses the framework: native, fsdp, deepspeed or fairscale. A program with one framework imports it
+instead: ``from ring_backends.adapters import fsdp as backend``. Plain ``python`` trains the same model on one rank.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from ring_backends.adapters import native as backend
 from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.registry import load_adapter
 
 
 class Block(nn.Module):
@@ -30,7 +30,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes [batch, local seq] to logits [batch, local seq, 256]; only the attention looks at other ranks' rows."""
+    """Bytes [batch, local seq] to logits [batch, local seq, 256]; only the attention uses the rows of other ranks."""
 
     def __init__(self, make_attention: Callable[[], nn.Module], width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
@@ -46,17 +46,20 @@ class LanguageModel(nn.Module):
 
 
 def read_document() -> Tensor:
-    """Sources of torch's as they are installed here, byte after byte: a byte is a token."""
+    """The bytes of some of torch's installed sources. Each byte is a token."""
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
 
-def main(steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed: int = 0) -> None:
+def main(
+    backend: str = "native", steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed: int = 0
+) -> None:
     torch.manual_seed(seed)  # the same initial parameters on every rank
-    ring = backend.initialize()
+    adapter = load_adapter(backend)
+    ring = adapter.initialize()
     segment_lengths, dilation_rates = [seq_len // 16, seq_len // 4, seq_len], [1, 4, 16]
-    model = LanguageModel(lambda: backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring))
-    state = backend.parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate), ring)
+    model = LanguageModel(lambda: adapter.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring))
+    state = adapter.parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate), ring)
     document, losses = read_document(), []
     for step in range(1, steps + 1):
         start = (step - 1) * seq_len % (len(document) - seq_len)
