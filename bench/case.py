@@ -21,8 +21,6 @@ STANDARD: Branches = ((2048, 1), (4096, 2), (8192, 4))
 class Case:
     """One call: batch 1, causal unless said otherwise.
 
-    The names are those of `compare`'s options, so that its inputs serve here too.
-
     Attributes:
         contestant: an adapter's name, or one of the constants of this module.
         seq_len: tokens of the whole sequence.

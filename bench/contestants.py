@@ -21,9 +21,8 @@ from torch import Tensor
 
 from ring_backends import available_adapters, dilated_attention
 from ring_backends.adapters.native import NativeRingDilatedAttention
-from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
-from ring_backends.cli.contestant import local_inputs
-from ring_backends.cli.machine import Device
+from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
+from ring_backends.comparison.rank import local_inputs
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import load_adapter
@@ -56,17 +55,23 @@ def unusable(case: Case) -> str | None:
     return available_adapters().get(case.contestant)
 
 
-def prepare(case: Case, ring: Ring, device: Device) -> Call:
-    """Make this rank's inputs and the contestant that is to run on them."""
+def inputs(case: Case, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's rows of query, key, value and the gradient of out."""
+    dtype = resolve_dtype(case.dtype, device)
+    return local_inputs(ring, case.seq_len, case.num_heads, case.kv_heads, case.head_dim, dtype, device)
+
+
+def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
+    """Make this rank's inputs and the contestant that runs on them."""
     if case.contestant == BARE_KERNELS:
-        kernels = BareKernels.of(case, resolve_dtype(case.dtype, device.torch), device.torch)
+        kernels = BareKernels.of(case, resolve_dtype(case.dtype, device), device)
         return Call(ring, kernels.forward, kernels.backward)
-    query, key, value, grad_out = local_inputs(case, ring, device)
+    query, key, value, grad_out = inputs(case, ring, device)
     attend, attention = _attend(case, ring)
     computed_bytes = None
     if case.contestant == ALL_GATHER:
-        inputs = AttentionInputs(query, key, value, is_causal=case.causal, seq_len=case.seq_len)
-        computed_bytes = AllGatherExecutor.of(inputs, case.pattern, ring).wire_bytes(key)
+        call = AttentionInputs(query, key, value, is_causal=case.causal, seq_len=case.seq_len)
+        computed_bytes = AllGatherExecutor.of(call, case.pattern, ring).wire_bytes(key)
     return Call(
         ring,
         lambda: attend(query, key, value),

@@ -19,13 +19,19 @@ import torch
 import torch.distributed as dist
 from buffers import watched_buffers
 from case import Case
-from contestants import Call, prepare
+from contestants import Call, inputs, prepare
 from torch import Tensor
 
-from ring_backends.cli.contestant import local_inputs
-from ring_backends.cli.machine import Device, peak_memory_bytes, versions
-from ring_backends.cli.measuring import finish, forget_peak, meet
-from ring_backends.cli.timeline import Span, record_spans
+from ring_backends.comparison.timeline import Span, record_spans
+from ring_backends.cost.machine import (
+    device_name,
+    peak_memory_bytes,
+    reset_peak_memory,
+    select_device,
+    synchronize,
+    synchronize_ranks,
+    versions,
+)
 from ring_backends.registry import load_adapter
 from ring_backends.ring.ring import Ring
 
@@ -43,14 +49,14 @@ def timed(case: Case, direction: Direction) -> dict[str, Any]:
     device, call = _device(case), _call(case)
     saved = call.forward() if direction == "backward" else None
     traffic = call.ring.traffic
-    meet(device)
+    synchronize_ranks(device)
     traffic.reset()
     started = time.perf_counter()
     if direction != "backward":
         saved = call.forward()
     if direction != "forward":
         grads = call.backward(saved)
-    finish(device)
+    synchronize(device)
     seconds = time.perf_counter() - started
     del saved
     if direction != "forward":
@@ -76,8 +82,8 @@ def peak_memory(case: Case) -> dict[str, int | None]:
     warm.backward(warm.forward())
     del warm
     _give_back()
-    meet(device)
-    forget_peak(device)
+    synchronize_ranks(device)
+    reset_peak_memory(device)
     held = peak_memory_bytes(device)
     call = _prepare(case)
     if call.attention is None:
@@ -87,7 +93,7 @@ def peak_memory(case: Case) -> dict[str, int | None]:
         with watched_buffers(call.attention) as watch:
             call.backward(call.forward())
         buffers = watch.most
-    meet(device)
+    synchronize_ranks(device)
     return {"peak": peak_memory_bytes(device) - held, "buffers": buffers}
 
 
@@ -97,7 +103,7 @@ def results(case: Case) -> list[Tensor]:
     call = _prepare(case)
     out = call.forward()
     computed = [out.detach(), *call.backward(out)]
-    local = [x.detach() for x in local_inputs(case, ring, device)] + computed
+    local = [x.detach() for x in inputs(case, ring, device)] + computed
     return [ring.unshard(x, seq_len=case.seq_len).cpu() for x in local]
 
 
@@ -110,18 +116,18 @@ def spans(case: Case) -> list[Span]:
 
     def forward() -> None:
         saved.append(call.forward())
-        finish(device)
+        synchronize(device)
 
     def backward() -> None:
         call.backward(saved.pop())
-        finish(device)
+        synchronize(device)
 
-    return record_spans({"forward": forward, "backward": backward}, lambda: meet(device))
+    return record_spans({"forward": forward, "backward": backward}, lambda: synchronize_ranks(device))
 
 
 def environment(case: Case) -> dict[str, Any]:
     """Where and with what a rank runs."""
-    return {"device": _device(case).name, "threads": torch.get_num_threads(), "versions": versions()}
+    return {"device": device_name(_device(case)), "threads": torch.get_num_threads(), "versions": versions()}
 
 
 def forget() -> None:
@@ -163,18 +169,13 @@ def _ring(adapter: str, layout: Any) -> Ring:
     return _new_ring(adapter).with_layout(layout)
 
 
-@lru_cache
-def _named_device(kind: str) -> Device:
-    if kind == "cpu":
-        return Device.of_this_rank(kind)
+def _device(case: Case) -> torch.device:
+    if case.device == "cpu":
+        return select_device("cpu")
     rank = dist.get_rank() if dist.is_initialized() else 0
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
-    return Device(device, torch.cuda.get_device_name(device))
-
-
-def _device(case: Case) -> Device:
-    return _named_device(case.device)
+    return device
 
 
 def _sent(computed: Mapping[str, int], direction: Direction) -> int:

@@ -13,7 +13,7 @@ _LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the
 _POSTED = "hop posted"
 
 Spans = Sequence[tuple[str, str, float, float]]
-"""One rank's, as :mod:`ring_backends.cli.timeline` records them."""
+"""One rank's, as :mod:`ring_backends.comparison.timeline` records them."""
 
 
 def check_plot(path: Path) -> None:

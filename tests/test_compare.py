@@ -26,11 +26,13 @@ from typer.testing import CliRunner
 
 import ring_backends
 from ring_backends import available_adapters, plotting
-from ring_backends.cli import app, compare, contestant, exact
-from ring_backends.cli.all_gather import AllGatherExecutor, all_gather_attention
-from ring_backends.cli.machine import Device
-from ring_backends.cli.report import Failure, RankFailedError
+from ring_backends.cli import app
+from ring_backends.comparison import compare, exact
+from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
+from ring_backends.comparison.rank import local_inputs
+from ring_backends.comparison.setup import TENSORS
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.ring.launch import Failure, RankFailedError
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
@@ -92,7 +94,7 @@ def test_the_fp64_numbers_are_the_references(
     for query_rows in (512, 3):
         monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
         got = exact.exact_attention(*(x[0].detach() for x in inputs), lengths, rates, is_causal=is_causal)
-        for what, ours, reference in zip(contestant.TENSORS, got, wanted, strict=True):
+        for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
             assert (ours - reference[0]).abs().max() < 1e-13, what
 
 
@@ -145,7 +147,7 @@ def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     plain = [x.detach() for x in inputs]
     for rings, layout, cut in HOW_CUT:
         for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, cut)):
-            for what, ours, reference in zip(contestant.TENSORS, got, wanted, strict=True):
+            for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
                 assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {rings} {layout}"
 
 
@@ -231,17 +233,15 @@ def test_all_gather_calls_no_collective_where_no_branch_crosses(world: World) ->
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_inputs_are_the_same_however_they_are_sharded(layout: LayoutKind) -> None:
-    options = contestant.CompareOptions(
-        seq_len=2501, nproc_per_node=3, segment_lengths=(64,), dilation_rates=(1,), num_heads=4, num_kv_heads=2,
-        head_dim=8, dtype="bf16", layout=layout, causal=True, repeats=1, device="cpu", json=None, plot=None,
-    )  # fmt: skip
-    device = Device(torch.device("cpu"), "CPU")
-    whole = contestant.local_inputs(options, Ring(), device)
+    def inputs(ring: Ring) -> tuple[Tensor, ...]:
+        return local_inputs(ring, 2501, 4, 2, 8, torch.bfloat16, torch.device("cpu"))
+
+    whole = inputs(Ring())
     assert [tuple(x.shape) for x in whole] == [(1, 2501, heads, 8) for heads in (4, 2, 2, 4)]
     assert len({x[0, row, 0, 0].item() for x in whole for row in (0, 1024, 2048)}) == 12
     for rank in range(3):
         ring = Ring(size=3, rank=rank, ranks=(0, 1, 2), layout_kind=layout)
-        for local, global_ in zip(contestant.local_inputs(options, ring, device), whole, strict=True):
+        for local, global_ in zip(inputs(ring), whole, strict=True):
             assert torch.equal(local, ring.shard(global_))
 
 
@@ -318,8 +318,8 @@ def rank_result() -> dict[str, Any]:
         "peak_memory_bytes": 3 * 2**20,
         "bytes_sent": {"forward": 1000, "backward": 2000},
         "bytes_are_computed": False,
-        "largest_error": dict.fromkeys(contestant.TENSORS, 1e-6),
-        "largest": dict.fromkeys(contestant.TENSORS, 2.0),
+        "largest_error": dict.fromkeys(TENSORS, 1e-6),
+        "largest": dict.fromkeys(TENSORS, 2.0),
         "spans": [("forward", "call", 5.0, 6.0), ("forward", "tile", 5.2, 5.9), ("backward", "call", 7.0, 8.0)],
     }
 
@@ -331,7 +331,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(target: Any, args: tuple[Any, ...], num_ranks: int) -> list[Any]:
         if target is compare._prepare:
             adapters = {"native": None, "absent": "absent is not installed; pip install absent", "broken": None}
-            return [{"options": args[0], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
+            return [{"setup": args[0], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
         if args[1] == "broken":
             raise RankFailedError(1, Failure(1, "Traceback\n  it\nRuntimeError: it broke"))
         slower = {**rank_result(), "forward_seconds": [0.5, 0.5, 2.5], "peak_memory_bytes": 5 * 2**20}

@@ -21,10 +21,11 @@ from typer.testing import CliRunner
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.cli import app
-from ring_backends.cli.plan_options import parse_bytes, parse_hosts
+from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.model import RingCost, Workload
+from ring_backends.cost.model import RingCost
 from ring_backends.cost.probe import slowest
+from ring_backends.cost.ring_sizes import Workload
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.planner import COMMUNICATION_SHARE, rank_plan
 from ring_backends.schedule.rows import DilatedRows
@@ -129,7 +130,7 @@ def test_tiles_and_links_are_those_of_the_plans(case: AttentionCase, ring_size: 
             for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
                 for message in messages:
                     counted[rank, message.peer] += sum(p.rows * p.num_streams for p in message.parcels)
-        assert (float(cost._own_pairs[rank]), float(cost._tile_rows.own[rank])) == (own_pairs, own_rows)
+        assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
     for counted, links in ((keys, schedule.key_links), (grads, schedule.grad_links)):
         found: Counter[tuple[int, int]] = Counter()
         for *ends, rows in zip(links.source.tolist(), links.destination.tolist(), links.rows.tolist(), strict=True):
@@ -437,7 +438,7 @@ def test_what_info_measures_plan_reads(tmp_path: Path) -> None:
     runner = CliRunner(env={"COLUMNS": "200"})
     shown = runner.invoke(app, ["info", "--probe", "--dtype", "fp32", "--json", str(file)])
     assert shown.exit_code == 0, shown.stderr
-    assert "What plan reckons with" in shown.stdout
+    assert "Constants for plan" in shown.stdout
     probe = json.loads(file.read_text())["probe"]
     hardware = Hardware.of(probe["hardware"])
     assert (probe["ranks"], probe["dtype"], probe["head_dim"], probe["kernel"]) == (2, "float32", 64, "aten_cpu_flash")
@@ -523,7 +524,7 @@ def test_hosts_of_ranks() -> None:
 
 
 def test_no_torch_until_the_command_runs() -> None:
-    code = "import sys, ring_backends.cli, ring_backends.cli.constants; sys.exit('torch' in sys.modules)"
+    code = "import sys, ring_backends.cli, ring_backends.cost.local_probe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 
 

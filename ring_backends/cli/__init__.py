@@ -1,6 +1,7 @@
-"""The command line: ``ring-backends``, and ``python -m ring_backends``, which is the same.
+"""The command line ``ring-backends``, also ``python -m ring_backends``.
 
-This package imports no torch; a command imports it when it runs, so that ``--help`` answers at once.
+Each command parses and checks options, calls a function of the library, and prints. Importing this package does not
+import torch, so ``--help`` is fast. Nothing imports this package.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from typing import Annotated
 import typer
 
 from ring_backends import __version__
-from ring_backends.cli.branches import BranchesCommand
 from ring_backends.cli.compare import compare_command
 from ring_backends.cli.convert import convert_command
 from ring_backends.cli.info import info_command
+from ring_backends.cli.parsing import BranchesCommand
 from ring_backends.cli.plan import plan_command
-from ring_backends.cli.report import TRACEBACK_VARIABLE
 from ring_backends.cli.train import train_command
+from ring_backends.ring.launch import TRACEBACK_VARIABLE
 
-# torch says this at import where numpy is missing; nothing here uses numpy.
+# torch warns at import where NumPy is missing. Nothing here uses NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 app = typer.Typer(
     name="ring-backends",
-    help="Ring dilated attention (LongNet, arXiv 2307.02486) for PyTorch, on the framework of your choice.",
-    epilog=f"{TRACEBACK_VARIABLE}=1 in the environment shows the traceback of every error.",
+    help="Ring dilated attention (LongNet, arXiv 2307.02486) for PyTorch, with the framework of your choice.",
+    epilog=f"Set {TRACEBACK_VARIABLE}=1 to see the traceback of every error.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -51,9 +52,9 @@ def _options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
     ] = False,
 ) -> None:
-    """Ring dilated attention (LongNet, arXiv 2307.02486) for PyTorch, on the framework of your choice."""
+    """Ring dilated attention (LongNet, arXiv 2307.02486) for PyTorch, with the framework of your choice."""
 
 
 def main() -> None:
-    """The console script. Leaves with the exit status of the command."""
+    """The console script. Exits with the status of the command."""
     app()

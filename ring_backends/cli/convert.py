@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ring_backends.cli.branches import describe_branches, parse_branches
 from ring_backends.cli.options import check_files
+from ring_backends.cli.parsing import describe_branches, parse_branches
 from ring_backends.cli.report import reported_errors
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -222,7 +222,7 @@ def _show(
 
     branches = "not said; torchscale's have to be given to the attention"
     if said["segment_lengths"] is not None:
-        branches = describe_branches((said["segment_lengths"], said["dilation_rates"]))
+        branches = describe_branches(said["segment_lengths"], said["dilation_rates"])
     rows = {
         "names that began with": repr(prefix),
         "layers, width, heads, feed-forward": "{num_layers}, {embed_dim}, {num_heads}, {ffn_dim}".format(**said),

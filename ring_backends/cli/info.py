@@ -1,4 +1,4 @@
-"""``info``: what this machine and this installation can do, and what has not been tried on them."""
+"""``info``: versions, devices, adapters, kernels and dtype advice for this machine."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ring_backends.cli import constants
-from ring_backends.cli.options import check_choice
+from ring_backends.cli.options import check_choice, check_files
 from ring_backends.cli.report import reported_errors
+from ring_backends.cost import local_probe
+from ring_backends.cost.hardware import Hardware
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _BANDWIDTH = "16 MiB both ways"
 
-# What auto_dtype decides, and why; the compute capabilities are NVIDIA's.
+# The decisions of auto_dtype, with reasons. Compute capabilities are NVIDIA's.
 DTYPE_ADVICE = (
     ("CPU", "fp32", "bf16 is faster where the CPU multiplies it in hardware (AMX, AVX-512 BF16)"),
     ("Pascal and older (below 7.0)", "fp32", "no tensor cores; no bf16"),
@@ -36,41 +37,40 @@ def info_command(
         bool,
         typer.Option(
             "--probe",
-            help="Also measure, on local ranks that all work at once: latency and bandwidth of hops, FLOP/s of tiles. "
-            "With --json it writes what `ring-backends plan --probe` reads.",
+            help="Also measure on local ranks together: latency and bandwidth of hops, FLOP/s of tiles. With --json, "
+            "`ring-backends plan --probe FILE` reads the result.",
         ),
     ] = False,
     nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2,
     dtype: Annotated[
-        str, typer.Option(metavar="auto|fp32|bf16|fp16|fp64", help="To measure in; auto: what suits the device.")
+        str, typer.Option(metavar="auto|fp32|bf16|fp16|fp64", help="To measure in; auto: the device's recommended one.")
     ] = "auto",
     device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank where there are enough, else the CPU.")
+        str, typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU.")
     ] = "auto",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write everything to this file.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
 ) -> None:
-    """Show versions, devices, adapters, kernels, dtype advice and how a hop travels here."""
+    """Show versions, devices, adapters, kernels, dtype advice, and how hops are transported."""
     with reported_errors("info", ("json", "nproc_per_node", "dtype", "device")):
         check_choice("dtype", dtype)
         check_choice("device", device)
-        if json is not None and not json.absolute().parent.is_dir():
-            raise ValueError(f"json = {str(json)!r}: {json.absolute().parent} is no directory; make it first.")
+        check_files(json=json)
         found = collect()
         if probe:
-            found["probe"] = constants.measure("info", nproc_per_node, dtype, device)
+            found["probe"] = local_probe.measure(nproc_per_node, dtype, device)
         _show(found)
         if json is not None:
             json.write_text(json_module.dumps(found, indent=2) + "\n")
 
 
 def collect() -> dict[str, Any]:
-    """Everything but the probe, as plain values."""
+    """Everything except the probe, as plain values."""
     import os
 
     import torch
 
     from ring_backends import available_adapters
-    from ring_backends.cli.machine import versions
+    from ring_backends.cost.machine import versions
     from ring_backends.kernels import auto_dtype, available_kernels, kernels
 
     devices = [{"device": "cpu", "name": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
@@ -103,7 +103,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(
         _table(
             "Devices",
-            ("device", "what it is", "dtype that auto gives"),
+            ("device", "name", "dtype of auto"),
             [(device["device"], device["name"], device["dtype"]) for device in found["devices"]],
         )
     )
@@ -117,7 +117,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(
         _table(
             "Kernels, in order of preference",
-            ("kernel", "usable here", "not run by the project's tests"),
+            ("kernel", "usable here", "not covered by the tests"),
             [
                 (name, _usable(kernel["unusable"]), kernel["unverified"] or "-")
                 for name, kernel in found["kernels"].items()
@@ -135,16 +135,41 @@ def _show(found: dict[str, Any]) -> None:
     if "probe" in found:
         probe = found["probe"]
         hops = [
-            (f"{constants.LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+            (f"{local_probe.LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
             (_BANDWIDTH, f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
         ]
         ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
         where = f"{ranks}, {probe['transport']}, {probe['device']}"
         console.print(_table(where, ("message", "measured"), hops))
         title = (
-            f"What plan reckons with: all at once, {probe['dtype']}, head dim {probe['head_dim']}, {probe['kernel']}"
+            f"Constants for plan: all ranks at once, {probe['dtype']}, head dim {probe['head_dim']}, {probe['kernel']}"
         )
-        console.print(_table(title, ("constant", "measured"), constants.rows(probe)))
+        console.print(_table(title, ("constant", "measured"), _constants(probe)))
+
+
+def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and values of the constants, as text."""
+    hardware = Hardware.of(probe["hardware"])
+
+    def rate(backward: bool, causal: bool) -> str:
+        flops, keys = hardware.tile_rate(backward=backward, causal=causal)
+        return f"{flops / 1e9:,.1f} GFLOP/s" + (f", {keys:,.0f} extra keys per row" if keys else "")
+
+    shown = [
+        ("latency of a hop", f"{hardware.latency_seconds * 1e3:.3f} ms"),
+        ("bandwidth, both ways at once", f"{hardware.bytes_per_second / 1e9:.2f} GB/s per direction"),
+        ("tile forward", rate(False, False)),
+        ("tile backward", rate(True, False)),
+        ("causal tile forward", rate(False, True)),
+        ("causal tile backward", rate(True, True)),
+    ]
+    if hardware.copy_bytes_per_second is not None:
+        shown.append(("gathering and merging rows", f"{hardware.copy_bytes_per_second / 1e9:.2f} GB/s"))
+    shown.append(("share of a hop that a tile hides", f"{hardware.overlap:.0%}"))
+    shown.append(("speed of one rank alone", f"{hardware.speed_alone:.2f} times that beside others"))
+    if hardware.memory_bytes is not None:
+        shown.append(("memory per rank", f"{hardware.memory_bytes / 2**30:,.1f} GiB"))
+    return shown
 
 
 def _usable(reason: str | None) -> str:

@@ -1,9 +1,93 @@
-"""Checks of options that several commands have, by the options' names."""
+"""The options that several commands share, and their checks. This module imports no torch."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ATTENTION, RANKS, FILES = "Attention", "Ranks", "Files"
+"""Headings of the options in ``--help``."""
+
+_WIDTH = 120  # of output that goes to no terminal
+
+SegmentLengths = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="N,N,…",
+        help="Segment length of each branch, in tokens. Default: three branches of nearly linear cost, the last over "
+        "the whole sequence: 256,4096,131072 with rates 1,8,64 for 131,072 tokens.",
+        rich_help_panel=ATTENTION,
+    ),
+]
+DilationRates = Annotated[
+    list[str] | None, typer.Option(metavar="N,N,…", help="Dilation rate of each branch.", rich_help_panel=ATTENTION)
+]
+HeadMode = Annotated[
+    str,
+    typer.Option(
+        metavar="all|grouped",
+        help="all: every head runs every branch. grouped: each branch has its own group of heads.",
+        rich_help_panel=ATTENTION,
+    ),
+]
+Offset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="mod|block|branch",
+        help="Offset of head j in branch i: j % r, j // ceil(H / r), or i % r. Default: mod, or branch when grouped.",
+        rich_help_panel=ATTENTION,
+    ),
+]
+Padding = Annotated[
+    str,
+    typer.Option(
+        metavar="masked|zeros",
+        help="zeros: fill the last segment with visible zero keys, as torchscale does.",
+        rich_help_panel=ATTENTION,
+    ),
+]
+SeqLen = Annotated[
+    int, typer.Option(min=1, help="Tokens of the sequence, over the whole ring.", rich_help_panel=ATTENTION)
+]
+NumHeads = Annotated[int, typer.Option(min=1, help="Query heads.", rich_help_panel=ATTENTION)]
+NumKvHeads = Annotated[
+    int | None,
+    typer.Option(min=1, help="Key and value heads. Default: as many as query heads.", rich_help_panel=ATTENTION),
+]
+HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=ATTENTION)]
+Causal = Annotated[
+    bool,
+    typer.Option(
+        "--causal/--no-causal", help="Whether a query sees only keys up to its position.", rich_help_panel=ATTENTION
+    ),
+]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|fp32|bf16|fp16|fp64",
+        help="Of the tensors; auto: what `ring-backends info` recommends for the device.",
+        rich_help_panel=ATTENTION,
+    ),
+]
+Layout = Annotated[
+    str,
+    typer.Option(metavar="contiguous|zigzag", help="How the sequence lies over the ring.", rich_help_panel=RANKS),
+]
+Device = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU.", rich_help_panel=RANKS
+    ),
+]
+Json = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write all results to this file.", rich_help_panel=FILES)
+]
 
 _CHOICES = {
     "layout": ("contiguous", "zigzag"),
@@ -13,7 +97,7 @@ _CHOICES = {
 
 
 def check_choices(options: Any) -> None:
-    """Refuse a layout, dtype or device that there is not.
+    """Check that layout, dtype and device are known.
 
     Raises:
         ValueError: naming the option.
@@ -23,7 +107,7 @@ def check_choices(options: Any) -> None:
 
 
 def check_choice(name: str, value: str) -> None:
-    """The same for one of them.
+    """Check that the layout, dtype or device ``value`` is known.
 
     Raises:
         ValueError: naming the option.
@@ -32,12 +116,32 @@ def check_choice(name: str, value: str) -> None:
         raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(_CHOICES[name])}.")
 
 
+def check_kv_heads(name: str, num_kv_heads: int | None, num_heads: int) -> None:
+    """Check that the key/value heads divide the query heads.
+
+    Raises:
+        ValueError: naming the option.
+    """
+    if num_kv_heads is not None and num_heads % num_kv_heads:
+        raise ValueError(f"{name} = {num_kv_heads}: must divide the {num_heads} query heads; use a divisor.")
+
+
 def check_files(**paths: Path | None) -> None:
-    """Refuse files to be written, by the option that names them, where there is no directory for them.
+    """Check that the directory of each output file exists, by the option that names the file.
 
     Raises:
         ValueError: naming the option.
     """
     for name, path in paths.items():
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; make it first.")
+            raise ValueError(f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it first.")
+
+
+def wide_console() -> Console:
+    """A console whose tables are not cut at 80 columns where there is no terminal."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
+    return console

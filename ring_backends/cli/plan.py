@@ -1,127 +1,178 @@
-"""``plan``: what a ring would need and take, from its schedule and a few constants, and whether it pays.
+"""``plan``: the memory, bytes, FLOPs and estimated seconds of a ring, and whether it pays.
 
-This module imports no torch: ``--help`` and a mistyped option answer at once. The numbers are in planning.py.
+This module imports no torch before the command runs. The numbers come from :mod:`ring_backends.cost.estimate`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+import dataclasses
+import json as json_module
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ring_backends.cli.branches import parse_branches
-from ring_backends.cli.plan_options import PlanOptions, parse_bytes, parse_hosts
+from ring_backends.cli.options import (
+    ATTENTION,
+    FILES,
+    RANKS,
+    Causal,
+    Device,
+    DilationRates,
+    Dtype,
+    HeadDim,
+    HeadMode,
+    Json,
+    Layout,
+    NumHeads,
+    NumKvHeads,
+    Offset,
+    Padding,
+    SegmentLengths,
+    SeqLen,
+    check_choices,
+    check_files,
+    check_kv_heads,
+    wide_console,
+)
+from ring_backends.cli.parsing import parse_branches, parse_bytes, parse_hosts
 from ring_backends.cli.report import reported_errors
-from ring_backends.cli.train_options import default_branches
+from ring_backends.cost import local_probe
+from ring_backends.cost.default_branches import default_branches
+from ring_backends.cost.hardware import Hardware
+from ring_backends.plotting import check_plot, draw_ring_sizes
+from ring_backends.schedule.pattern import DilatedPattern
 
-_ATTENTION, _RING, _CONSTANTS, _FILES = "Attention", "Ring", "Constants of the estimate", "Files"
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from ring_backends.cost.estimate import Estimate
+    from ring_backends.cost.model import RingCost
+
+_CONSTANTS = "Constants of the estimate"
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of the command by their names, as plain values."""
+
+    seq_len: int
+    ring_size: int
+    heads: int
+    kv_heads: int | None
+    head_dim: int
+    batch: int
+    dtype: str
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    head_mode: Any
+    offset: Any
+    padding: Any
+    layout: Any
+    causal: bool
+    memory: int | None
+    probe: Path | None
+    nproc_per_node: int | None
+    latency: float | None
+    bandwidth: float | None
+    flops: float | None
+    hosts: tuple[str, ...] | None
+    device: str
+    json: Path | None
+    plot: Path | None
+
+    def check(self) -> None:
+        """Check everything that needs no torch.
+
+        Raises:
+            ValueError: naming the option.
+        """
+        self.pattern().check(seq_len=self.seq_len, num_heads=self.heads)
+        check_kv_heads("kv_heads", self.kv_heads, self.heads)
+        check_choices(self)
+        for name in ("latency", "bandwidth", "flops"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} = {value}: must be above 0; give a positive number.")
+        if self.probe is not None and not self.probe.is_file():
+            raise ValueError(
+                f"probe = {str(self.probe)!r}: there is no such file; write one with `ring-backends info --probe "
+                "--json FILE`."
+            )
+        if self.probe is not None and self.nproc_per_node is not None:
+            raise ValueError("nproc_per_node: --probe FILE replaces the measurement; leave one of them out.")
+        check_files(json=self.json, plot=self.plot)
+        if self.plot is not None:
+            check_plot(self.plot)
+
+    def pattern(self) -> DilatedPattern:
+        return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)
 
 
 def plan_command(
-    seq_len: Annotated[
-        int, typer.Option(min=1, help="Tokens of the sequence, over the whole ring.", rich_help_panel=_ATTENTION)
-    ],
-    ring_size: Annotated[int, typer.Option(min=1, help="Ranks of the ring.", rich_help_panel=_RING)],
-    heads: Annotated[int, typer.Option(min=1, help="Query heads.", rich_help_panel=_ATTENTION)] = 8,
-    kv_heads: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Key and value heads; as many as query heads if not given.", rich_help_panel=_ATTENTION
-        ),
-    ] = None,
-    head_dim: Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_panel=_ATTENTION)] = 64,
-    batch: Annotated[int, typer.Option(min=1, help="Sequences at once.", rich_help_panel=_ATTENTION)] = 1,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|fp32|bf16|fp16|fp64",
-            help="Of the inputs; auto: what `ring-backends info` advises for the device.",
-            rich_help_panel=_ATTENTION,
-        ),
-    ] = "auto",
-    segment_lengths: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Segment length of each branch, in tokens. If not given, those of `train`.",
-            rich_help_panel=_ATTENTION,
-        ),
-    ] = None,
-    dilation_rates: Annotated[
-        list[str] | None,
-        typer.Option(metavar="N,N,…", help="Dilation rate of each branch.", rich_help_panel=_ATTENTION),
-    ] = None,
-    head_mode: Annotated[
-        str,
-        typer.Option(
-            metavar="all|grouped", help="Every head in every branch, or one group each.", rich_help_panel=_ATTENTION
-        ),
-    ] = "all",
-    offset: Annotated[
-        str | None,
-        typer.Option(
-            metavar="mod|block|branch",
-            help="Offset of head j in branch i: j % r, j // ceil(H / r), i % r.",
-            rich_help_panel=_ATTENTION,
-        ),
-    ] = None,
-    padding: Annotated[
-        str,
-        typer.Option(
-            metavar="masked|zeros", help="zeros: the last segment as torchscale fills it.", rich_help_panel=_ATTENTION
-        ),
-    ] = "masked",
-    causal: Annotated[
-        bool, typer.Option("--causal/--no-causal", help="Hide later keys or not.", rich_help_panel=_ATTENTION)
-    ] = True,
-    layout: Annotated[
-        str,
-        typer.Option(metavar="contiguous|zigzag", help="How the sequence lies over the ring.", rich_help_panel=_RING),
-    ] = "contiguous",
+    seq_len: SeqLen,
+    ring_size: Annotated[int, typer.Option(min=1, help="Ranks of the ring.", rich_help_panel=RANKS)],
+    heads: NumHeads = 8,
+    kv_heads: NumKvHeads = None,
+    head_dim: HeadDim = 64,
+    batch: Annotated[int, typer.Option(min=1, help="Sequences per call.", rich_help_panel=ATTENTION)] = 1,
+    dtype: Dtype = "auto",
+    segment_lengths: SegmentLengths = None,
+    dilation_rates: DilationRates = None,
+    head_mode: HeadMode = "all",
+    offset: Offset = None,
+    padding: Padding = "masked",
+    causal: Causal = True,
+    layout: Layout = "contiguous",
     memory: Annotated[
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory per rank, such as 80GB: also say which ring sizes fit into it. If not given, what a rank has "
-            "where the constants were measured.",
-            rich_help_panel=_RING,
+            help="Memory per rank, for example 80GB, for the smallest ring sizes that fit. Default: the memory of a "
+            "rank where the constants were measured.",
+            rich_help_panel=RANKS,
         ),
     ] = None,
     hosts: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,NAME,…",
-            help="The host of each rank: also say what crosses hosts, by rank order and by topology.",
-            rich_help_panel=_RING,
+            help="The host of each rank, for the bytes that cross hosts by rank order and by topology.",
+            rich_help_panel=RANKS,
         ),
     ] = None,
     ranks_per_host: Annotated[
-        int | None, typer.Option(min=1, help="The same for hosts of so many ranks each.", rich_help_panel=_RING)
+        int | None, typer.Option(min=1, help="Instead of --hosts: ranks on each host.", rich_help_panel=RANKS)
     ] = None,
     probe: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants that `ring-backends info --probe --json FILE` measured. If not given, and not all three "
-            "of the next are, they are measured now.",
+            help="Constants from `ring-backends info --probe --json FILE`. Default: measure them now, unless the next "
+            "three options give all.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
     latency: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Of a hop, in place of the measured one.", rich_help_panel=_CONSTANTS),
+        typer.Option(metavar="SECONDS", help="Of a hop; replaces the measured one.", rich_help_panel=_CONSTANTS),
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(metavar="BYTES/S", help="In each direction, likewise.", rich_help_panel=_CONSTANTS)
+        float | None,
+        typer.Option(
+            metavar="BYTES/S", help="In each direction; replaces the measured one.", rich_help_panel=_CONSTANTS
+        ),
     ] = None,
     flops: Annotated[
         float | None,
         typer.Option(
             metavar="FLOP/S",
-            help="Of the attention kernel on one rank, forward and backward, likewise; rows are then taken to cost "
-            "nothing besides.",
+            help="Of the attention kernel on one rank, forward and backward; replaces the measured rates. Gathering "
+            "and merging rows then cost nothing.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
@@ -129,41 +180,30 @@ def plan_command(
         int | None,
         typer.Option(
             min=2,
-            help="Local ranks to measure on. If not given, as many as the ring has, or 2 where the machine has fewer "
-            "GPUs or cores.",
+            help="Local ranks to measure on. Default: the ring size, or 2 if the machine has fewer GPUs or cores.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
-    device: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|cpu|cuda",
-            help="To measure on; auto: a GPU per rank where there are enough, else the CPU.",
-            rich_help_panel=_CONSTANTS,
-        ),
-    ] = "auto",
-    json: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write everything to this file.", rich_help_panel=_FILES)
-    ] = None,
+    device: Device = "auto",
+    json: Json = None,
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Also draw time and memory per rank over ring sizes 1, 2, 4, … (needs matplotlib).",
-            rich_help_panel=_FILES,
+            help="Draw time and memory per rank over ring sizes 1, 2, 4, … (needs matplotlib).",
+            rich_help_panel=FILES,
         ),
     ] = None,
 ) -> None:
-    """Say what a ring would need and take, and whether it pays at this length.
+    """Estimate what a ring needs, and whether it pays at this length.
 
-    Memory, bytes and FLOPs per rank are counted from the schedule, for a
-    billion tokens on thousands of ranks in seconds. Memory is that of one
-    call of attention and its gradients: query, key, value and out with a
-    gradient each, the LSE, the buffers of hops and the rows of the largest
-    tile.
+    Memory, bytes and FLOPs per rank are counted from the schedule. A
+    billion tokens on thousands of ranks take seconds. Memory is that of one
+    attention call and its gradients: query, key, value, out and a gradient
+    of each, the LSE, the wire buffers, and the rows of the largest tile.
 
-    Seconds are estimated from constants that are measured in a few seconds
-    on some ranks of this machine at once, read from a file, or given.
+    Seconds are estimated from constants. They are measured in a few seconds
+    on some ranks of this machine together, read from a file, or given.
     """
     given = dict(locals())
     names = [field.name for field in fields(PlanOptions)]
@@ -177,6 +217,131 @@ def plan_command(
         )
         options = PlanOptions(**{name: given[name] for name in names})
         options.check()
-        from ring_backends.cli.planning import plan
+        _plan(options)
 
-        plan(options)
+
+def _plan(options: PlanOptions) -> None:
+    """Compute the estimate, print it, and write the files."""
+    import torch
+
+    from ring_backends.cost.estimate import Estimate
+    from ring_backends.cost.ring_sizes import Workload
+    from ring_backends.kernels import resolve_dtype
+    from ring_backends.schedule.layout import SequenceLayout
+    from ring_backends.schedule.ring_schedule import RingSchedule
+
+    console = wide_console()
+    on_gpu = options.device == "cuda" or (options.device == "auto" and torch.cuda.is_available())
+    dtype = resolve_dtype(options.dtype, torch.device("cuda" if on_gpu else "cpu"))
+    layout = SequenceLayout(options.seq_len, options.ring_size, options.layout)
+    schedule = RingSchedule(options.pattern(), layout, options.heads, options.kv_heads, options.causal)
+    hardware, probe, source = _hardware(options, dtype, console)
+    workload = Workload(schedule, options.batch, options.head_dim, dtype.itemsize)
+    estimate = Estimate(workload, hardware, options.memory)
+    between_hosts = None if options.hosts is None else estimate.bytes_between_hosts(options.hosts)
+
+    described = schedule.describe(batch=options.batch, head_dim=options.head_dim, itemsize=dtype.itemsize)
+    console.print(described, end="", soft_wrap=True, markup=False)
+    console.print(_table(estimate))
+    console.print(source, soft_wrap=True)
+    if between_hosts is not None and options.hosts is not None:
+        console.print(_hosts_sentence(between_hosts, len(set(options.hosts))), soft_wrap=True)
+    console.print(estimate.verdict(), soft_wrap=True)
+    if options.json is not None:
+        result = {
+            "options": {**dataclasses.asdict(options), "dtype": _name(dtype)},
+            "probe": probe,
+            "bytes_between_hosts": between_hosts,
+            **estimate.as_dict(),
+        }
+        options.json.write_text(json_module.dumps(result, indent=2, default=str) + "\n")
+    if options.plot is not None:
+        title = f"{options.seq_len:,} tokens, {options.heads} heads of {options.head_dim}, {_name(dtype)}"
+        draw_ring_sizes(options.plot, title, estimate.over_ring_sizes, estimate.memory_bytes)
+
+
+def _hardware(
+    options: PlanOptions, dtype: torch.dtype, console: Console
+) -> tuple[Hardware, dict[str, Any] | None, str]:
+    """The constants, the measurement that they come from if any, and a sentence that names their source."""
+    latency, bandwidth, flops = options.latency, options.bandwidth, options.flops
+    if options.probe is not None:
+        probe = local_probe.read(options.probe, _name(dtype))
+        source = f"Constants from {options.probe}"
+    elif latency is not None and bandwidth is not None and flops is not None:
+        return Hardware(latency, bandwidth, flops, flops), None, "Constants as given."
+    else:
+        num_ranks = options.nproc_per_node or _num_local_ranks(options)
+        with console.status(f"measuring on {num_ranks} local ranks"):
+            probe = local_probe.measure(num_ranks, _name(dtype), options.device, options.head_dim)
+        source = "Constants measured just now"
+    changes: dict[str, Any] = {}
+    if latency is not None:
+        changes["latency_seconds"] = latency
+    if bandwidth is not None:
+        changes["bytes_per_second"] = bandwidth
+    if flops is not None:
+        changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
+        changes |= {"causal_forward_flops_per_second": None, "causal_backward_flops_per_second": None}
+        changes |= {"row_keys": 0.0, "causal_row_keys": 0.0, "copy_bytes_per_second": None}
+    given = [name for name in ("latency", "bandwidth", "flops") if getattr(options, name) is not None]
+    source += (
+        f": {probe['ranks']} ranks at once, {probe['transport']}, {probe['device']}, {probe['dtype']}, head dim "
+        f"{probe['head_dim']}, kernel {probe['kernel']}" + (f", {' and '.join(given)} as given." if given else ".")
+    )
+    return dataclasses.replace(Hardware.of(probe["hardware"]), **changes), probe, source
+
+
+def _num_local_ranks(options: PlanOptions) -> int:
+    import os
+
+    import torch
+
+    gpus = torch.cuda.device_count() if options.device != "cpu" else 0
+    return options.ring_size if 2 <= options.ring_size <= (gpus or os.cpu_count() or 1) else 2
+
+
+def _table(estimate: Estimate) -> Table:
+    """The largest number of any rank, beside one device."""
+    from rich.filesize import decimal
+    from rich.table import Table
+
+    from ring_backends.cost.estimate import format_seconds
+
+    table = Table(title="per rank, the largest of any rank", title_justify="left")
+    table.add_column("")
+    table.add_column(f"ring of {estimate.ring.ring_size:,}", justify="right")
+    table.add_column("one device", justify="right")
+    costs = (estimate.ring, estimate.alone)
+    sizes: tuple[tuple[str, Callable[[RingCost], Any]], ...] = (
+        ("query, key, value, out and their gradients", lambda cost: cost.tensor_bytes.max()),
+        ("LSE", lambda cost: cost.lse_bytes.max()),
+        ("wire buffers, at most", lambda cost: cost.communication_bytes),
+        ("rows and sums of the largest tiles", lambda cost: cost.tile_bytes.max()),
+        ("memory in all", lambda cost: cost.memory_bytes.max()),
+        ("sent forward", lambda cost: cost.sent_bytes().max()),
+        ("sent backward", lambda cost: cost.sent_bytes(backward=True).max()),
+    )
+    for label, size in sizes:
+        table.add_row(label, *(decimal(int(size(cost))) for cost in costs))
+    for backward, direction in ((False, "forward"), (True, "backward")):
+        flops = (f"{float(cost.flops(backward=backward).max()) / 1e9:,.2f}" for cost in costs)
+        table.add_row(f"GFLOP {direction}", *flops)
+    for direction in ("forward", "backward"):
+        seconds = (format_seconds(estimate.seconds[name][direction]) for name in ("ring", "alone"))
+        table.add_row(f"{direction}, estimated", *seconds)
+    return table
+
+
+def _hosts_sentence(between_hosts: dict[str, int], num_hosts: int) -> str:
+    from rich.filesize import decimal
+
+    by_rank, by_topology = decimal(between_hosts["rank"]), decimal(between_hosts["topology"])
+    return (
+        f"Between {num_hosts:,} hosts {by_rank} cross in forward and backward with "
+        f'ring_order="rank", and {by_topology} with ring_order="topology".'
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ring_backends.cli.branches import Branches
-from ring_backends.cli.data import Document, standard_library_sources
 from ring_backends.cli.options import check_choices, check_files
+from ring_backends.cli.text import Document, standard_library_sources
 from ring_backends.schedule.pattern import DilatedPattern
 
 _LONGEST_TIMEOUT = 365 * 24 * 3600
@@ -17,7 +16,7 @@ _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What the user asked for, by the options' names; plain values, so that it travels to the ranks."""
+    """The options of the command by their names, as plain values that can be sent to the ranks."""
 
     backend: str
     segment_lengths: tuple[int, ...]
@@ -51,7 +50,7 @@ class TrainOptions:
     json: Path | None
 
     def check(self) -> None:
-        """Refuse what cannot work, as far as that can be known without torch and without the other ranks.
+        """Check everything that needs neither torch nor the other ranks.
 
         Raises:
             ValueError: naming the option.
@@ -75,20 +74,3 @@ class TrainOptions:
 
     def document(self) -> Document:
         return Document(self.text or standard_library_sources(), self.seq_len)
-
-
-def default_branches(seq_len: int) -> Branches:
-    """Segment lengths and dilation rates whose cost grows almost linearly; the last segment is everything.
-
-    Three branches: of at most 256 and 4,096 tokens, and of the whole sequence. A dilated branch has the least
-    power of two above its predecessor's rate for which w / r² ≤ 64: it then costs at most 64 scores per
-    position and head. So 131,072 tokens get (256, 1), (4096, 8), (131072, 64).
-    """
-    lengths = (min(256, -(-seq_len // 4)), min(4096, -(-seq_len // 2)), seq_len)
-    rates = [1]
-    for length in lengths[1:]:
-        rate = 2 * rates[-1]
-        while length > 64 * rate**2:
-            rate *= 2
-        rates.append(rate)
-    return lengths, tuple(rates)

@@ -1,8 +1,7 @@
-"""What one rank does in ``train``: the loop, and what it says and writes at the end.
+"""One rank of ``train``: the training loop, its checkpoints, its output and the JSON file.
 
-Everything that differs between frameworks is behind the adapter (``initialize``, ``RingDilatedAttention``,
-``parallelize``). Step k depends on k, the options and the parameters alone, so a resumed run has the losses of an
-uninterrupted one.
+The adapter hides the differences between frameworks (``initialize``, ``RingDilatedAttention``, ``parallelize``). Step k
+depends only on k, the options and the parameters, so a resumed run has the same losses as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,9 +25,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional as F
 
-from ring_backends.cli.machine import Device, peak_memory_bytes, versions
-from ring_backends.cli.model import LongNetLM
+from ring_backends.cli.language_model import LongNetLM
+from ring_backends.cli.parsing import describe_branches
 from ring_backends.cli.train_options import TrainOptions
+from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device, versions
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.ring.collectives import agree, do_on_rank0
@@ -38,7 +38,7 @@ from ring_backends.training.checkpoint_files import check_place, replace_file
 WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
 
-# What may differ between a run and the one that resumes it.
+# Options that may differ between a run and its continuation.
 _FREE_ON_RESUME = frozenset(
     (
         *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
@@ -48,13 +48,13 @@ _FREE_ON_RESUME = frozenset(
 
 
 def run(options: TrainOptions) -> None:
-    """Train as ``options`` say, as the rank that the environment names.
+    """Train, as the rank that the environment variables name.
 
     Raises:
-        ValueError, AdapterUnavailableError: what is asked for cannot work.
+        ValueError, AdapterUnavailableError: an option cannot work.
         RingMismatchError, RingPeerError: from the ring.
     """
-    device = Device.of_this_rank(options.device)
+    device = select_device(options.device)
     backend = load_adapter(options.backend)
     ring = backend.initialize(
         ring_size=options.ring_size, layout=options.layout, timeout=timedelta(seconds=options.timeout)
@@ -68,14 +68,14 @@ def run(options: TrainOptions) -> None:
 class Trainer:
     """One rank of one training run."""
 
-    def __init__(self, options: TrainOptions, backend: Any, ring: Any, device: Device) -> None:
+    def __init__(self, options: TrainOptions, backend: Any, ring: Any, device: torch.device) -> None:
         self.options, self.ring, self.device = options, ring, device
         self.document = options.document()
         self.world_size = ring.size * ring.data_size
         self.world = world_ring(ring)
         self.is_first = not dist.is_initialized() or dist.get_rank() == 0
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
-        self.dtype = training_dtype(options.dtype, device.torch)
+        self.dtype = training_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
         model = LongNetLM(
             options.embed_dim,
@@ -93,7 +93,7 @@ class Trainer:
             num_kv_heads=options.num_kv_heads,
             tied=options.tied,
             activation_checkpointing=options.activation_checkpointing,
-        ).to(device.torch, self.dtype)
+        ).to(device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
         eps = max(1e-8, torch.finfo(self.dtype).tiny)  # 1e-8 is 0 in fp16
         self.state = backend.parallelize(
@@ -104,7 +104,7 @@ class Trainer:
         )
 
     def train(self) -> None:
-        """The whole run: resume, steps, checkpoints, evaluation, the last line and the JSON file."""
+        """Resume, train, save, evaluate, and report."""
         options = self.options
         self._say_what_runs()
         self._check_text()
@@ -123,7 +123,7 @@ class Trainer:
             self._save()
         evaluation_loss = self._evaluate()
         peaks = [int(peak) for (peak,) in self._gather(peak_memory_bytes(self.device))]
-        timed = steps[1:] or steps  # the first step also makes plans, buffers and connections
+        timed = steps[1:] or steps  # the first step also makes plans and connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
             "steps": steps,
@@ -134,7 +134,7 @@ class Trainer:
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
             "parameters_sha256": None if options.json is None else _digest(self.state.full_state_dict()),
-            "device": self.device.name,
+            "device": device_name(self.device),
             "dtype": _name(self.dtype),
             "world_size": self.world_size,
             "ring_size": self.ring.size,
@@ -150,7 +150,8 @@ class Trainer:
         if len(set(fingerprints)) > 1:
             different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
             raise ValueError(
-                f"text: ranks {different} read another document than rank 0; give --text, the same files on every host."
+                f"text: ranks {different} read a different document than rank 0; give --text with the same files "
+                "on every host."
             )
 
     @property
@@ -177,7 +178,7 @@ class Trainer:
         }
 
     def _evaluate(self) -> float:
-        """The loss on the window that was held back, the same on every rank."""
+        """The mean loss on the evaluation window, the same on every rank."""
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
@@ -185,11 +186,11 @@ class Trainer:
         return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
-        """Sum of the cross-entropy over this rank's labels, and how many there are."""
+        """Sum of the cross-entropy over this rank's labels, and the number of labels."""
         window = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8).view(len(windows), -1)
-        # Shifted before it is sharded: the label of a shard's last token is the next rank's first token.
-        tokens = self.ring.shard(window[:, :-1], dim=1).to(self.device.torch, torch.int64)
-        labels = self.ring.shard(window[:, 1:], dim=1).to(self.device.torch, torch.int64)
+        # Shift before sharding: the label of a shard's last token is the next rank's first token.
+        tokens = self.ring.shard(window[:, :-1], dim=1).to(self.device, torch.int64)
+        labels = self.ring.shard(window[:, 1:], dim=1).to(self.device, torch.int64)
         logits = self.state.model(tokens, self.options.seq_len)
         local_sum = F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
@@ -202,13 +203,13 @@ class Trainer:
         """The values of every rank, by global rank. fp64 holds a loss and any byte count up to 2⁵³."""
         return agree(self.world, "train", None, values)
 
-    # Checkpoints: the adapter's own, and beside it what the run was asked to do.
+    # Checkpoints: the adapter's own, and the options of the run in a file beside it.
 
     def _save(self) -> None:
         path = self.options.save
         assert path is not None
-        # Wherever the run is killed: a first checkpoint is never without its options, and that of another run never
-        # takes this one's place beside the other's options.
+        # If the run is killed here, a checkpoint never lies beside the options of another run: the options of a first
+        # checkpoint are written before it, and those of an earlier run are deleted before it is replaced.
         if self.is_first and not path.exists():
             self._write_options(path)
         elif self.is_first and not self.options.resume:
@@ -229,28 +230,28 @@ class Trainer:
         do_on_rank0(self.world, "save", lambda: check_place(path, is_folder=is_folder, name="save"))
         if not self.options.resume:
             if path.exists():
-                self.console.print(f"{path} is overwritten at the end; --resume would go on from it.")
+                self.console.print(f"{path} will be overwritten at the end; --resume would continue from it.")
             return
         if not self.state.has_checkpoint(path):
-            self.console.print(f"{path} is not there yet: training starts at step 1.")
+            self.console.print(f"{path} does not exist yet: training starts at step 1.")
             return
         if not _options_path(path).exists():
             raise ValueError(
-                f"save = {str(path)!r}: {_options_path(path)} is not beside it, so it was not written by `train`; "
-                f"give another --save, or leave --resume out."
+                f"save = {str(path)!r}: there is no {_options_path(path)}, so `train` did not write this "
+                f"checkpoint; give another --save, or leave --resume out."
             )
         saved = json.loads(_options_path(path).read_text())
         for name, value in self._plain_options().items():
             if name not in _FREE_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
-                    f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}, and this would not be "
-                    f"its continuation; give the same, or another --save."
+                    f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}; give the same value "
+                    f"to continue that run, or another --save."
                 )
         self.state.load(path)
         self.console.print(f"resumed {path} after step {self.state.step_count}.")
 
     def _plain_options(self) -> dict[str, Any]:
-        """The options as JSON writes and reads them back, and how many sequences a step trains on at once."""
+        """The options, the number of rings and the hash of the text, as JSON reads them back."""
         values = {
             **dataclasses.asdict(self.options),
             "data_size": self.ring.data_size,
@@ -259,33 +260,31 @@ class Trainer:
         plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
         return plain
 
-    # What the user sees.
+    # Output.
 
     def _say_what_runs(self) -> None:
         options, ring = self.options, self.ring
-        branches = ", ".join(
-            f"({w}, {r})" for w, r in zip(options.segment_lengths, options.dilation_rates, strict=True)
-        )
+        branches = describe_branches(options.segment_lengths, options.dilation_rates)
         source = "given files" if options.text else "the Python standard library's sources"
         ranks = f"{ring.data_size} ring{'s' if ring.data_size > 1 else ''} of {ring.size}"
         self.console.print(
-            f"{options.backend} adapter, {ranks}, {self.device.name}, {_name(self.dtype)}; "
+            f"{options.backend} adapter, {ranks}, {device_name(self.device)}, {_name(self.dtype)}; "
             f"{self.num_parameters:,} parameters; {options.seq_len:,} tokens per sequence, {options.layout}; "
             f"branches {branches}; text: {source}, {self.document.num_bytes:,} bytes."
         )
         if self.dtype == torch.float16:
-            self.console.print("fp16 without loss scaling: small gradients become 0; bf16 or fp32 train better.")
-        elif options.dtype == "auto" and auto_dtype(self.device.torch) != self.dtype:
-            self.console.print("auto takes fp32 here: this device has no bf16, and fp16 would need loss scaling.")
+            self.console.print("fp16 without loss scaling: small gradients become 0; bf16 or fp32 are safer.")
+        elif options.dtype == "auto" and auto_dtype(self.device) != self.dtype:
+            self.console.print("auto uses fp32: this device has no bf16, and fp16 would need loss scaling.")
         if options.nproc_per_node not in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             self.console.print(
-                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so the launcher's "
-                f"ranks are."
+                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so a launcher has "
+                f"started the ranks."
             )
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Any]:
-        """A function that shows one step: as a bar on a terminal, else as a plain line now and then."""
+        """A function that shows one step: in a progress bar on a terminal, else as a plain line every few steps."""
         if not (self.is_first and self.console.is_terminal):
             every = min(50, max(1, self.options.steps // _LINES_OFF_TERMINAL))
 
@@ -311,7 +310,7 @@ class Trainer:
 
     def _say_what_was_reached(self, result: dict[str, Any]) -> None:
         steps = result["steps"]
-        reached = "no step was left to do"
+        reached = "no steps were left"
         if steps:
             reached = f"loss {steps[0]['loss']:.4f} → {steps[-1]['loss']:.4f} in {len(steps)} steps"
         speed = result["tokens_per_second"]
@@ -328,13 +327,13 @@ def _options_path(checkpoint: Path) -> Path:
 
 
 def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """``resolve_dtype``, but fp32 where ``"auto"`` would be fp16, for which this loop has no loss scaling."""
+    """``resolve_dtype``, but fp32 where ``"auto"`` would be fp16, since the loop has no loss scaling."""
     dtype = resolve_dtype(wanted, device)
     return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
 def _digest(state: Mapping[str, Tensor]) -> str:
-    """Of the names and the bits of CPU tensors: the same for two runs that ended with the same parameters."""
+    """SHA-256 of the names and the bits of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         tensor = tensor.contiguous()
@@ -352,7 +351,7 @@ def _mebibytes(size: float) -> str:
 
 
 def _per_rank(values: list[str]) -> str:
-    """``"12 / 13"``; beyond eight ranks the first and the last say enough for one line."""
+    """``"12 / 13"``; of more than eight ranks only the first three and the last."""
     if len(values) > 8:
         return f"{' / '.join(values[:3])} / … / {values[-1]} ({len(values)} ranks)"
     return " / ".join(values)

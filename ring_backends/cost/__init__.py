@@ -1,5 +1,5 @@
-"""What a ring costs before it exists: the cost model, probes of the machine, and the choice of a ring size.
+"""The cost of a ring before it exists: the cost model, measurements of the machine, and the choice of a ring size.
 
-The model is arithmetic over a schedule; only the probes compute and communicate. Nothing here runs attention. It
-imports ``ring``, ``kernels`` and ``schedule``.
+The model is arithmetic over a schedule. Only the probes compute and communicate, and no module here calls attention.
+The package imports ``ring``, ``kernels`` and ``schedule``.
 """

@@ -17,8 +17,9 @@ from typing import Any, Literal, TypedDict, get_args
 import torch
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.model import Workload
-from ring_backends.cost.probe import RankProbe, available_memory_bytes, device_of_this_rank, slowest
+from ring_backends.cost.machine import available_memory_bytes, device_of_this_rank
+from ring_backends.cost.probe import RankProbe, slowest
+from ring_backends.cost.ring_sizes import Workload
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0

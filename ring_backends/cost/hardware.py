@@ -1,7 +1,4 @@
-"""What a rank's device and its links can do, as far as the cost of a ring depends on it.
-
-Plain numbers, measured (:mod:`ring_backends.cost.probe`) or given by the user; this module imports no torch.
-"""
+"""The constants of a rank's device and links on which the cost of a ring depends. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,26 +13,29 @@ _MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "overlap")
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of the cost model, as one rank has them while all the others are at work too.
+    """The constants of the cost model, for one rank while all other ranks are busy too.
+
+    Measured by :mod:`ring_backends.cost.probe`, or given by the user.
 
     Attributes:
-        latency_seconds: what one hop costs besides its bytes.
-        bytes_per_second: in either direction, with both in use.
-        forward_flops_per_second: of a long tile's two matrix products, over the pairs of query and key it computes.
-        backward_flops_per_second: of its five.
-        causal_forward_flops_per_second, causal_backward_flops_per_second: the same of a causal tile, over the pairs
-            that are visible. None: as of other tiles.
-        row_keys, causal_row_keys: how many more keys than it sees a query row of a tile costs, since a kernel works in
-            blocks and begins each row anew. Of weight in short tiles.
-        copy_bytes_per_second: read and written while dilated rows are gathered, and merged. None: costs nothing.
-        overlap: the share of a hop's time in which a tile is computed as fast as without it: 1 where a device of its
-            own moves the bytes, 0 where that takes the very cores that compute.
-        speed_alone: how many times as fast a device computes that it shares with no other rank, since ranks on one
-            machine share its cores; 1 where every rank has a device of its own.
-        memory_bytes: what one rank has. None: not known.
+        latency_seconds: time of a hop without its bytes.
+        bytes_per_second: bandwidth in each direction while both are in use.
+        forward_flops_per_second: rate of the two matrix products of a long tile, over its pairs of query and key.
+        backward_flops_per_second: rate of its five matrix products in backward.
+        causal_forward_flops_per_second, causal_backward_flops_per_second: rates of a causal tile, over its visible
+            pairs. None: the rates of other tiles.
+        row_keys, causal_row_keys: extra keys that each query row of a tile costs, because kernels compute in blocks.
+            They matter in short tiles.
+        copy_bytes_per_second: rate of gathering and merging dilated rows, over bytes read and written. None: no cost.
+        overlap: the share of a hop during which tiles run at full speed: 1 if a separate device moves the bytes, 0 if
+            the computing cores do.
+        speed_alone: speed of a rank that has the machine to itself, over its speed beside the other ranks; 1 if every
+            rank has a device of its own.
+        memory_bytes: memory of one rank. None: unknown.
 
     Raises:
-        ValueError, TypeError: a number is not finite, negative, or 0 where it divides; or ``overlap`` is above 1.
+        ValueError, TypeError: a constant is not a finite number, is negative, or is 0 although it divides; or
+            ``overlap`` is above 1.
     """
 
     latency_seconds: float
@@ -61,13 +61,13 @@ class Hardware:
             may_be_zero = field.name in _MAY_BE_ZERO
             if not math.isfinite(value) or value < 0 or (value == 0 and not may_be_zero):
                 rule = "not negative" if may_be_zero else "above 0"
-                raise ValueError(f"{field.name} = {value}: must be finite and {rule}; measure it, or give another.")
+                raise ValueError(f"{field.name} = {value}: must be finite and {rule}; give another number.")
         if self.overlap > 1:
-            raise ValueError(f"overlap = {self.overlap}: is a share; give a number from 0 to 1.")
+            raise ValueError(f"overlap = {self.overlap}: must be at most 1; give a share from 0 to 1.")
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Hardware:
-        """From what ``dataclasses.asdict`` made, by way of JSON.
+        """Read the constants from the result of ``dataclasses.asdict``, possibly through JSON.
 
         Raises:
             ValueError, TypeError: a constant is missing, unknown or breaks its rule.
@@ -83,7 +83,7 @@ class Hardware:
         return cls(**values)
 
     def tile_rate(self, *, backward: bool, causal: bool) -> tuple[float, float]:
-        """FLOP/s of one kind of tile, and the keys that a query row of it costs besides those it sees."""
+        """FLOP/s of one kind of tile, and the extra keys that each of its query rows costs."""
         rate = self.backward_flops_per_second if backward else self.forward_flops_per_second
         of_causal = self.causal_backward_flops_per_second if backward else self.causal_forward_flops_per_second
         if not causal:

@@ -1,21 +1,18 @@
-"""Measure, here and now, the constants of the cost model (:class:`~ring_backends.cost.hardware.Hardware`).
+"""Measures the constants of the cost model (:class:`~ring_backends.cost.hardware.Hardware`) on the ranks of a world.
 
-All ranks measure together: tiles are timed while every rank computes, and hops while every rank sends to the next one
-and receives from the one before, as in a ring. So ranks that share cores or a link find what each of them really gets.
+All ranks measure together. Tiles are timed while every rank computes. Hops are timed while every rank sends to the next
+one and receives from the previous one, as in a ring. Ranks that share cores or a link thus measure their own share.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
-import re
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.machine import synchronize, synchronize_ranks
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
@@ -35,19 +33,19 @@ TILE_ROWS = 2048
 
 _HEADS = {"cuda": 32}
 _HEADS_ELSEWHERE = 2
-_CALLS_AT_ONCE = {"cuda": 16}  # between two looks at the clock, which wait for the device
-_DILATION_RATE = 4  # of the copies
+_CALLS_AT_ONCE = {"cuda": 16}  # per reading of the clock, which waits for the device
+_DILATION_RATE = 4  # of the rows that the copies gather
 _HOP_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class RankProbe:
-    """Measures on one rank; all ranks of the world make the same calls in the same order.
+    """Measures on one rank. All ranks of the world make the same calls in the same order.
 
     Args:
         device, dtype, head_dim: of the tiles and hops.
-        seconds: for which each kind of tile is computed.
-        order: the global ranks, two at least, in the order of their ring; hops go from each to the next one.
+        seconds: time to spend on each kind of tile.
+        order: at least two global ranks in ring order. Each rank's hops go to the next one.
     """
 
     device: torch.device
@@ -57,13 +55,13 @@ class RankProbe:
     order: Sequence[int]
 
     def measure(self, *, alone_threads: int | None = None) -> Hardware:
-        """Everything, ``memory_bytes`` excepted.
+        """Measure every constant except ``memory_bytes``.
 
         Args:
-            alone_threads: how many threads a rank would have that is alone on this machine, for ``speed_alone``. None:
-                every rank has a device of its own.
+            alone_threads: threads of a rank that has this machine to itself, for ``speed_alone``. None: every rank has
+                a device of its own.
         """
-        seconds = self._rounds()
+        seconds = self._measure_tiles_and_copies()
         forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
         causal_forward, causal_backward, causal_row_keys = self._tile_rate(seconds, is_causal=True)
         hop = self.hop_seconds(BANDWIDTH_BYTES, 7)
@@ -85,10 +83,10 @@ class RankProbe:
     def _num_heads(self) -> int:
         return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
 
-    def _rounds(self) -> dict[object, float]:
-        """The seconds of a tile of each kind, by (rows, backward, is_causal), and of ``"copies"``.
+    def _measure_tiles_and_copies(self) -> dict[object, float]:
+        """Seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
 
-        All take turns, so that what else the machine is doing hits them alike, whose differences count.
+        The measurements are interleaved, so background load affects all of them equally.
         """
         calls: dict[object, Callable[[], object]] = {
             (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
@@ -99,22 +97,22 @@ class RankProbe:
         return self._seconds_of({**calls, "copies": self._copies()})
 
     def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
-        """FLOP/s forward and backward, and the keys that each row costs besides: long and short tiles of as many rows.
+        """FLOP/s forward and backward, and the extra keys per row, from long and short tiles with equally many rows.
 
-        Both take (keys seen by a row + row_keys) × rows × the time of a pair.
+        Both kinds of tile take (keys that a row sees + row_keys) × rows × time per pair.
         """
         (long_keys, long), (short_keys, short) = (
             ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
             for rows in (TILE_ROWS, TILE_ROWS // 8)
         )
         per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
-        # Where short tiles are no dearer by the pair, or the clock too coarse to tell, a row costs nothing besides.
+        # No extra cost per row where short tiles take no longer per pair, or where the clock is too coarse.
         row_keys = max(0.0, sum(long) / per_key - long_keys) if per_key > 0 else 0.0
         pairs = (long_keys + row_keys) * TILE_ROWS * self._num_heads * self.head_dim
         return 4 * pairs / long[0], 10 * pairs / long[1], row_keys
 
     def _tile(self, rows: int, *, backward: bool, is_causal: bool) -> Callable[[], object]:
-        """A kernel call of ``TILE_ROWS`` query rows per head in all, in segments of ``rows``."""
+        """A kernel call over ``TILE_ROWS`` query rows per head, in segments of ``rows`` rows."""
         kernel = select_kernel("auto", KernelInputs(self.device, self.dtype, self.head_dim))
         options = {"is_causal": is_causal, "scale": self.head_dim**-0.5, "key_mask": None}
         shape = (TILE_ROWS // rows, self._num_heads, rows, self.head_dim)
@@ -128,7 +126,7 @@ class RankProbe:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def _copies(self) -> Callable[[], None]:
-        """Gathers dilated rows, and merges as many into an output, as often as ``_copied_bytes`` says."""
+        """A call that gathers dilated rows and merges equally many into an output."""
         heads, rows = self._num_heads * _DILATION_RATE, TILE_ROWS
         tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
         tile = self._randn(1, heads, rows, self.head_dim)
@@ -145,61 +143,47 @@ class RankProbe:
         return gather_and_merge
 
     def _copied_bytes(self) -> int:
-        """A row gathered is read and written; one merged is read, with the output's, and that is written."""
+        """Bytes of :meth:`_copies`: gathering reads and writes a row; merging reads two rows and writes one."""
         numbers = self._num_heads * _DILATION_RATE * TILE_ROWS * self.head_dim
         return numbers * (2 * self.dtype.itemsize + 3 * statistics_dtype(self.dtype).itemsize)
 
     def hop_seconds(self, size: int, repeats: int) -> float:
-        """The median time of a hop of ``size`` bytes from every rank to the next one."""
+        """Median seconds of a hop of ``size`` bytes from every rank to the next one."""
         return statistics.median(self._exchange(size, lambda: None) for _ in range(repeats))
 
     def overlap(self, hop: float) -> float:
-        """Which share of a hop a tile hides that takes about as long: of ``BANDWIDTH_BYTES``, ``hop`` seconds alone."""
+        """The share of a hop that tiles of the same duration hide. ``hop``: seconds of ``BANDWIDTH_BYTES`` alone."""
         tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
         one = self._seconds_of({"tile": tile})["tile"]
-        (calls,) = self._first_ones(max(1, round(hop / one)))
+        calls = self._broadcast(max(1, round(hop / one)))
         compute = calls * one
         together = statistics.median(
             self._exchange(BANDWIDTH_BYTES, lambda: [tile() for _ in range(calls)]) for _ in range(5)
         )
         return min(1.0, max(0.0, (hop + compute - together) / min(hop, compute)))
 
-    def _first_ones(self, number: int) -> list[int]:
-        """The number that the first rank of the order has, on all ranks."""
-        shared = torch.tensor([number], device=self._meeting_device)
+    def _broadcast(self, number: int) -> int:
+        """The number of the first rank in ring order, on all ranks."""
+        on_gpu = "nccl" in dist.get_backend_config() and self.device.type == "cuda"
+        shared = torch.tensor([number], device=self.device if on_gpu else "cpu")
         dist.broadcast(shared, self.order[0])
-        return [int(x) for x in shared.tolist()]
+        return int(shared)
 
     def speed_alone(self, threads: int) -> float:
-        """How many times as fast the first rank computes while all the others wait for it, with ``threads`` threads."""
+        """Speed of the first rank while the others wait, with ``threads`` threads, over its speed beside them."""
         tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
         shared = alone = self._seconds_of({"tile": tile})["tile"]
-        self._meet()
+        synchronize_ranks(self.device)
         if dist.get_rank() == self.order[0]:
             before = torch.get_num_threads()
             torch.set_num_threads(threads)
             alone = self._seconds_per_call({"tile": tile})["tile"]
             torch.set_num_threads(before)
-        self._meet()
+        synchronize_ranks(self.device)
         return shared / alone
 
-    @property
-    def _meeting_device(self) -> torch.device:
-        """Where the world's process group moves tensors."""
-        return (
-            self.device if "nccl" in dist.get_backend_config() and self.device.type == "cuda" else torch.device("cpu")
-        )
-
-    def _meet(self) -> None:
-        self._finish()
-        dist.barrier()
-
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
     def _exchange(self, size: int, meanwhile: Callable[[], object]) -> float:
-        """Seconds of one hop, begun by all ranks together, with ``meanwhile`` called after it is posted."""
+        """Seconds of one hop that all ranks begin together; ``meanwhile`` runs after it is posted."""
         group = dist.group.WORLD
         assert group is not None
         place = self.order.index(dist.get_rank())
@@ -212,27 +196,24 @@ class RankProbe:
             operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in outgoing.items()]
             return dist.batch_isend_irecv(operations)
 
-        self._meet()
+        synchronize_ranks(self.device)
         started = time.perf_counter()
         transfer = post_works(group, post, outgoing, incoming)  # type: ignore[arg-type]
         meanwhile()
         transfer.wait(_HOP_TIMEOUT)
-        self._finish()
+        synchronize(self.device)
         return time.perf_counter() - started
 
     def _seconds_of(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """As below, begun by all ranks together."""
-        self._meet()
+        """As :meth:`_seconds_per_call`; all ranks begin together."""
+        synchronize_ranks(self.device)
         return self._seconds_per_call(calls)
 
     def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Of each, the median over ``self.seconds`` times their number, or three rounds if these take longer.
-
-        On cores that ranks share a call takes many of the scheduler's slices, and so the time that it really gets.
-        """
+        """Median seconds of each call. Measures for ``self.seconds`` per call, and at least three rounds."""
         for call in calls.values():
             call()
-        self._finish()
+        synchronize(self.device)
         at_once = _CALLS_AT_ONCE.get(self.device.type, 1)
         seconds: dict[object, list[float]] = {name: [] for name in calls}
         started, rounds = time.perf_counter(), 0
@@ -241,16 +222,16 @@ class RankProbe:
                 begun = time.perf_counter()
                 for _ in range(at_once):
                     call()
-                self._finish()
+                synchronize(self.device)
                 seconds[name].append((time.perf_counter() - begun) / at_once)
             rounds += 1
         return {name: statistics.median(found) for name, found in seconds.items()}
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:
-    """The constants of a ring whose ranks have these: the slowest rank's tiles, and the worst of the hops.
+    """The constants of a ring: those of the slowest rank for tiles, and the worst of all ranks for hops.
 
-    What tiles take comes from one rank, that of the slowest tiles, since rates and ``row_keys`` belong together.
+    All constants of tiles come from one rank, since its rates and ``row_keys`` were fitted together.
     """
 
     def tiles(hardware: Hardware) -> float:
@@ -268,30 +249,3 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
         speed_alone=max(hardware.speed_alone for hardware in found),
         **{name: least(name) for name in at_least},
     )
-
-
-def available_memory_bytes(device: torch.device) -> int:
-    """What is free now: of a GPU's memory, with what torch holds there without using it, or of the host's.
-
-    Raises:
-        OSError: the system does not say how much memory is available.
-    """
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    table = Path("/proc/meminfo")
-    if table.exists() and (found := re.search(r"^MemAvailable:\s*(\d+) kB", table.read_text(), re.MULTILINE)):
-        available = int(found[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
-        available = min(available, max(0, int(text) - int(used.read_text())))
-    return available
-
-
-def device_of_this_rank() -> torch.device:
-    """Its current GPU, where every rank of the host has one, else the CPU."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if 0 < local_ranks <= torch.cuda.device_count():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

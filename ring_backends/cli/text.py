@@ -1,7 +1,7 @@
-"""The document that `train` reads: files as bytes, one after the other, cut into windows.
+"""The document that ``train`` reads: the bytes of files, cut into windows.
 
-Every rank computes the same windows from the same files with no communication, and reads from disk only the
-window it is about to train on. A tail of the document is held back for the evaluation loss.
+Every rank computes the same windows without communication, and reads only the window that it needs from disk. The last
+window is kept for the evaluation loss.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ SKIPPED_DIRECTORIES = frozenset({"site-packages", "dist-packages", "__pycache__"
 
 
 def standard_library_sources() -> list[Path]:
-    """The ``*.py`` files of the running Python's standard library, sorted by their POSIX path relative to it.
+    """The ``*.py`` files of the running Python's standard library, sorted by POSIX path.
 
-    Left out: installed packages and the library's own tests, which not every distribution ships.
+    Installed packages and the tests of the library are left out.
 
     Raises:
-        ValueError: this Python keeps no sources on disk.
+        ValueError: there are no such files.
     """
     root = Path(sysconfig.get_path("stdlib"))
     kept: list[Path] = []
@@ -32,22 +32,22 @@ def standard_library_sources() -> list[Path]:
         paths = (Path(directory, name) for name in names if name.endswith(".py"))
         kept += [path for path in paths if path.is_file()]
     if not kept:
-        raise ValueError(f"text: no *.py files under {root}, where this Python's library should be; give --text PATH.")
+        raise ValueError(f"text: there are no *.py files of the standard library under {root}; give --text PATH.")
     return sorted(kept, key=lambda path: path.relative_to(root).as_posix())
 
 
 class Document:
-    """The bytes of some files in order, as windows of ``seq_len`` + 1 bytes: a token and the label behind it.
+    """The bytes of files in order, as windows of ``seq_len`` + 1 bytes: tokens, and their labels one byte later.
 
     Args:
         paths: the files, read as bytes, in this order.
         seq_len: tokens per window.
 
-    Training windows start every ``seq_len`` bytes, so that each byte is a label once per pass; the last
-    ``seq_len`` + 1 bytes are the evaluation window, which no training window touches.
+    Training windows start every ``seq_len`` bytes, so each byte is a label once per pass. The last ``seq_len`` + 1
+    bytes are the evaluation window, and belong to no training window.
 
     Raises:
-        ValueError: a path is no readable file, or all files together are shorter than 2 (seq_len + 1) bytes.
+        ValueError: a path is not a file, or the files together have fewer than 2 (seq_len + 1) bytes.
     """
 
     def __init__(self, paths: Sequence[Path], seq_len: int) -> None:
@@ -62,13 +62,13 @@ class Document:
         if self.num_bytes < shortest:
             raise ValueError(
                 f"text: {self.num_bytes:,} bytes in {len(self._paths)} file(s) with seq_len = {seq_len:,}: at "
-                f"least {shortest:,} are needed, one window to train on and one held back for evaluation; give "
-                f"more text, or a shorter --seq-len."
+                f"least {shortest:,} are needed, for one window to train on and one to evaluate; give more text, or "
+                f"a shorter --seq-len."
             )
         self.num_windows = (self.num_bytes - (seq_len + 1) - 1) // seq_len
 
     def window(self, index: int) -> bytes:
-        """Training window ``index``; past the last one they start again from the first."""
+        """Training window ``index``; after the last window the first one follows."""
         start = index % self.num_windows * self.seq_len
         return self._read(start, start + self.seq_len + 1)
 
@@ -76,7 +76,7 @@ class Document:
         return self._read(self.num_bytes - self.seq_len - 1, self.num_bytes)
 
     def fingerprint(self) -> int:
-        """48 bits that differ between documents of other sizes, or another beginning or end. Reads two windows."""
+        """A 48-bit hash of the sizes of the files, of the first window and of the evaluation window."""
         digest = hashlib.sha256(repr(self._starts).encode() + self.window(0) + self.evaluation_window())
         return int.from_bytes(digest.digest()[:6], "big")
 
@@ -92,7 +92,7 @@ class Document:
                 part = file.read(size)
             if len(part) != size:
                 raise ValueError(
-                    f"text = {str(self._paths[index])!r}: the file became shorter while it was being read."
+                    f"text = {str(self._paths[index])!r}: the file became shorter during the run; keep it unchanged."
                 )
             parts.append(part)
             position += size

@@ -1,8 +1,13 @@
-"""Start the ranks of one machine, and see to it that they end together.
+"""Starts the ranks of one machine as processes, and makes sure that they end together.
 
-Each rank is a fresh interpreter that finds torchrun's environment variables, on the loopback interface only.
-The parent needs no torch. Whatever happens (an error in one rank, Ctrl-C, the death of the parent itself), no
-rank outlives the others, and the user reads one message.
+Each rank is a fresh interpreter with the environment variables that torchrun sets. The ranks communicate over the
+loopback interface. The parent process needs no torch. No rank outlives the others or the parent: an error in one rank,
+Ctrl-C and the death of the parent end all of them.
+
+``torch.multiprocessing.start_processes`` and torch's elastic launcher do less. They import torch in the parent. They
+report the rank that failed first, which may only be a neighbour that lost its connection to the rank at fault. And
+after ``SIGKILL`` of the parent, a rank that waits inside a collective stays alive until its timeout, because its
+``PR_SET_PDEATHSIG`` signal runs no Python handler there.
 """
 
 from __future__ import annotations
@@ -15,41 +20,80 @@ import socket
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-from ring_backends.cli.report import INTERRUPTED, Failure, RankFailedError, describe, tell_interrupted
+from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
 
-NUMPY_WARNING = "Failed to initialize NumPy"
-_GRACE = 0.5  # seconds in which the ranks' errors are collected, to show the cause and not its echo
-_STOP = 2.0  # seconds that a rank has to end by itself once asked to
+TRACEBACK_VARIABLE = "RING_BACKENDS_TRACEBACK"
+"""The environment variable that, if set, adds the traceback to the message of every error."""
+
+_NUMPY_WARNING = "Failed to initialize NumPy"
+_COLLECT_SECONDS = 0.5  # after the first error, for further ones: the first may be a consequence of a later one
+_STOP_SECONDS = 2.0  # between SIGTERM and SIGKILL
+
+
+@dataclass(frozen=True, order=True)
+class Failure:
+    """Why a rank ended.
+
+    Attributes:
+        status: exit status: 2 for an argument or an installation that cannot work, else 1.
+        text: the message; with a traceback for an exception that the package does not raise on purpose.
+        is_consequence: the rank only noticed that another one had failed.
+    """
+
+    status: int
+    text: str
+    is_consequence: bool = False
+
+
+class RankFailedError(RuntimeError):
+    """A rank that :func:`launch` started has failed; ``rank`` and ``failure`` say which one and why."""
+
+    def __init__(self, rank: int, failure: Failure) -> None:
+        super().__init__(f"rank {rank}: {failure.text}")
+        self.rank = rank
+        self.failure = failure
+
+
+def describe(error: BaseException) -> Failure:
+    """Describe an exception for a user. :data:`TRACEBACK_VARIABLE` adds the traceback."""
+    is_usage = isinstance(error, (ValueError, AdapterUnavailableError))
+    is_expected = is_usage or isinstance(error, (RingMismatchError, RingPeerError, OSError))
+    if not is_expected or os.environ.get(TRACEBACK_VARIABLE):
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip()
+    else:
+        text = str(error) if is_usage else f"{type(error).__name__}: {error}"
+    return Failure(2 if is_usage else 1, text, is_consequence=isinstance(error, RingPeerError))
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or something that speaks like it, has started this process as one of its ranks."""
+    """Whether torchrun, or another launcher that sets its variables, started this process."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
 def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int) -> list[Any]:
-    """Run ``target(*args)`` in ``num_ranks`` new processes and return what each returned, by rank.
+    """Run ``target(*args)`` in ``num_ranks`` new processes, and return the results by rank.
 
     Args:
-        target: a module-level function; it finds RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT set.
-        args: its arguments, picklable.
+        target: a module-level function. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for it.
+        args: its arguments, which have to be picklable.
         num_ranks: at least 1. Each rank gets cores // num_ranks threads, unless OMP_NUM_THREADS is set.
 
     Raises:
-        RankFailedError: a rank raised, or died; the others have been ended.
-        KeyboardInterrupt: after every rank has been ended.
+        RankFailedError: a rank raised an exception or died. The other ranks have been stopped.
+        KeyboardInterrupt: on Ctrl-C. Every rank has been stopped.
     """
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     reports: list[Connection] = []
-    # The reading end goes to every rank, the writing end stays here: when this process dies in whatever way,
-    # the ranks read end-of-file and leave.
+    # Only this process holds the writing end. However it dies, the ranks then read end-of-file and exit.
     parent_alive, _held = context.Pipe(duplex=False)
     with _reserved_port() as port:
         try:
@@ -75,8 +119,8 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
 def _run_rank(
     target: Callable[..., Any], args: tuple[object, ...], report: Connection, parent_alive: Connection
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears Ctrl-C and decides
-    threading.Thread(target=_leave_with_parent, args=(parent_alive,), daemon=True).start()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
+    threading.Thread(target=_exit_with_parent, args=(parent_alive,), daemon=True).start()
     try:
         result: object = target(*args)
     except BaseException as error:
@@ -85,10 +129,10 @@ def _run_rank(
     report.close()
     if isinstance(result, Failure):
         sys.stdout.flush()
-        os._exit(result.status)  # a process group's destructors can wait for peers; the parent ends those
+        os._exit(result.status)  # destructors of a process group could wait for peers
 
 
-def _leave_with_parent(parent_alive: Connection) -> None:
+def _exit_with_parent(parent_alive: Connection) -> None:
     with contextlib.suppress(EOFError, OSError):
         parent_alive.recv()
     os._exit(1)
@@ -109,22 +153,22 @@ def _collect(processes: Sequence[SpawnProcess], reports: Sequence[Connection]) -
             try:
                 when, result = report.recv()
             except EOFError:
-                processes[rank].join(_STOP)
-                when, result = time.time(), _death(processes[rank].exitcode)
+                processes[rank].join(_STOP_SECONDS)
+                when, result = time.time(), _describe_exit(processes[rank].exitcode)
             if isinstance(result, Failure):
-                failures.append((result.is_echo, when, rank, result))
-                deadline = deadline or time.monotonic() + _GRACE
+                failures.append((result.is_consequence, when, rank, result))
+                deadline = deadline or time.monotonic() + _COLLECT_SECONDS
             else:
                 results[rank] = result
     if failures:
         _, _, rank, failure = min(failures)
         raise RankFailedError(rank, failure)
     for process in processes:
-        process.join(_STOP)
+        process.join(_STOP_SECONDS)
     return [results[rank] for rank in range(len(processes))]
 
 
-def _death(exitcode: int | None) -> Failure:
+def _describe_exit(exitcode: int | None) -> Failure:
     if exitcode is None or exitcode >= 0:
         return Failure(1, f"the process ended with status {exitcode} before it was done.")
     name = signal.Signals(-exitcode).name
@@ -136,7 +180,7 @@ def _stop(processes: Sequence[SpawnProcess]) -> None:
     for process in processes:
         if process.is_alive():
             process.terminate()
-    deadline = time.monotonic() + _STOP
+    deadline = time.monotonic() + _STOP_SECONDS
     for process in processes:
         process.join(max(0.0, deadline - time.monotonic()))
         if process.is_alive():
@@ -146,11 +190,11 @@ def _stop(processes: Sequence[SpawnProcess]) -> None:
 
 @contextlib.contextmanager
 def _ranks_ignore_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal: block it in the ranks from their start, and delay it here."""
+    """Start the ranks with SIGINT blocked, since Ctrl-C reaches every process of a terminal; delay it here."""
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # started later, it would unblock the signal
+    resource_tracker.ensure_running()  # it unblocks the signal when it starts
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -160,7 +204,7 @@ def _ranks_ignore_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port. On Linux nobody else is given it inside, whereas rank 0 can listen on it."""
+    """A free port. On Linux the kernel gives it to no other program meanwhile, and rank 0 can listen on it."""
     with socket.socket() as bound:
         if sys.platform == "linux":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -173,7 +217,7 @@ def _reserved_port() -> Iterator[int]:
 
 def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
     threads = max(1, (os.cpu_count() or 1) // num_ranks)
-    warning_filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{NUMPY_WARNING}"]
+    warning_filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{_NUMPY_WARNING}"]
     shared = {
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
@@ -207,38 +251,3 @@ def _environment(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-
-
-@contextlib.contextmanager
-def interrupt_deadline(seconds: float = 3.0) -> Iterator[None]:
-    """Inside, Ctrl-C ends this process within ``seconds`` even where one long tensor operation holds it.
-
-    Python raises KeyboardInterrupt only once such an operation returns. Until then this waits, and after
-    ``seconds`` it prints the same message and leaves with the same status.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    listener, writer = socket.socketpair()
-    writer.setblocking(False)
-    previous = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    left = threading.Event()
-
-    def watch() -> None:
-        received = listener.recv(1)
-        while received and received[0] != signal.SIGINT:
-            received = listener.recv(1)
-        if received and not left.wait(seconds):
-            tell_interrupted()
-            os._exit(INTERRUPTED)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        left.set()
-        signal.set_wakeup_fd(previous)
-        writer.close()
-        watcher.join()
-        listener.close()

@@ -1,7 +1,7 @@
-"""The model that `train` trains: a byte-level LongNet language model (arXiv 2307.02486).
+"""The model that ``train`` trains: a byte-level LongNet language model (arXiv 2307.02486).
 
-Pre-norm transformer blocks, rotary positions, the whole sequence spread over the ring; each rank computes the
-logits of its own rows. The attention is handed in, so that one model serves every adapter.
+It has pre-norm transformer blocks and rotary positions. Each rank computes the logits of its own rows. The attention is
+an argument, so the model works with every adapter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, seq_len: int) -> Tensor:
-        """x [batch, local seq, embed_dim] to the same shape; ``seq_len`` is that of the global sequence."""
+        """x [batch, local seq, embed_dim] to the same shape; ``seq_len`` is the length of the global sequence."""
         x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
@@ -55,12 +55,12 @@ class LongNetLM(nn.Module):
     Args:
         embed_dim, num_heads, num_kv_heads: as in RingDilatedMultiheadAttention.
         num_layers: number of blocks.
-        make_attention: called once per block; gives a RingDilatedAttention of any adapter.
-        mlp_ratio: hidden width of the MLP over embed_dim.
-        tied: the output layer shares the embedding's matrix.
-        activation_checkpointing: keep only each block's input and compute the block again in the backward.
+        make_attention: called once per block; returns a RingDilatedAttention of any adapter.
+        mlp_ratio: hidden width of the MLP divided by embed_dim.
+        tied: the output layer shares the matrix of the embedding.
+        activation_checkpointing: keep only the input of each block, and recompute the block in the backward.
 
-    The initial weights come from torch's random state alone: no rank, device or layout enters.
+    The initial weights depend only on torch's random state, not on rank, device or layout.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class LongNetLM(nn.Module):
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """Normal weights of deviation 0.02, less by sqrt(2 num_layers) where a layer writes to the residual."""
+        """Draw normal weights of deviation 0.02, divided by sqrt(2 num_layers) where a layer adds to the residual."""
         residual = 0.02 / math.sqrt(2 * max(1, len(self.blocks)))
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
@@ -99,7 +99,7 @@ class LongNetLM(nn.Module):
                     nn.init.zeros_(module.bias)
 
     def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
-        """Logits of this rank's rows.
+        """Compute the logits of this rank's rows.
 
         Args:
             tokens: int64 [batch, local seq], byte values of this rank's positions.

@@ -1,0 +1,115 @@
+"""Starts the ranks of each method in turn, and summarizes their measurements. This module imports no torch.
+
+Every method runs in processes of its own (:mod:`ring_backends.comparison.rank`), so no method's memory or libraries
+affect another's measurement.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
+from ring_backends.ring.launch import Failure, RankFailedError, launch, under_launcher
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result of :func:`compare`.
+
+    Attributes:
+        setup: the setup, with ``"auto"`` resolved for device and dtype.
+        device: the device that computed the fp64 values.
+        versions: of torch, this package and the frameworks.
+        rows: one per method, in the order of measurement: ``name``; ``unusable`` and ``failed``, None or the reason;
+            and for methods that ran the numbers.
+        failures: the errors of methods that failed.
+    """
+
+    setup: Setup
+    device: str
+    versions: dict[str, str | None]
+    rows: list[dict[str, Any]]
+    failures: list[RankFailedError]
+
+
+def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) -> Comparison:
+    """Measure every adapter, the all-gather method and one rank on the same inputs.
+
+    The fp64 values are computed first, and kept in temporary files with 8 bytes per number.
+
+    Args:
+        setup: the attention call.
+        on_method: called with the name of each method before it is measured.
+
+    Raises:
+        ValueError: a launcher started this process, or the setup cannot work on this machine.
+        RankFailedError: the fp64 values could not be computed. A method that fails is only recorded.
+    """
+    if under_launcher():
+        raise ValueError(
+            "nproc_per_node: a launcher has set WORLD_SIZE, but every method needs processes of its own, which the "
+            "comparison starts itself; run it without torchrun."
+        )
+    rows, failures = [], []
+    with tempfile.TemporaryDirectory() as directory:
+        found = launch(_prepare, (setup, Path(directory)), 1)[0]
+        adapters: dict[str, str | None] = found["adapters"]
+        for name in (*adapters, ALL_GATHER, ONE_RANK):
+            row: dict[str, Any] = {"name": name, "unusable": adapters.get(name), "failed": None}
+            if row["unusable"] is None:
+                on_method(name)
+                num_ranks = 1 if name == ONE_RANK else setup.ring_size
+                try:
+                    row |= _summarize(launch(_measure, (found["setup"], name, Path(directory)), num_ranks))
+                except RankFailedError as error:
+                    failure = Failure(error.failure.status, f"{name}: {error.failure.text}")
+                    failures.append(RankFailedError(error.rank, failure))
+                    row["failed"] = error.failure.text
+            rows.append(row)
+    return Comparison(found["setup"], found["device"], found["versions"], rows, failures)
+
+
+# Run in the ranks, which import torch.
+
+
+def _prepare(setup: Setup, directory: Path) -> dict[str, Any]:
+    from ring_backends.comparison.rank import prepare
+
+    return prepare(setup, directory)
+
+
+def _measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
+    from ring_backends.comparison.rank import measure
+
+    return measure(setup, name, directory)
+
+
+def _summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row from the measurements of all ranks. Times are medians over the calls of each call's slowest rank."""
+
+    def seconds(name: str) -> float:
+        return float(statistics.median(max(calls) for calls in zip(*(rank[name] for rank in ranks), strict=True)))
+
+    def error(name: str) -> float:
+        largest = max(rank["largest"][name] for rank in ranks)
+        return float(max(rank["largest_error"][name] for rank in ranks) / largest) if largest else 0.0
+
+    return {
+        "ranks": len(ranks),
+        "device": ranks[0]["device"],
+        "forward_seconds": seconds("forward_seconds"),
+        "backward_seconds": seconds("backward_seconds"),
+        "peak_memory_bytes": [rank["peak_memory_bytes"] for rank in ranks],
+        "bytes_sent": {
+            direction: [rank["bytes_sent"][direction] for rank in ranks] for direction in ("forward", "backward")
+        },
+        "bytes_are_computed": ranks[0]["bytes_are_computed"],
+        "errors": {name: error(name) for name in TENSORS},
+        "calls": {name: [rank[name] for rank in ranks] for name in ("forward_seconds", "backward_seconds")},
+        "spans": [rank["spans"] for rank in ranks if rank["spans"]],
+    }

@@ -1,0 +1,232 @@
+"""One rank of a comparison: runs the calls of one method, measures them, and compares the results with fp64 values.
+
+Inputs are drawn in small chunks, each with its own seed. So every method gets the same inputs however they are sharded,
+and no rank holds the whole inputs: the measured peak memory is that of the call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.attention import dilated_attention
+from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
+from ring_backends.comparison.exact import exact_attention
+from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
+from ring_backends.comparison.timeline import Span, record_spans
+from ring_backends.cost.machine import (
+    device_name,
+    peak_memory_bytes,
+    reset_peak_memory,
+    select_device,
+    synchronize,
+    synchronize_ranks,
+    versions,
+)
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels import resolve_dtype
+from ring_backends.registry import available_adapters, load_adapter
+from ring_backends.ring.ring import Ring
+
+CHUNK = 1024
+_WARM_UP_TOKENS = 64  # per rank
+
+
+def prepare(setup: Setup, directory: Path) -> dict[str, Any]:
+    """Compute the fp64 values, and write them into ``directory``.
+
+    Returns:
+        ``setup`` with ``"auto"`` resolved for device and dtype, ``adapters`` as :func:`available_adapters` returns
+        them, ``versions``, and the name of the ``device``.
+
+    Raises:
+        ValueError: device ``"cuda"`` with fewer GPUs than ranks.
+    """
+    device = select_device(setup.device, setup.ring_size)
+    dtype = resolve_dtype(setup.dtype, device)
+    setup = dataclasses.replace(setup, device=device.type, dtype=str(dtype).removeprefix("torch."))
+    query, key, value, grad_out = (x.detach()[0] for x in _inputs(setup, Ring(), device))
+    pattern = setup.pattern
+    results = exact_attention(
+        query, key, value, grad_out, pattern.segment_lengths, pattern.dilation_rates, is_causal=setup.is_causal
+    )
+    for name, tensor in zip(TENSORS, results, strict=True):
+        torch.save(tensor.cpu(), directory / f"{name}.pt")
+    return {"setup": setup, "adapters": available_adapters(), "versions": versions(), "device": device_name(device)}
+
+
+def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
+    """Measure one method, on the rank that the environment names.
+
+    The first call gives memory, bytes and error. The calls after it give the times.
+
+    Args:
+        setup: from :func:`prepare`.
+        name: name of an adapter, ``ALL_GATHER`` or ``ONE_RANK``.
+        directory: of the fp64 values.
+    """
+    device = select_device(setup.device)
+    module = load_adapter("native" if name in (ALL_GATHER, ONE_RANK) else name)
+    ring: Ring = module.initialize(layout=setup.layout)
+    # A small call first: a process loads libraries and opens connections only once.
+    small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
+    _Call.of(small, name, ring, module, device).seconds()
+
+    call = _Call.of(setup, name, ring, module, device)
+    synchronize_ranks(device)
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
+    ring.traffic.reset()
+    out = call.forward()
+    forward_bytes = ring.traffic.bytes
+    results = [out.detach(), *call.backward(out)]
+    synchronize_ranks(device)
+    peak = peak_memory_bytes(device) - before
+    bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
+    if name == ALL_GATHER:
+        bytes_sent = _all_gather_bytes(setup, ring, call)
+    largest_error, largest = _compare_with_exact(directory, results, ring, setup.seq_len)
+    del out, results
+
+    seconds = [call.seconds() for _ in range(setup.repeats)]
+    spans = call.spans() if setup.timeline and name not in (ALL_GATHER, ONE_RANK) else []
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return {
+        "device": device_name(device),
+        "forward_seconds": [forward for forward, _ in seconds],
+        "backward_seconds": [backward for _, backward in seconds],
+        "peak_memory_bytes": peak,
+        "bytes_sent": bytes_sent,
+        "bytes_are_computed": name == ALL_GATHER,
+        "largest_error": largest_error,
+        "largest": largest,
+        "spans": spans,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A method with this rank's inputs."""
+
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+    inputs: tuple[Tensor, Tensor, Tensor]
+    grad_out: Tensor
+    device: torch.device
+
+    @classmethod
+    def of(cls, setup: Setup, name: str, ring: Ring, module: Any, device: torch.device) -> _Call:
+        *inputs, grad_out = _inputs(setup, ring, device)
+        return cls(_method(setup, name, ring, module), cast(Any, tuple(inputs)), grad_out, device)
+
+    def forward(self) -> Tensor:
+        return self.attend(*self.inputs)
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.inputs, self.grad_out)
+
+    def seconds(self) -> tuple[float, float]:
+        """Seconds of forward and of backward. All ranks begin each of them together."""
+        synchronize_ranks(self.device)
+        started = time.perf_counter()
+        out = self.forward()
+        synchronize(self.device)
+        forward = time.perf_counter() - started
+        synchronize_ranks(self.device)
+        started = time.perf_counter()
+        self.backward(out)
+        synchronize(self.device)
+        return forward, time.perf_counter() - started
+
+    def spans(self) -> list[Span]:
+        """The timeline of one call."""
+        outs = []
+
+        def forward() -> None:
+            outs.append(self.forward())
+            synchronize(self.device)
+
+        def backward() -> None:
+            self.backward(outs.pop())
+            synchronize(self.device)
+
+        return record_spans({"forward": forward, "backward": backward}, lambda: synchronize_ranks(self.device))
+
+
+def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    branches = setup.pattern.segment_lengths, setup.pattern.dilation_rates
+    sharded: Any = {"is_causal": setup.is_causal, "seq_len": setup.seq_len}
+    if name == ONE_RANK:
+        return lambda *inputs: cast(Tensor, dilated_attention(*inputs, *branches, is_causal=setup.is_causal))
+    if name == ALL_GATHER:
+        return lambda query, key, value: all_gather_attention(query, key, value, setup.pattern, ring, **sharded)
+    attention = module.RingDilatedAttention(*branches, ring=ring)
+    return lambda *inputs: cast(Tensor, attention(*inputs, **sharded))
+
+
+def _all_gather_bytes(setup: Setup, ring: Ring, call: _Call) -> dict[str, int]:
+    inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
+    return AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(call.inputs[1])
+
+
+def _inputs(setup: Setup, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = resolve_dtype(setup.dtype, device)
+    return local_inputs(ring, setup.seq_len, setup.num_heads, setup.num_kv_heads, setup.head_dim, dtype, device)
+
+
+def local_inputs(
+    ring: Ring, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """This rank's rows of random inputs.
+
+    Returns:
+        query, key and value, which require gradients, and the gradient of out: [1, local seq, heads, head_dim] each,
+        normally distributed. The global tensors do not depend on the ring or its layout.
+    """
+    heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
+    tensors = []
+    for index, heads_here in enumerate(heads):
+        shape = (1, ring.layout(seq_len).local_len(ring.rank), heads_here, head_dim)
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+        for local, rows in _chunks(ring, seq_len):
+            chunk, first = divmod(rows.start, CHUNK)
+            generator = torch.Generator().manual_seed(len(heads) * chunk + index)
+            drawn = torch.randn(CHUNK, heads_here, head_dim, generator=generator)
+            tensor[0, local] = drawn[first : first + len(rows)].to(device, dtype)
+        tensors.append(tensor)
+    query, key, value, grad_out = tensors
+    return query.requires_grad_(), key.requires_grad_(), value.requires_grad_(), grad_out
+
+
+def _chunks(ring: Ring, seq_len: int) -> Iterator[tuple[slice, range]]:
+    """This rank's rows chunk by chunk: their slice of the local tensors, and their global positions."""
+    local = 0
+    for piece in ring.layout(seq_len).pieces(ring.rank):
+        start = piece.start
+        while start < piece.stop:
+            stop = min(piece.stop, start // CHUNK * CHUNK + CHUNK)
+            yield slice(local, local + stop - start), range(start, stop)
+            local, start = local + stop - start, stop
+
+
+def _compare_with_exact(
+    directory: Path, results: list[Tensor], ring: Ring, seq_len: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """The largest error, and the largest fp64 value, of each result on this rank's rows."""
+    largest_error, largest = dict.fromkeys(TENSORS, 0.0), dict.fromkeys(TENSORS, 0.0)
+    for name, result in zip(TENSORS, results, strict=True):
+        exact = torch.load(directory / f"{name}.pt", mmap=True)
+        for local, rows in _chunks(ring, seq_len):
+            wanted = exact[rows.start : rows.stop]
+            error = (result[0, local].cpu().double() - wanted).abs().nan_to_num(nan=math.inf, posinf=math.inf)
+            largest_error[name] = max(largest_error[name], error.max().item())
+            largest[name] = max(largest[name], wanted.abs().max().item())
+    return largest_error, largest

@@ -1,0 +1,188 @@
+"""The estimate of one ring beside one device: memory, bytes, FLOPs, seconds, and whether the ring pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from rich.filesize import decimal
+
+from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.model import RingCost
+from ring_backends.cost.ring_sizes import RingChoice, Workload
+from ring_backends.ring.topology import topology_order
+from ring_backends.schedule.ring_schedule import RingSchedule
+
+_MAX_POWER = 16  # of the ring sizes 1, 2, 4, …, 65,536
+
+
+@dataclass(frozen=True, eq=False)
+class Estimate:
+    """The cost of an attention call on the ring of its schedule, and on one device.
+
+    Args:
+        workload: the call; its schedule's layout has the ring size.
+        hardware: constants for the seconds.
+        memory_bytes: memory of one rank. None: ``hardware.memory_bytes``.
+    """
+
+    workload: Workload
+    hardware: Hardware
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes is None:
+            object.__setattr__(self, "memory_bytes", self.hardware.memory_bytes)
+
+    @property
+    def schedule(self) -> RingSchedule:
+        return self.workload.schedule
+
+    @cached_property
+    def ring(self) -> RingCost:
+        return self.workload.on_ring(self.schedule.layout.ring_size)
+
+    @cached_property
+    def alone(self) -> RingCost:
+        """The cost on one device."""
+        return self.workload.on_ring(1)
+
+    @cached_property
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """Seconds of ``"ring"`` and ``"alone"``, each with ``"forward"`` and ``"backward"``."""
+        return {"ring": self._seconds(self.ring), "alone": self._seconds(self.alone)}
+
+    @property
+    def speedup(self) -> float:
+        """Seconds on one device over seconds on the ring. The ring pays if this is above 1."""
+        return sum(self.seconds["alone"].values()) / sum(self.seconds["ring"].values())
+
+    @cached_property
+    def smallest_rings(self) -> RingChoice | None:
+        """The smallest ring that fits, and the smallest that fits and pays; None if the memory is unknown."""
+        if self.memory_bytes is None:
+            return None
+        return self.workload.smallest_rings(self.memory_bytes, self.hardware)
+
+    @cached_property
+    def over_ring_sizes(self) -> list[dict[str, Any]]:
+        """``seconds`` and ``memory_bytes`` by ``ring_size``: 1, 2, 4, … up to at least 64, and the ring's own size."""
+        ring_size = self.ring.ring_size
+        largest = min(max(ring_size, 64), self.schedule.layout.seq_len)
+        powers = {2**power for power in range(_MAX_POWER + 1) if 2**power <= largest}
+        costs = [self.workload.on_ring(size) for size in sorted({*powers, ring_size})]
+        return [
+            {
+                "ring_size": cost.ring_size,
+                "seconds": self._seconds(cost),
+                "memory_bytes": int(cost.memory_bytes.max()),
+            }
+            for cost in costs
+        ]
+
+    def verdict(self) -> str:
+        """Whether the ring pays, and the smallest rings that fit, in one sentence."""
+        here, alone = (format_seconds(sum(self.seconds[name].values())) for name in ("ring", "alone"))
+        ring_size = self.ring.ring_size
+        ring = f"At {self.schedule.layout.seq_len:,} tokens a ring of {ring_size:,}"
+        if ring_size == 1:
+            text = f"{ring} is one device, which takes {alone} for forward and backward"
+        elif self.speedup > 1:
+            text = (
+                f"{ring} pays: {here} for forward and backward, {self.speedup:.2f} times as fast as one device "
+                f"({alone})"
+            )
+        else:
+            text = (
+                f"{ring} does not pay: {here} for forward and backward, {1 / self.speedup:.2f} times that of one "
+                f"device ({alone})"
+            )
+        found = self.smallest_rings
+        if found is None or self.memory_bytes is None:
+            return f"{text}."
+        memory = decimal(self.memory_bytes)
+        if found.fits is None:
+            return f"{text}; no ring fits into {memory} per rank."
+        text += f"; the smallest ring that fits into {memory} per rank has {_ranks(found.fits)}"
+        if found.fits_and_pays is None:
+            return f"{text}, and none that fits pays."
+        if found.fits_and_pays == found.fits:
+            return f"{text}, and pays."
+        return f"{text}, the smallest that fits and pays {_ranks(found.fits_and_pays)}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """All numbers as plain values, for JSON."""
+        cost, choice = self.ring, self.smallest_rings
+        return {
+            "hardware": dataclasses.asdict(self.hardware),
+            "ring": _largest(cost) | {"seconds": self.seconds["ring"]},
+            "one_device": _largest(self.alone) | {"seconds": self.seconds["alone"]},
+            "per_rank": {
+                "tokens": cost.tokens.tolist(),
+                "memory_bytes": cost.memory_bytes.tolist(),
+                "bytes_sent": _both(lambda backward: cost.sent_bytes(backward=backward).tolist()),
+                "flops": _both(lambda backward: cost.flops(backward=backward).tolist()),
+                "seconds": _both(lambda backward: cost.seconds(self.hardware, backward=backward).tolist()),
+            },
+            "pays": self.speedup > 1,
+            "speedup": self.speedup,
+            "memory_bytes_per_rank": self.memory_bytes,
+            "smallest_ring": None if choice is None else dataclasses.asdict(choice),
+            "ring_sizes": self.over_ring_sizes,
+            "sentence": self.verdict(),
+        }
+
+    def bytes_between_hosts(self, hosts: Sequence[str]) -> dict[str, int]:
+        """Bytes that cross between hosts in forward and backward, by ``ring_order``: ``"rank"`` and ``"topology"``.
+
+        Args:
+            hosts: the host of every rank of the world, which holds one ring or several. The bytes are those of all
+                rings.
+        """
+        orders = {"rank": tuple(range(len(hosts))), "topology": topology_order(hosts)}
+        numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
+        size = self.ring.ring_size
+        sizes = {name: getattr(self.workload, name) for name in ("batch", "head_dim", "itemsize")}
+
+        def crossing(order: Sequence[int]) -> int:
+            rings = [order[first : first + size] for first in range(0, len(order), size)]
+            on_hosts = [[numbers[hosts[rank]] for rank in ring] for ring in rings]
+            return sum(self.schedule.bytes_between_hosts(ring, **sizes) for ring in on_hosts)
+
+        return {name: crossing(order) for name, order in orders.items()}
+
+    def _seconds(self, cost: RingCost) -> dict[str, float]:
+        return _both(lambda backward: cost.call_seconds(self.hardware, backward=backward))
+
+
+def _largest(cost: RingCost) -> dict[str, Any]:
+    """Every number of the rank with the largest one."""
+    return {
+        "ring_size": cost.ring_size,
+        "tensor_bytes": int(cost.tensor_bytes.max()),
+        "lse_bytes": int(cost.lse_bytes.max()),
+        "communication_bytes": cost.communication_bytes,
+        "tile_bytes": int(cost.tile_bytes.max()),
+        "memory_bytes": int(cost.memory_bytes.max()),
+        "bytes_sent": _both(lambda backward: int(cost.sent_bytes(backward=backward).max())),
+        "flops": _both(lambda backward: float(cost.flops(backward=backward).max())),
+    }
+
+
+def _both(value: Callable[[bool], Any]) -> dict[str, Any]:
+    return {"forward": value(False), "backward": value(True)}
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number:,} ranks"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three digits with a unit: s, ms or µs."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= size:
+            return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"
+    return f"{seconds / 1e-6:.3g} µs"

@@ -1,0 +1,117 @@
+"""Starts local ranks that measure the constants of the cost model together, and reads measurements from a file.
+
+This module imports no torch. The ranks that it starts do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ring_backends.cost.hardware import Hardware
+from ring_backends.ring.launch import launch, under_launcher
+
+_SECONDS = 0.3
+LATENCY_BYTES = 64 * 2**10
+"""Size of the hop whose latency is reported beside the constants of the model."""
+
+
+def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict[str, Any]:
+    """Start ranks on this machine that all measure at once.
+
+    Args:
+        num_ranks: at least 2.
+        dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``, or as torch writes it: ``"float32"``.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``, as :func:`~ring_backends.cost.machine.select_device` takes it.
+        head_dim: of the tiles.
+
+    Returns:
+        ``hardware``: the slowest rank's constants under the names of :class:`Hardware`; ``latency_seconds`` of a hop of
+        64 KiB; ``bytes_per_second`` at 16 MiB in both directions; and how they were measured: ``ranks``, ``transport``,
+        ``device``, ``dtype``, ``head_dim``, ``kernel``, ``torch``.
+
+    Raises:
+        ValueError: a launcher started this process.
+        RankFailedError: a rank failed.
+    """
+    if under_launcher():
+        raise ValueError(
+            "nproc_per_node: a launcher has set WORLD_SIZE, but the measurement starts its own ranks; run it without "
+            "torchrun."
+        )
+    # The threads that `launch` gives to a single rank.
+    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)
+    return _merge(found)
+
+
+def _merge(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """One measurement from those of all ranks, with the slowest rank's numbers."""
+    from ring_backends.cost.probe import slowest
+
+    hardware = slowest([rank["hardware"] for rank in found])
+    return {
+        **found[0],
+        "latency_seconds": max(rank["latency_seconds"] for rank in found),
+        "bytes_per_second": hardware.bytes_per_second,
+        "ranks": len(found),
+        "hardware": dataclasses.asdict(hardware),
+    }
+
+
+def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    from ring_backends.cost.machine import available_memory_bytes, device_name, select_device
+    from ring_backends.cost.probe import RankProbe
+    from ring_backends.kernels import KernelInputs, resolve_dtype, select_kernel
+    from ring_backends.ring.rendezvous import START_TIMEOUT, join_world
+
+    here = select_device(device)
+    resolved = resolve_dtype(dtype, here)
+    shared = here.type != "cuda"
+    transport = "gloo" if shared else "nccl"
+    join_world(transport, START_TIMEOUT)
+    ranks = dist.get_world_size()
+    probe = RankProbe(here, resolved, head_dim, _SECONDS, range(ranks))
+    hardware = probe.measure(alone_threads=threads_alone if shared else None)
+    memory = available_memory_bytes(here) // (ranks if shared else 1)
+    found = {
+        "transport": transport,
+        "device": device_name(here),
+        "dtype": str(resolved).removeprefix("torch."),
+        "head_dim": head_dim,
+        "kernel": select_kernel("auto", KernelInputs(here, resolved, head_dim)).name,
+        "latency_seconds": probe.hop_seconds(LATENCY_BYTES, 21),
+        "torch": str(torch.__version__),
+        "hardware": dataclasses.replace(hardware, memory_bytes=memory),
+    }
+    dist.destroy_process_group()
+    return found
+
+
+def read(path: Path, dtype: str) -> dict[str, Any]:
+    """Read the measurement that ``ring-backends info --probe --json`` wrote.
+
+    Args:
+        dtype: expected dtype, as torch writes it: ``"float32"``.
+
+    Raises:
+        ValueError: the file holds no measurement, or one in another dtype.
+    """
+    way_out = f"write a new one with `ring-backends info --probe --dtype {dtype} --json {path}`."
+    try:
+        probe = json.loads(path.read_text())["probe"]
+        Hardware.of(probe["hardware"])
+        measured = str(probe["dtype"])
+    except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"probe = {str(path)!r}: holds no constants ({type(error).__name__}: {error}); {way_out}"
+        ) from error
+    if measured != dtype:
+        raise ValueError(f"probe = {str(path)!r}: was measured in {measured}, not in {dtype}; {way_out}")
+    return dict(probe)

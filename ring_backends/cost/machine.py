@@ -1,0 +1,129 @@
+"""The device of one rank: which one it is, its memory, and where a measurement begins and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import resource
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ring_backends import __version__
+
+
+def device_of_this_rank() -> torch.device:
+    """The current GPU where every rank of the host has one, else the CPU."""
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    if 0 < local_ranks <= torch.cuda.device_count():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def select_device(wanted: str, local_ranks: int | None = None) -> torch.device:
+    """Choose this rank's device, and make its GPU the current one.
+
+    Args:
+        wanted: ``"cpu"``, ``"cuda"``, or ``"auto"``, which takes a GPU per rank if there are enough, else the CPU.
+        local_ranks: ranks on this host. None: LOCAL_WORLD_SIZE of the environment.
+
+    Raises:
+        ValueError: ``"cuda"`` with fewer GPUs than ranks on this host.
+    """
+    if local_ranks is None:
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    gpus = torch.cuda.device_count()
+    if wanted == "cuda" and gpus < local_ranks:
+        raise ValueError(
+            f"device = 'cuda': torch sees {gpus} GPU(s) for {local_ranks} rank(s) on this machine; start at most "
+            f"{gpus} rank(s), or use --device cpu."
+        )
+    if wanted == "cpu" or gpus < local_ranks:
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_name(device: torch.device) -> str:
+    """The model of a GPU, or the CPU with its threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"CPU with {threads} thread{'s' if threads > 1 else ''} per rank"
+
+
+def available_memory_bytes(device: torch.device) -> int:
+    """Free memory of a GPU, torch's unused cache included, or of the host.
+
+    Raises:
+        OSError: the system does not say how much memory is available.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    table = Path("/proc/meminfo")
+    if table.exists() and (found := re.search(r"^MemAvailable:\s*(\d+) kB", table.read_text(), re.MULTILINE)):
+        available = int(found[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, max(0, int(text) - int(used.read_text())))
+    return available
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Peak memory of this process: allocated on its GPU, or resident in main memory on the CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with contextlib.suppress(OSError):
+        # On Linux ru_maxrss starts at the size of the parent process; VmHWM does not.
+        status = Path("/proc/self/status").read_text()
+        if own := re.search(r"^VmHWM:\s*(\d+) kB", status, re.MULTILINE):
+            return int(own[1]) * 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Make :func:`peak_memory_bytes` start again from the memory in use now. On the CPU only Linux can."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the GPU has finished its queued work. Does nothing on the CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def synchronize_ranks(device: torch.device) -> None:
+    """Wait until all ranks of the world have finished their work and are here."""
+    synchronize(device)
+    if dist.is_initialized():
+        dist.barrier()
+        synchronize(device)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python, torch, CUDA, this package and the frameworks; None for what is not installed."""
+    found = {
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "cuda": torch.version.cuda,
+        "ring_backends": __version__,
+    }
+    for name in ("deepspeed", "fairscale"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return found
