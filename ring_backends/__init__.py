@@ -1,7 +1,6 @@
-"""Exact ring dilated attention (LongNet's pattern, sharded over devices by a point-to-point ring).
+"""Exact ring dilated attention: LongNet's pattern over a sequence that is sharded over a ring of ranks.
 
-The names below are imported when they are first asked for: the command line, the pattern and the registry need no
-torch, and answer at once.
+The names below are imported on first use, so that importing this package does not import torch.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Names and calls of earlier ring dilated attentions, on top of this one: for programs that cannot change at once.
+"""Names and calls of earlier ring dilated attentions, for programs that cannot change at once.
 
-Every rank passes the *whole* query, key and value and gets the whole output back. So every rank holds O(n) memory for
-them, as it always did with these classes; only the attention itself is O(n/p). Each name warns once, with the spelling
-that has no such limit.
+Every rank passes the *whole* query, key and value, and gets the whole output. So every rank needs O(n) memory for them,
+as with the earlier classes. Only the attention itself needs O(n/p). Each name warns once, and names its replacement.
 
-What is computed is the definition of their common base class, exactly, with its gradients: the heads cut into one group
-per branch (the first groups the larger ones, where it does not come out even), the offset of branch i is i % r, and the
-output is divided by the number of branches. The classes themselves differed from it, and from each other.
+The result is the definition of the earlier classes' common base, with exact gradients: the heads are cut into one group
+per branch, larger groups first; the offset of branch i is i % r; and the output is divided by the number of branches.
+The earlier classes themselves differed from this definition, and from each other.
 """
 
 from __future__ import annotations
@@ -48,25 +47,25 @@ _NO_EFFECT = frozenset(
         *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
     )
 )
-"""Arguments that are taken for the sake of old calls: device and dtype are the inputs', and there are no pools."""
+"""Arguments that are accepted and ignored. Device and dtype are those of the inputs, and there are no pools."""
 
 _warned: set[str] = set()
 _rings: dict[tuple[str, int | None, object], Ring] = {}
 
 
 class RingDilatedAttentionV2(nn.Module):
-    """Dilated attention in head groups over a ring, called with whole tensors.
+    """Dilated attention in head groups over a ring, for whole tensors.
 
     Args:
         segment_lengths, dilation_rates: w and r of each branch.
-        dropout: probability that an attention weight is dropped while training.
-        ring_size: ranks per ring; None means the whole world.
+        dropout: probability of dropping an attention weight during training.
+        ring_size: ranks per ring. None: the whole world.
         ring: instead of ``ring_size``, a ring that an adapter's ``initialize`` made.
-        use_flash_attention: False takes the kernel of plain matrix products.
-        ignored: the earlier arguments that have no effect here.
+        use_flash_attention: False selects the kernel of plain matrix products.
+        ignored: earlier arguments without effect.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, or is not known to any of these classes.
+        ValueError, TypeError: an argument is invalid or unknown.
     """
 
     adapter: ClassVar[str] = "native"
@@ -116,7 +115,8 @@ class RingDilatedAttentionV2(nn.Module):
             is_causal: whether a query sees only keys at or before its own position.
 
         Returns:
-            The whole output, like query, on every rank. Its gradients are those of a loss that every rank computes.
+            The whole output, like query, on every rank. Its gradients are those of a loss that every rank
+            computes.
         """
         seq_len = query.shape[1]
         local = (_Part.apply(x, self.ring) for x in (query, key, value))  # type: ignore[no-untyped-call]
@@ -126,11 +126,11 @@ class RingDilatedAttentionV2(nn.Module):
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttentionV2):
-    """The same; nothing is gathered here but the output."""
+    """The same; only the output is all-gathered."""
 
 
 class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
-    """The same; every class here uses the fastest kernel there is."""
+    """The same; every class uses the fastest usable kernel."""
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
@@ -138,19 +138,19 @@ class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
 
 
 class RingDilatedAttentionV2FSDP(RingDilatedAttentionV2):
-    """The same by the FSDP adapter."""
+    """The same with the FSDP adapter."""
 
     adapter = "fsdp"
 
 
 class RingDilatedAttentionV2DeepSpeed(RingDilatedAttentionV2):
-    """The same by the DeepSpeed adapter."""
+    """The same with the DeepSpeed adapter."""
 
     adapter = "deepspeed"
 
 
 class RingDilatedAttentionV2FairScale(RingDilatedAttentionV2):
-    """The same by the FairScale adapter."""
+    """The same with the FairScale adapter."""
 
     adapter = "fairscale"
 
@@ -159,8 +159,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
     """The same.
 
     Args:
-        config: a mapping, or an object with attributes: segment_lengths, dilation_rates, and what
-            :class:`RingDilatedAttentionV2` takes besides; anything else in it has no effect.
+        config: a mapping or an object with the arguments of :class:`RingDilatedAttentionV2`. Other entries are ignored.
     """
 
     def __init__(self, config: Any) -> None:
@@ -171,7 +170,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             values = {name: getattr(config, name) for name in known if hasattr(config, name)}
         missing = [name for name in known[:2] if name not in values]
         if missing:
-            raise ValueError(f"config = {config!r}: without {' and '.join(missing)}, which make the pattern; add them.")
+            raise ValueError(f"config = {config!r}: is without {' and '.join(missing)}; add them.")
         super().__init__(**values)
 
 
@@ -181,16 +180,16 @@ def create_dilated_attention(
     dilation_rates: Sequence[int] = (),
     **options: Any,
 ) -> RingDilatedAttentionV2:
-    """An attention by its earlier type.
+    """Make an attention by its earlier type.
 
     Args:
-        attention_type: ``"auto"`` and all types with ``ring`` in their names are a ring over the world; the others,
-            such as ``"standard"`` and ``"improved"``, stay on this device.
+        attention_type: ``"auto"`` and all types with ``ring`` in their names are a ring over the world. Others, such
+            as ``"standard"`` and ``"improved"``, stay on this device.
         segment_lengths, dilation_rates: w and r of each branch.
         options: of :class:`RingDilatedAttentionV2`.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
 
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore", FutureWarning)
@@ -209,14 +208,14 @@ def create_dilated_attention(
 def create_ring_dilated_attention_v2_collective(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
 ) -> RingDilatedAttentionV2Collective:
-    """The class of that name."""
+    """Make the class of that name."""
     return RingDilatedAttentionV2Collective(segment_lengths, dilation_rates, **options)
 
 
 def create_production_ring_attention(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
 ) -> RingDilatedAttentionProduction:
-    """The class of that name."""
+    """Make the class of that name."""
     return RingDilatedAttentionProduction(
         {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, **options}
     )
@@ -233,15 +232,15 @@ def create_multihead_dilated_attention(
     layer_norm: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Self-attention on whole hidden states [batch, seq, embed_dim], by its earlier type.
+    """Make self-attention on whole hidden states [batch, seq, embed_dim], by its earlier type.
 
     Args:
-        attention_type, segment_lengths, dilation_rates, options: as of :func:`create_dilated_attention`.
-        embed_dim, num_heads: width of the hidden states, and heads; num_heads divides it.
-        bias, layer_norm: biases in the projections, and a LayerNorm before the last of them.
+        attention_type, segment_lengths, dilation_rates, options: as in :func:`create_dilated_attention`.
+        embed_dim, num_heads: width of the hidden states, and a number of heads that divides it.
+        bias, layer_norm: biases in the projections, and a LayerNorm before the output projection.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
     """
     attention = create_dilated_attention(attention_type, segment_lengths, dilation_rates, **options)
     layer = RingDilatedMultiheadAttention(
@@ -261,7 +260,7 @@ class _WholeSelfAttention(nn.Module):
         for name, tensor in (("key", key), ("value", value)):
             if tensor is not None and tensor is not query:
                 raise ValueError(
-                    f"{name} is another tensor than query: only self-attention is dilated; leave key and value out."
+                    f"{name} is another tensor than query: only self-attention is supported; leave key and value out."
                 )
         seq_len = query.shape[1]
         local = _Part.apply(query, self.ring)  # type: ignore[no-untyped-call]
@@ -286,8 +285,8 @@ class _Scaled(nn.Module):
         return out / self.attention.pattern.num_branches
 
 
-# Between whole tensors that are the same on every rank, and each rank's part. What follows is computed by every rank
-# alike, so the gradient of the whole is nobody's share of a sum, as it is in ring.shard and ring.unshard.
+# Between whole tensors, which are equal on all ranks, and each rank's part. All ranks compute the same loss from whole
+# tensors, so gradients of whole tensors are not summed over the ranks, unlike in ring.shard and ring.unshard.
 
 
 class _Part(torch.autograd.Function):
@@ -318,7 +317,7 @@ class _Whole(torch.autograd.Function):
 
 
 class _Shared(torch.autograd.Function):
-    """A parameter that every rank uses for its part: its gradient is the sum of theirs."""
+    """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, ring: Ring) -> Tensor:
@@ -332,7 +331,7 @@ class _Shared(torch.autograd.Function):
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:
-    """One ring for all modules of an adapter and size; earlier classes made no connections of their own."""
+    """One ring for all modules of an adapter and size, as the earlier classes made no connections of their own."""
 
     def world() -> object:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -340,16 +339,18 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
     ring = _rings.get((adapter, ring_size, world()))
     if ring is None or (ring.agreement is not None and ring.agreement.has_failed):
         for key in [key for key in _rings if key[2] is not world()]:
-            del _rings[key]  # of a world that was left
+            del _rings[key]  # of a destroyed process group
         ring = load_adapter(adapter).initialize(ring_size)
-        _rings[adapter, ring_size, world()] = ring  # which initialize() may have started
+        _rings[adapter, ring_size, world()] = ring  # initialize() may have started the world
     return ring
 
 
 def _check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
     unknown = sorted(set(arguments) - _NO_EFFECT)
     if unknown:
-        raise TypeError(f"{name} has no argument {', '.join(unknown)}; its arguments are those of the earlier classes.")
+        raise TypeError(
+            f"{name} has no argument {', '.join(unknown)}; leave it out. Known are those of the earlier classes."
+        )
 
 
 def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None:
@@ -358,7 +359,7 @@ def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None
     _warned.add(name)
     without = f" Without effect: {', '.join(sorted(ignored))}." if ignored else ""
     warnings.warn(
-        f"{name} is an earlier name, called with whole tensors; use {new_spelling}.{without}",
+        f"{name} is an earlier name that takes whole tensors; use {new_spelling}.{without}",
         FutureWarning,
         stacklevel=4,
     )

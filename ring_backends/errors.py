@@ -1,20 +1,16 @@
-"""What goes wrong between ranks, and what is missing on a machine.
-
-Bad arguments are plain ValueError and TypeError; these classes are for the faults that only a distributed
-run can have.
-"""
+"""Exceptions for missing frameworks and for faults between ranks. Invalid arguments are ValueError and TypeError."""
 
 from __future__ import annotations
 
 
 class AdapterUnavailableError(ImportError):
-    """An adapter's framework is not installed, or cannot run here. The message has the reason and the way out."""
+    """An adapter's framework is not installed, or cannot run here. The message says why, and what to install."""
 
 
 class RingMismatchError(RuntimeError):
     """The ranks of a ring called attention with different configurations, or in a different order.
 
-    Raised on every rank of the ring; the message names each field that differs and every rank's value.
+    Every rank of the ring raises it. The message names each field that differs, and every rank's value.
     """
 
 

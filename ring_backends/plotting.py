@@ -1,4 +1,4 @@
-"""Pictures of measurements, by matplotlib, which is imported only when one is drawn. This module imports no torch."""
+"""Draws measurements with matplotlib, which is imported on first use. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"tile": "tab:blue", "wait": "tab:red", "call": "0.85"}
-_LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the rest: packing, allocating"}
+_LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the rest: copying, allocating"}
 _POSTED = "hop posted"
 
 Spans = Sequence[tuple[str, str, float, float]]
-"""One rank's, as :mod:`ring_backends.comparison.timeline` records them."""
+"""The spans of one rank, as :mod:`ring_backends.comparison.timeline` records them."""
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a file that could not be drawn.
+    """Check that a picture can be written to ``path``.
 
     Raises:
-        ValueError: matplotlib is not installed, or knows no such kind of file.
+        ValueError: matplotlib is not installed, or does not support the suffix.
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
@@ -32,15 +32,15 @@ def check_plot(path: Path) -> None:
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """A matplotlib figure of ``size`` inches that no window shows."""
+    """A matplotlib figure of ``size`` inches, without a window."""
     return import_module("matplotlib.figure").Figure(figsize=size, layout="constrained")
 
 
 def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Time and memory of every row of `compare` as bars, and the timeline of the first row that has one.
+    """Draw time and memory of every row of a comparison, and the timeline of the first row that has one.
 
     Args:
-        rows: of `compare`'s result, those that were measured.
+        rows: the measured rows of :class:`ring_backends.comparison.compare.Comparison`.
     """
     names = [row["name"] for row in rows]
     timed = next((row for row in rows if row["spans"]), None)
@@ -66,11 +66,11 @@ def draw_comparison(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def draw_ring_sizes(path: Path, title: str, sizes: Sequence[dict[str, Any]], memory_bytes: int | None) -> None:
-    """Time and memory per rank of `plan` over ring sizes, both axes logarithmic.
+    """Draw time and memory per rank over ring sizes, on logarithmic axes.
 
     Args:
-        sizes: per ring size ``ring_size``, ``seconds`` with ``forward`` and ``backward``, ``memory_bytes``.
-        memory_bytes: what a rank has, for a line.
+        sizes: ``over_ring_sizes`` of :class:`ring_backends.cost.estimate.Estimate`.
+        memory_bytes: memory of a rank, drawn as a line.
     """
     figure = new_figure((10, 4))
     figure.suptitle(title)
@@ -82,7 +82,7 @@ def draw_ring_sizes(path: Path, title: str, sizes: Sequence[dict[str, Any]], mem
     time.legend()
     memory.plot(ring_sizes, [size["memory_bytes"] / 2**30 for size in sizes], marker="o", label="needed")
     if memory_bytes is not None:
-        memory.axhline(memory_bytes / 2**30, linestyle="--", color="tab:red", label="there is")
+        memory.axhline(memory_bytes / 2**30, linestyle="--", color="tab:red", label="available")
     memory.set_ylabel("memory, GiB per rank")
     memory.legend()
     for axes in (time, memory):
@@ -94,12 +94,12 @@ def draw_ring_sizes(path: Path, title: str, sizes: Sequence[dict[str, Any]], mem
 
 
 def draw_timeline(axes: Any, ranks: Sequence[Spans], part: str) -> None:
-    """One lane per rank: when it computed, when it posted a hop and when it waited for one.
+    """Draw one lane per rank: when it computed, posted hops, and waited for hops.
 
     Args:
-        axes: matplotlib's, to draw on.
-        ranks: every rank's spans, on one clock.
-        part: of the call, ``"forward"`` or ``"backward"``.
+        axes: matplotlib axes to draw on.
+        ranks: the spans of every rank, on one clock.
+        part: part of the call, ``"forward"`` or ``"backward"``.
     """
     begin = min(start for spans in ranks for name, _, start, _ in spans if name == part)
     for rank, spans in enumerate(ranks):

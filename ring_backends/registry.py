@@ -1,7 +1,7 @@
-"""Adapters by name: this package's own, and those that other distributions announce.
+"""Finds adapters by name: those of this package, and those of other installed distributions.
 
-An adapter is a module, announced by an entry point in group ``ring_backends.adapters``. It is imported, and with it its
-framework, only when it is asked for.
+An adapter is a module that an entry point in group ``ring_backends.adapters`` names. It is imported, together with its
+framework, only when it is requested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BUILT_IN = {name: f"ring_backends.adapters.{name}" for name in ("native", "fsdp
 
 
 def adapter_modules() -> dict[str, str]:
-    """Name -> module of every adapter known here, usable or not."""
+    """Name -> module of every known adapter, usable or not."""
     announced = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return _BUILT_IN | announced
 
@@ -34,7 +34,7 @@ def load_adapter(name: str) -> ModuleType:
 
     Raises:
         ValueError: no adapter has this name.
-        AdapterUnavailableError: it is known, but its framework is missing or does not work here.
+        AdapterUnavailableError: the framework of the adapter is missing or does not work here.
     """
     modules = adapter_modules()
     if name not in modules:
@@ -55,17 +55,17 @@ def create_attention(
     ring: Ring | None = None,
     **options: Any,
 ) -> RingDilatedAttention:
-    """Make an attention module, for a program that chooses its adapter by configuration and not by an import.
+    """Make an attention module with an adapter that a configuration names.
 
     Args:
-        backend: an adapter's name; ``"auto"`` is the adapter that made ``ring``, and native without a ring.
+        backend: name of an adapter. ``"auto"``: the adapter that made ``ring``, or native without a ring.
         segment_lengths, dilation_rates: w and r of each branch, as in :class:`DilatedPattern`.
-        ring: the ring, from the adapter's ``initialize``; None is a ring of one.
+        ring: from the adapter's ``initialize``. None: a ring of one.
         options: of the adapter's ``RingDilatedAttention``.
 
     Raises:
-        ValueError, TypeError: no adapter has this name, or another argument breaks its rule.
-        AdapterUnavailableError: the adapter is known, but its framework is missing or does not work here.
+        ValueError, TypeError: no adapter has this name, or another argument is invalid.
+        AdapterUnavailableError: the framework of the adapter is missing or does not work here.
     """
     if not isinstance(backend, str):
         raise TypeError(f"backend = {backend!r}: expected the name of an adapter, or 'auto'.")
@@ -78,7 +78,7 @@ def create_attention(
 
 
 def available_adapters() -> dict[str, str | None]:
-    """Every adapter known here: None if it can be used, else the reason why not. Imports the frameworks to find out."""
+    """Name -> None for a usable adapter, else the reason why it is unusable. Imports the frameworks to find out."""
     reasons: dict[str, str | None] = {}
     for name in adapter_modules():
         try:

@@ -538,7 +538,7 @@ def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
     done = convert(source, target, "--num-heads", 4)
     assert done.exit_code == 0, done.stderr
     assert "19, 80, 19" in done.stdout
-    assert "not said" in done.stdout
+    assert "not given" in done.stdout
     assert "Left out" not in done.stdout
     close(
         LongNetDecoder.from_checkpoint(target, attention())(inputs("decoder", 37)).detach(),
@@ -557,7 +557,7 @@ def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
         refused = convert(target, tmp_path / "another.pt", *changed)
         assert refused.exit_code == 2
         assert f"{changed[-2]}: {changed[-2][2:].replace('-', '_')} = " in refused.stderr
-        assert "is what `convert` has written" in refused.stderr
+        assert "was written by `convert` with" in refused.stderr
 
 
 def test_convert_writes_only_what_was_converted(tmp_path: Path) -> None:
@@ -578,7 +578,7 @@ def test_convert_replaces_only_by_force(slide_encoder: Path, tmp_path: Path) -> 
     refused = convert(slide_encoder, target, "--num-heads", 4)
     assert refused.exit_code == 2
     assert "--target: target = " in refused.stderr
-    assert "is there already; give another file, or --force" in refused.stderr
+    assert "exists already; give another file, or --force" in refused.stderr
     assert target.read_text() == "precious"
     assert convert(slide_encoder, target, "--num-heads", 4, "--force").exit_code == 0
     LongNetEncoder.from_checkpoint(target, attention())

@@ -118,10 +118,11 @@ def train_command(
     ] = False,
     json: Json = None,
 ) -> None:
-    """Train a small byte-level LongNet language model on a real document, sharded over the ring.
+    """Train a small byte-level LongNet language model on a real document.
 
-    Step k trains on window k of the document. The last window is kept for the evaluation loss. The same seed gives the
-    same losses on any number of ring ranks, up to rounding.
+    Each sequence is sharded over the ring. Step k trains on window k of the
+    document. The last window is kept for the evaluation loss. The same seed
+    gives the same losses on any number of ring ranks, up to rounding.
     """
     given = dict(locals())
     names = [field.name for field in fields(TrainOptions)]

@@ -1,7 +1,7 @@
-"""The fp64 numbers that ``compare`` measures errors against, at lengths for which no n × n matrix fits.
+"""Dilated attention and its gradients in fp64, at lengths for which no n × n matrix fits into memory.
 
-The rule of this file: it is written down from the definition and shares nothing with what is compared. It looks only at
-pairs of covered positions, a few query rows at a time; the gradients are spelled out.
+This file follows the definition and shares no code with the methods that are compared. It computes only the pairs of
+covered positions, for a few query rows at a time. The gradients are written out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def exact_attention(
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Dilated attention of a whole sequence (LongNet, arXiv 2307.02486): every head in every branch, offset j % r.
+    """Compute dilated attention of a whole sequence (LongNet, arXiv 2307.02486): head mode "all", offset j % r.
 
     Args:
         query, grad_out: [seq, heads, head_dim], any floating dtype.
@@ -49,7 +49,7 @@ def exact_attention(
             for w, r in zip(segment_lengths, dilation_rates, strict=True)
             for pair in _covered_pairs(seq_len, w, r, head % r, is_causal)
         ]
-        # One softmax over the keys of all branches: first its denominator, then its weights.
+        # One softmax over the keys of all branches: first the denominator, then the weights.
         lse = q.new_full((seq_len,), -math.inf)
         for t, u in pairs:
             lse[t] = torch.logaddexp(lse[t], _scores(q, k, t, u, is_causal).logsumexp(-1))
@@ -66,7 +66,7 @@ def exact_attention(
 
 
 def _covered_pairs(seq_len: int, w: int, r: int, offset: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys): positions at ``offset`` of one segment; under ``is_causal`` no keys behind the last query."""
+    """(queries, keys) at ``offset`` of one segment; if ``is_causal``, only keys up to the last query."""
     for segment in range(0, seq_len, w):
         first, end = segment + offset, min(segment + w, seq_len)
         for start in range(first, end, _QUERY_ROWS * r):

@@ -1,4 +1,4 @@
-"""When a rank computed, posted hops and waited for them: the walk's spans, as torch.profiler saw them."""
+"""Records with torch.profiler when a rank computes tiles, posts hops, and waits for hops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ring_backends.engine.hops import POST_SPAN, WAIT_SPAN
 from ring_backends.engine.tiles import TILE_SPAN
 
 Span = tuple[str, str, float, float]
-"""(part of the call, what, start, end): seconds on the clock that all processes of this machine share."""
+"""(part of the call, what, start, end). Times are seconds on the monotonic clock, which processes of a host share."""
 
 _WHAT = {TILE_SPAN: "tile", POST_SPAN: "post", WAIT_SPAN: "wait"}
 _START = "ring_backends::start"
@@ -19,16 +19,15 @@ _PART = "ring_backends::part "
 
 
 def record_spans(parts: Mapping[str, Callable[[], None]], meet: Callable[[], None]) -> list[Span]:
-    """Run a call under torch.profiler.
+    """Run the parts of a call under torch.profiler.
 
     Args:
-        parts: the parts of the call by name, such as "forward", run in this order.
-        meet: called before each of them, so that the ranks begin it together.
+        parts: functions by name, such as "forward", in the order to run them.
+        meet: called before each part, to let all ranks begin it together.
 
     Returns:
-        In order of time, each part as a whole (what = ``"call"``) and the spans in it: ``"tile"``, where something was
-        computed, ``"post"``, where a hop was, and ``"wait"``, where one was waited for. Of a GPU's stream they show
-        when the host asked for it.
+        Spans in order of time: each part as a whole (``"call"``), and in it ``"tile"`` for computation, ``"post"`` for
+        posting a hop, and ``"wait"`` for waiting for one. On a GPU they show when the host enqueued the work.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         started = time.monotonic()

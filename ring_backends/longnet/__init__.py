@@ -1,21 +1,22 @@
-"""LongNet as torchscale publishes it (arXiv 2307.02486): an encoder and a decoder whose weights load by name.
+"""LongNet as published in torchscale (arXiv 2307.02486): an encoder and a decoder that load torchscale's weights.
 
-Pre-norm transformer layers with sub-layer norm (Magneto, arXiv 2210.06423) around dilated attention. Parameters have
-torchscale's names, so that ``load_state_dict(strict=True)`` takes what its ``LongNetEncoder`` and ``LongNetDecoder``
-saved; with ``DilatedPattern.torchscale`` the outputs are theirs too, on one device and on a ring. What differs there:
+The models have pre-norm transformer layers with sub-layer norm (Magneto, arXiv 2210.06423) and dilated attention.
+Parameters have torchscale's names: ``load_state_dict(strict=True)`` loads what its ``LongNetEncoder`` and
+``LongNetDecoder`` saved. With ``DilatedPattern.torchscale`` the outputs are equal too, on one device and on a ring.
+Differences from torchscale:
 
-- The weights that mix the branches are constants in torchscale's gradient. Here the gradient is exact.
-- A branch whose LSE is exactly 0 counts as absent in torchscale, as of a query that sees one key, of score 0. Here it
-  counts.
-- torchscale's encoder sets the embeddings of pads to zero, and its attention lets every query see them. A
-  ``key_padding_mask`` here ignores them.
-- The activation is computed in fp32 there. Here in fp32 at least, which differs in fp64 alone.
-- Dropout and drop path, which eval() switches off there, do not exist here; attention dropout does if the attention is
-  made with ``dropout_p``.
-- Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs, and ``DilatedPattern`` refuses.
+- torchscale treats the weights that mix the branches as constants in the gradient. Here the gradient is exact.
+- torchscale treats a branch whose LSE is exactly 0 as absent, for example a query that sees one key of score 0. Here
+  the branch counts.
+- torchscale's encoder sets the embeddings of padding to zero, and its queries see padding. Here a
+  ``key_padding_mask`` hides it.
+- torchscale computes the activation in fp32. Here fp64 inputs are computed in fp64.
+- torchscale has dropout and drop path, which eval() switches off. Here there is only attention dropout, if the
+  attention is made with ``dropout_p``.
+- Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs. ``DilatedPattern`` refuses this.
 
-Not supported, and refused by name where a checkpoint has it: mixture of experts, multiway, cross attention, xPos,
-relative position bias, LayerNorm of the embedding, post-norm and DeepNorm.
+Not supported, and refused if a checkpoint has it: mixture of experts, multiway, cross attention, xPos, relative
+position bias, LayerNorm of the embedding, post-norm and DeepNorm.
 """
 
 from __future__ import annotations

@@ -1,22 +1,4 @@
-"""LongNet as torchscale publishes it (arXiv 2307.02486): an encoder and a decoder whose weights load by name.
-
-Pre-norm transformer layers with sub-layer norm (Magneto, arXiv 2210.06423) around dilated attention. Parameters have
-torchscale's names, so that ``load_state_dict(strict=True)`` takes what its ``LongNetEncoder`` and ``LongNetDecoder``
-saved; with ``DilatedPattern.torchscale`` the outputs are theirs too, on one device and on a ring. What differs there:
-
-- The weights that mix the branches are constants in torchscale's gradient. Here the gradient is exact.
-- A branch whose LSE is exactly 0 counts as absent in torchscale, as of a query that sees one key, of score 0. Here it
-  counts.
-- torchscale's encoder sets the embeddings of pads to zero, and its attention lets every query see them. A
-  ``key_padding_mask`` here ignores them.
-- The activation is computed in fp32 there. Here in fp32 at least, which differs in fp64 alone.
-- Dropout and drop path, which eval() switches off there, do not exist here; attention dropout does if the attention is
-  made with ``dropout_p``.
-- Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs, and ``DilatedPattern`` refuses.
-
-Not supported, and refused by name where a checkpoint has it: mixture of experts, multiway, cross attention, xPos,
-relative position bias, LayerNorm of the embedding, post-norm and DeepNorm.
-"""
+"""The models of LongNet. The package's docstring says how they differ from torchscale's."""
 
 from __future__ import annotations
 
@@ -37,7 +19,7 @@ from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.pattern import DilatedPattern
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
-_FIRST_POSITION = 2  # of embed_positions; the rows before it are fairseq's symbols
+_FIRST_POSITION = 2  # of embed_positions; the rows before it belong to fairseq's symbols
 
 _Model = TypeVar("_Model", bound="LongNet")
 
@@ -73,7 +55,7 @@ class _Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps, **factory)
 
     def forward(self, x: Tensor, is_causal: bool, seq_len: int, key_padding_mask: Tensor | None) -> Tensor:
-        # Here and not where x comes in, since a wrapper that shards the layer may convert what it is given.
+        # Checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its inputs.
         weight = self.self_attn_layer_norm.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             with cast(Ring, self.self_attn.attention.ring).report_refusals():
@@ -87,22 +69,21 @@ class _Layer(nn.Module):
 
 
 class LongNet(nn.Module):
-    """What :class:`LongNetEncoder` and :class:`LongNetDecoder` share, their arguments among it.
+    """The common base of :class:`LongNetEncoder` and :class:`LongNetDecoder`.
 
     Args:
-        embed_dim: width of the hidden states; num_heads must divide it.
-        num_heads: heads of every layer. They cannot be told from a checkpoint; GigaPath's slide encoders have 16.
+        embed_dim: width of the hidden states, a multiple of num_heads.
+        num_heads: heads of every layer. A checkpoint does not show them; GigaPath's slide encoders have 16.
         ffn_dim: hidden width of the feed-forward networks.
-        num_layers: how many layers.
-        attention: a RingDilatedAttention of any adapter, of which every layer has a copy, so that ranks whose layers
-            are called in another order are told. For weights that torchscale trained:
+        num_layers: number of layers.
+        attention: a RingDilatedAttention of any adapter. Every layer gets a copy, so that ranks that call layers in
+            different orders raise an error. For weights that torchscale trained:
             ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
-        sub_layer_norm: LayerNorm before the output projection of the attention and before ``ffn.fc2`` (``subln``).
+        sub_layer_norm: LayerNorm before the attention's output projection and before ``ffn.fc2`` (``subln``).
         normalize_output: LayerNorm after the last layer.
-        vocab_size: rows of ``embed_tokens``; None: no such layer, the model takes embeddings.
-        num_positions: rows of ``embed_positions``, of which the first two stay unused, as in fairseq; None: no such
-            layer.
-        output_size: rows of ``output_projection``; None: no such layer, the model returns hidden states.
+        vocab_size: rows of ``embed_tokens``. None: there is no such layer, and the model takes embeddings.
+        num_positions: rows of ``embed_positions``. The first two stay unused, as in fairseq. None: no such layer.
+        output_size: rows of ``output_projection``. None: there is no such layer, and the model returns hidden states.
         tied: ``output_projection`` shares the matrix of ``embed_tokens``.
         scale_embedding: multiply embeddings by sqrt(embed_dim).
         activation: of the feed-forward networks, ``"gelu"`` or ``"relu"``.
@@ -110,7 +91,7 @@ class LongNet(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above.
+        ValueError, TypeError: an argument is invalid.
     """
 
     _is_causal: ClassVar[bool]
@@ -149,8 +130,8 @@ class LongNet(nn.Module):
             raise ValueError(f"activation = {activation!r}: unknown option; choose 'gelu' or 'relu'.")
         if tied and (vocab_size is None or output_size != vocab_size):
             raise ValueError(
-                f"tied = True with vocab_size = {vocab_size} and output_size = {output_size}: one matrix serves both, "
-                "so give both the same number of rows, or leave tied off."
+                f"tied = True with vocab_size = {vocab_size} and output_size = {output_size}: they share "
+                "one matrix, so give both the same size, or leave tied off."
             )
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.scale = math.sqrt(embed_dim) if scale_embedding else 1.0
@@ -176,7 +157,7 @@ class LongNet(nn.Module):
             self.output_projection.weight = self.embed_tokens.weight
 
     def _scale_initial_weights(self, sub_layer_norm: bool) -> None:
-        """Embeddings and output of deviation embed_dim^-0.5; with sub-layer norm Magneto's gain, sqrt(ln(2 layers))."""
+        """Deviation embed_dim^-0.5 for embeddings and output; Magneto's gain sqrt(ln(2 layers)) with sub-layer norm."""
         for table in (self.embed_tokens, self.embed_positions, self.output_projection):
             if table is not None:
                 nn.init.normal_(table.weight, std=table.weight.shape[1] ** -0.5)
@@ -195,24 +176,24 @@ class LongNet(nn.Module):
         features_only: bool = False,
         return_hidden_states: bool = False,
     ) -> Any:
-        """The rows of this rank, of the output for the whole sequence.
+        """Compute this rank's rows of the output.
 
         Args:
             x: [batch, local seq, embed_dim], embeddings in the dtype of the parameters; or [batch, local seq], token
-                ids, int64 or int32. This rank's rows, as ``ring.shard`` cuts them.
-            seq_len: length of the global sequence; local length × ring size if None.
-            key_padding_mask: bool [batch, local seq], True = ignore this key. For what torchscale's encoder does with
-                padding, set the embeddings to zero there and give no mask.
-            features_only: leave ``output_projection`` out.
-            return_hidden_states: also return the embeddings and what each layer gives, before ``layer_norm``.
+                ids, int64 or int32. These are this rank's rows, as ``ring.shard`` cuts them.
+            seq_len: length of the global sequence. None: local length × ring size.
+            key_padding_mask: bool [batch, local seq], True = ignore this key. To get torchscale's treatment of
+                padding, set its embeddings to zero and give no mask.
+            features_only: skip ``output_projection``.
+            return_hidden_states: also return the embeddings and the output of each layer, before ``layer_norm``.
 
         Returns:
-            [batch, local seq, output_size], or embed_dim for output_size where there is no projection; with
-            ``return_hidden_states`` (that, a list of num_layers + 1 times [batch, local seq, embed_dim]).
+            [batch, local seq, output_size], or [batch, local seq, embed_dim] without projection. With
+            ``return_hidden_states`` a pair: this, and a list of num_layers + 1 tensors [batch, local seq, embed_dim].
 
         Raises:
-            ValueError, TypeError: x does not fit, or the sequence is longer than embed_positions; and what the
-                attention itself raises.
+            ValueError, TypeError: x does not fit, or the sequence is longer than embed_positions. The attention's own
+                errors.
         """
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
@@ -229,13 +210,13 @@ class LongNet(nn.Module):
         return (x, states) if return_hidden_states else x
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None) -> tuple[Tensor, int]:
-        """Scaled embeddings with their positions, and the length of the global sequence."""
+        """Scaled embeddings with positions added, and the length of the global sequence."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
         is_tokens = x.dtype in (torch.int64, torch.int32)
         if is_tokens and self.embed_tokens is None:
             raise TypeError(
-                f"x is {x.dtype}: there is no embed_tokens here; give embeddings, or make it by vocab_size."
+                f"x is {x.dtype}: the model has no embed_tokens; give embeddings, or make the model with vocab_size."
             )
         if not is_tokens and not x.is_floating_point():
             raise TypeError(f"x is {x.dtype}: expected floating embeddings, or token ids as int64; convert it.")
@@ -247,8 +228,8 @@ class LongNet(nn.Module):
         positions = ring.positions(seq_len)
         if x.shape[1] != len(positions):
             raise ValueError(
-                f"x has {x.shape[1]} local rows: of seq_len = {seq_len} this rank holds {len(positions)}; shard the "
-                f"sequence with ring.shard(x, dim=1), and give the length of the whole as seq_len."
+                f"x has {x.shape[1]} local rows: this rank holds {len(positions)} of seq_len = {seq_len}; shard the "
+                f"sequence with ring.shard(x, dim=1), and give the global length as seq_len."
             )
         if is_tokens:
             assert self.embed_tokens is not None
@@ -276,14 +257,14 @@ class LongNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> _Model:
-        """The model whose parameters these are; what can be told from names and shapes need not be given.
+        """Make the model of a state_dict. Sizes are found from names and shapes.
 
         Args:
-            state_dict: torchscale's, of the encoder or decoder alone, so that names begin with ``layers.``.
-            dtype: of the parameters; that of the state_dict if None.
+            state_dict: torchscale's, of the encoder or decoder alone: names begin with ``layers.`` and the like.
+            dtype: of the parameters. None: that of the state_dict.
 
         Raises:
-            ValueError: it is of no such model, or of one that is not supported.
+            ValueError: the state_dict is not of a LongNet, or of one that is not supported.
         """
         sizes = sizes_of(state_dict)
         dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
@@ -301,11 +282,11 @@ class LongNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> _Model:
-        """The model in a file that ``ring-backends convert`` wrote.
+        """Load the model from a file that ``ring-backends convert`` wrote.
 
         Raises:
-            ValueError: it is another file, of the other class, or was converted for another pattern.
-            OSError: it cannot be read.
+            ValueError: the file has another format, another class, or was converted for another pattern.
+            OSError: the file cannot be read.
         """
         found = read_checkpoint(path)
         if found["kind"] != cls._kind:
@@ -325,14 +306,14 @@ class LongNet(nn.Module):
 
 
 class LongNetEncoder(LongNet):
-    """LongNet's encoder: a position sees earlier and later ones. Arguments as of :class:`LongNet`."""
+    """LongNet's encoder: a position sees earlier and later positions. Arguments as in :class:`LongNet`."""
 
     _kind = "encoder"
     _is_causal = False
 
 
 class LongNetDecoder(LongNet):
-    """LongNet's decoder: a position sees itself and earlier ones. Arguments as of :class:`LongNet`."""
+    """LongNet's decoder: a position sees itself and earlier positions. Arguments as in :class:`LongNet`."""
 
     _kind = "decoder"
     _is_causal = True

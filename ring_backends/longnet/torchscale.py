@@ -1,4 +1,4 @@
-"""Checkpoints of LongNet: what names and shapes tell of a model, and what ``ring-backends convert`` writes."""
+"""Checkpoints of LongNet: reads files, and finds a model's sizes from the names and shapes of its parameters."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _NOT_SUPPORTED = (
     (r"embed_positions\.(?!weight$)", "positions that are not learned"),
 )
 
-OPTIONS = ("num_heads", "scale_embedding", "activation", "layer_norm_eps")  # which names and shapes do not tell
+OPTIONS = ("num_heads", "scale_embedding", "activation", "layer_norm_eps")  # not visible in names and shapes
 _BRANCHES = ("segment_lengths", "dilation_rates")
 
 
 def load_parameters(model: nn.Module, state_dict: Mapping[str, Tensor], *, assign: bool = False) -> None:
-    """``load_state_dict``, strict, of which a misfit is the caller's ValueError."""
+    """Strict ``load_state_dict`` that raises ValueError if the parameters do not fit."""
     try:
         model.load_state_dict(state_dict, assign=assign)
     except RuntimeError as error:
         raise ValueError(
-            f"state_dict: not the parameters of a {type(model).__name__} with these layers; give torchscale's, whole "
-            f"and without others. {' '.join(str(error).split())}"
+            f"state_dict: not the parameters of a {type(model).__name__} with these layers; give all of torchscale's "
+            f"and no others. {' '.join(str(error).split())}"
         ) from None
 
 
 def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The constructor's arguments that names and shapes tell: all but the heads and what has no parameters.
+    """The model's sizes: the constructor's arguments that follow from names and shapes.
 
     Raises:
-        ValueError: these are not the parameters of a LongNet, or of one that is not supported.
+        ValueError: the parameters are not of a LongNet, or of one that is not supported.
     """
     for name in state_dict:
         for pattern, what in _NOT_SUPPORTED:
@@ -63,19 +63,21 @@ def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
     numbers = {int(found[1]) for name in state_dict if (found := re.match(r"layers\.(\d+)\.", name))}
     if numbers != set(range(len(numbers))) or not numbers:
         raise ValueError(
-            f"state_dict has layers {sorted(numbers)}: expected names that begin with 'layers.0.' and so on without a "
-            "gap; give that of the encoder or decoder alone, and whole."
+            f"state_dict has layers {sorted(numbers)}: expected consecutive names that begin with 'layers.0.'; give "
+            "the whole state_dict of the encoder or decoder alone."
         )
     first = "layers.0."
     for name in (f"{first}self_attn.q_proj.weight", f"{first}ffn.fc1.weight"):
         if name not in state_dict or state_dict[name].dim() != 2:
-            raise ValueError(f"state_dict has no matrix {name}: not a LongNet of torchscale's; give one that is.")
+            raise ValueError(
+                f"state_dict has no matrix {name}: not a LongNet of torchscale; give one of its checkpoints."
+            )
     sub_layer_norm = f"{first}self_attn.inner_attn_ln.weight" in state_dict
     normalize_output = "layer_norm.weight" in state_dict
     if not sub_layer_norm and not normalize_output:
         raise ValueError(
-            "state_dict has neither inner_attn_ln nor layer_norm: post-norm or DeepNorm (deepnorm), which LongNet here "
-            "does not have, has the same names; give one that was trained with subln."
+            "state_dict has neither inner_attn_ln nor layer_norm: it may be post-norm or DeepNorm (deepnorm), "
+            "which are not supported; give a model that was trained with subln."
         )
     tables = {"vocab_size": "embed_tokens", "num_positions": "embed_positions", "output_size": "output_projection"}
     rows = {size: len(state_dict[f"{name}.weight"]) for size, name in tables.items() if f"{name}.weight" in state_dict}
@@ -94,11 +96,11 @@ def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What ``ring-backends convert`` wrote: kind, options, sizes, branches (None where they were not said), state_dict.
+    """Read a file of ``ring-backends convert``: kind, options, sizes, branches (None if not given), state_dict.
 
     Raises:
-        ValueError: this is another file.
-        OSError: it cannot be read.
+        ValueError: the file has another format.
+        OSError: the file cannot be read.
     """
     found = load_tensors(path)
     said = found.get("longnet") if isinstance(found, dict) else None
@@ -108,20 +110,20 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, on the CPU; nothing in it is executed.
+    """Load a file of ``torch.save`` on the CPU, without executing code from it.
 
     Raises:
-        ValueError: it is something else, was cut off, or holds more than tensors and plain values.
-        OSError: it cannot be read.
+        ValueError: the file has another format, is cut off, or holds more than tensors and plain values.
+        OSError: the file cannot be read.
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (MemoryError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # of many kinds, by what the file is
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which torch says of a file that was cut off
+    except Exception as error:  # of many types, depending on the file
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch raises EINVAL for a file that is cut off
             raise
         raise ValueError(
-            f"path = {os.fspath(path)!r}: not a whole file of tensors and plain values from torch.save; where it was "
-            f"made, save the state_dict alone: torch.save(model.state_dict(), path). {type(error).__name__}: {error}"
+            f"path = {os.fspath(path)!r}: not a whole file of tensors and plain values from torch.save; save "
+            f"the state_dict alone: torch.save(model.state_dict(), path). {type(error).__name__}: {error}"
         ) from error
