@@ -1,4 +1,4 @@
-"""A baseline: nothing but the block-attention kernel, on rows that lie ready and contiguous.
+"""A baseline: only the attention kernel, on contiguous rows.
 
 One call per branch, over all segments and heads at once, with the row counts that dilation leaves. It gathers nothing,
 merges nothing and writes its results nowhere: what is on top of it is the price of dilation as such.
@@ -27,7 +27,7 @@ class BareKernels:
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device) -> BareKernels:
-        """The tiles of ``case``, filled with normal numbers.
+        """The tiles of ``case``, with normally distributed values.
 
         Raises:
             ValueError: a segment length does not divide the sequence, or a rate its segment length, so that tiles of
@@ -60,7 +60,7 @@ class BareKernels:
 
 
 def _operators(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """ATen's own operator on the CPU; elsewhere the kernel that the project would choose."""
+    """ATen's operator on the CPU, elsewhere the kernel that the package selects."""
     scale = case.head_dim**-0.5
     if device.type == "cpu":
         aten = torch.ops.aten

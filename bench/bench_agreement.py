@@ -1,4 +1,4 @@
-"""What it costs a call to make sure that the ranks of its ring have agreed on such calls."""
+"""The cost of checking that all ranks of a ring make the same call."""
 
 from __future__ import annotations
 

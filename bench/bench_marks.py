@@ -1,4 +1,4 @@
-"""What packed documents and dropout cost: forward and backward on one device, one thread, against neither."""
+"""The cost of packed documents and of dropout: forward and backward on one device, with one thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = {
 
 @pytest.mark.parametrize("marks", MARKS)
 def bench_marks(benchmark: Any, request: pytest.FixtureRequest, branches: Branches, marks: str) -> None:
-    """Dropout is the math kernel's work; documents leave out what nobody sees."""
+    """Dropout needs the math kernel. With documents, tiles without visible pairs are skipped."""
     seq_len = SHRUNK if request.config.option.smoke else LENGTH
     options: dict[str, Any] = dict(MARKS[marks])
     if "documents" in options:

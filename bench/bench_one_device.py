@@ -1,4 +1,4 @@
-"""One device, one thread: dilated attention against the bare kernel calls it is made of, and against plain SDPA."""
+"""One device, one thread: dilated attention against its bare kernel calls, and against plain SDPA."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rings: every adapter that can run here, against a ring that sends everything and the all-gather method."""
+"""Rings: every usable adapter, against a ring that sends all rows and against all-gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much memory communication takes: the bytes of all hops' buffers that are alive together, at their most."""
+"""The peak of the bytes in all wire buffers that are alive at the same time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ring_backends.engine.wire_buffers import WireBuffer
 
 
 class BufferWatch:
-    """Attributes: ``most``, the bytes alive together at their most."""
+    """Attributes: ``most``, the peak in bytes."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -29,7 +29,7 @@ class BufferWatch:
 
 @contextlib.contextmanager
 def watched_buffers(attention: Any) -> Iterator[BufferWatch]:
-    """Watch the calls of ``attention``: every buffer that is made for parcels, and every one that is posted."""
+    """Watch the buffers that calls of ``attention`` make or post."""
     watch = BufferWatch()
     make, post = WireBuffer.__init__, attention.ring_pass
 

@@ -1,4 +1,4 @@
-"""What is measured: one attention call of one contestant, as plain values that travel to the ranks and into JSON."""
+"""The measured attention call of one contestant, as plain values for the ranks and for JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ON_ONE_RANK = (ONE_DEVICE, BARE_KERNELS, SDPA)
 ADAPTERS = ("native", "fsdp", "deepspeed", "fairscale")
 
 Branches = tuple[tuple[int, int], ...]
-"""(segment length, dilation rate) of each."""
+"""(segment length, dilation rate) of each branch."""
 
 STANDARD: Branches = ((2048, 1), (4096, 2), (8192, 4))
 
@@ -43,7 +43,7 @@ class Case:
 
     @property
     def adapter(self) -> str:
-        """Whose ring carries it."""
+        """The adapter whose ring is used."""
         return self.contestant if self.contestant in ADAPTERS else "native"
 
     @property
@@ -53,6 +53,6 @@ class Case:
 
     @property
     def tensor_bytes(self) -> int:
-        """q, k, v, out, their gradients and that of out, over all ranks: inputs and results of forward and backward."""
+        """Bytes of q, k, v, out and their gradients, over all ranks."""
         itemsize = {"fp64": 8, "fp32": 4}.get(self.dtype, 2)
         return 4 * (self.num_heads + self.kv_heads) * self.seq_len * self.head_dim * itemsize

@@ -1,6 +1,6 @@
-"""What the project claims of itself, measured: `python bench/claims.py --help`.
+"""Measurements of the project's claims: `python bench/claims.py --help`.
 
-Contestants of one claim take turns within one run, so that a machine that grows slower is so to all of them.
+The contestants of a claim take turns, so background load affects all of them equally.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ app.command("hidden-hops")(hidden_hops_command)
 
 @app.command("overhead")
 def overhead_command(repeats: Repeats = 11, shrink: Shrink = 1, json: Json = None) -> None:
-    """One device, one thread, 32,768 tokens: dilated attention over the bare kernel calls it is made of."""
+    """One device, one thread, 32,768 tokens: dilated attention over its bare kernel calls."""
     with Worlds() as worlds:
         report("overhead", {"repeats": repeats, "shrink": shrink}, overhead(worlds, repeats, shrink), json)
 
@@ -195,7 +195,7 @@ def timeline_command(
     ring_size: RingSize = 2,
     dtype: Dtype = "fp32",
 ) -> None:
-    """When each rank computed, posted hops and waited for them, in one call of dilated and one of plain attention."""
+    """When each rank computes, posts hops and waits for them, in a call of dilated and one of plain attention."""
     with Worlds() as worlds:
         found = timelines(worlds, shrink, ring_size, dtype)
     json.write_text(json_module.dumps(found) + "\n")
@@ -215,7 +215,7 @@ def timelines(worlds: Worlds, shrink: int, ring_size: int, dtype: str) -> list[d
 def in_turns(
     worlds: Worlds, cases: Sequence[Case], direction: rank.Direction, repeats: int, *, shorter: int = 1
 ) -> list[list[float]]:
-    """Seconds of each case's calls, which take turns, after one of each that warms up, ``shorter`` times as short."""
+    """Seconds of the calls of each case, in turns, after a warm-up call with lengths divided by ``shorter``."""
     for case in cases:
         worlds.time(shortened(case, shorter), direction)
     rounds = [[worlds.time(case, direction)["seconds"] for case in cases] for _ in range(repeats)]

@@ -1,10 +1,10 @@
-"""The clock that pytest-benchmark reads: it stands still but for the seconds that the slowest rank took."""
+"""The clock for pytest-benchmark. It advances only by the seconds of the slowest rank."""
 
 from __future__ import annotations
 
 
 class SlowestRankClock:
-    """Makes pytest-benchmark's statistics those of the ranks, and not of the pipe through which they are called."""
+    """Keeps the time of the pipes to the ranks out of the statistics."""
 
     __name__ = "slowest_rank"  # in the results, instead of an address
 

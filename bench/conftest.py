@@ -39,15 +39,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--contestants", type=_words, help="only these, as 'native,dense ring'")
     group.addoption("--layout", choices=["contiguous", "zigzag"], default="contiguous")
     group.addoption("--device", choices=["cpu", "cuda"], default="cpu")
-    group.addoption("--rounds", type=int, default=7, help="timed calls of a case, after one that warms up")
+    group.addoption("--rounds", type=int, default=7, help="timed calls of a case, after a warm-up call")
     group.addoption(
         "--budget",
         type=float,
         default=60.0,
-        help="seconds that a case may take; a call that takes longer is the only one, and not warmed up",
+        help="seconds per case; a call that takes longer is made once, without warm-up",
     )
-    group.addoption("--no-memory", action="store_true", help="spare the fresh ranks that memory is measured on")
-    group.addoption("--smoke", action="store_true", help="everything at tiny sizes, in seconds; times mean nothing")
+    group.addoption("--no-memory", action="store_true", help="do not measure memory, which needs new ranks")
+    group.addoption("--smoke", action="store_true", help="tiny sizes, in seconds; the times mean nothing")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,7 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Parameters of a benchmark; the last one changes fastest, so that a case's inputs serve both directions."""
+    """Parametrize a benchmark. The last parameter changes fastest, so both directions share a case's inputs."""
     option = metafunc.config.option
     contestants = getattr(metafunc.module, "CONTESTANTS", None)
     if contestants is None:  # no benchmarks
@@ -99,7 +99,7 @@ def memory(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[Case], d
     known: dict[Case, dict[str, Any]] = {}
 
     def measure(case: Case) -> dict[str, Any]:
-        # The bare kernels hold every branch's rows at once, which nobody has to.
+        # The bare kernels hold the rows of all branches at once, which attention does not need.
         if request.config.option.no_memory or case.contestant == BARE_KERNELS:
             return {}
         if case not in known:
@@ -116,7 +116,7 @@ def measure(
     worlds: Worlds,
     memory: Callable[[Case], dict[str, Any]],
 ) -> Measure:
-    """Time one direction of a case under pytest-benchmark; skipped, with the reason, where its adapter cannot run."""
+    """Time one direction of a case with pytest-benchmark. Skip it with the reason if its adapter cannot run."""
     option = request.config.option
 
     def run(case: Case, direction: rank.Direction) -> None:
@@ -124,7 +124,7 @@ def measure(
         reason = unusable(case)
         if reason is not None:
             pytest.skip(reason)
-        first = worlds.time(case, direction)  # warms up, and tells how many more are affordable
+        first = worlds.time(case, direction)  # warms up, and shows how many calls the budget allows
         rounds = min(option.rounds, int(option.budget // first["seconds"]))
         calls = [] if rounds else [first]
 
@@ -148,6 +148,6 @@ def _ranks(ring_size: int) -> str:
 
 
 def _of_one_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Messages and bytes by rank, the same in every call, and the share that each rank waited, in the median call."""
+    """Messages, bytes and share of waiting by rank, in the median call."""
     median = sorted(calls, key=lambda call: call["seconds"])[len(calls) // 2]
     return {name: value for name, value in median.items() if name != "seconds"}

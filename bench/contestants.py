@@ -1,7 +1,7 @@
-"""Who is compared: each contestant's forward and backward over one case, on the rank that asks.
+"""The contestants: forward and backward of each over one case, on this rank.
 
-Every one of them but the bare kernels and SDPA computes the same numbers. SDPA is the plain
-``scaled_dot_product_attention`` over the whole sequence: what one pays without dilation.
+All except the bare kernels and SDPA compute the same values. SDPA is ``scaled_dot_product_attention`` over the whole
+sequence, the cost without dilation.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Call:
-    """A contestant with its inputs. ``backward`` takes what ``forward`` returned.
+    """A contestant with its inputs. ``backward`` takes the result of ``forward``.
 
     Attributes:
-        attention: the module, of an adapter's ring.
-        computed_bytes: sent by this rank, by direction, where no traffic counts it.
+        attention: the module, for contestants that use an adapter's ring.
+        computed_bytes: bytes that this rank sends, by direction, if ``ring.traffic`` does not count them.
     """
 
     ring: Ring
@@ -49,7 +49,7 @@ class Call:
 
 
 def unusable(case: Case) -> str | None:
-    """Why a case cannot run here; None where it can."""
+    """The reason why a case cannot run here, or None."""
     if case.contestant == DENSE_RING and case.device != "cpu":
         return "the dense ring calls a kernel of the CPU"
     return available_adapters().get(case.contestant)
@@ -108,7 +108,7 @@ def _sdpa(is_causal: bool) -> Attend:
 
 
 class SynchronousRingDilatedAttention(NativeRingDilatedAttention):
-    """The native adapter with nothing hidden: a hop is waited for where it is posted."""
+    """The native adapter without overlap: each hop is waited for directly after it is posted."""
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         started = time.perf_counter()

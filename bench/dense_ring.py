@@ -1,4 +1,4 @@
-"""A baseline: ring attention that knows nothing of segments and dilation, and masks what a query may not see.
+"""A baseline: ring attention that sends all rows, and masks keys outside of a query's segments and dilation.
 
 It is a ring attention as one would write it without this project (arXiv 2310.01889): all rows of K and V travel round
 the ring, dK and dV in fp32 behind them; the next hop is posted before the current chunk is computed; at most two
@@ -34,7 +34,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def dense_ring_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
 ) -> Tensor:
-    """Dilated attention over a sequence that lies sharded over ``ring``; arguments as of RingDilatedAttention.
+    """Dilated attention over a sequence that is sharded over ``ring``; arguments as in RingDilatedAttention.
 
     Returns:
         out like query, with exact gradients.
@@ -51,7 +51,7 @@ def dense_ring_attention(
 
 @dataclass(frozen=True)
 class _Mask:
-    """Which key rows of a rank's chunk the local query rows see, block by block."""
+    """The key rows of a rank's chunk that local query rows see, block by block."""
 
     pattern: DilatedPattern
     ring: Ring
@@ -92,10 +92,10 @@ class _Mask:
 
 
 def _bias(query_segments: list[Tensor], key_segments: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """log of how many branches show each key to each query: [heads, queries, keys]; None where none shows any.
+    """log of the number of branches that show a key to a query: [heads, queries, keys]; None if no pair is visible.
 
     As a product of matrices, with a column for every segment of a branch that has both queries and keys: whoever
-    compares segment numbers pair by pair instead waits longer for the mask than for the attention.
+    compares segment numbers pair by pair instead takes longer for the mask than for the attention.
     """
     query_columns, key_columns = [], []
     for queries, keys in zip(query_segments, key_segments, strict=True):
@@ -170,7 +170,7 @@ def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A chunk under way to the next rank, and another from the previous one."""
+    """A chunk on its way to the next rank, and one from the previous rank."""
 
     works: list[dist.Work]
     leaving: Tensor
@@ -179,7 +179,7 @@ class _Hop:
 
     @classmethod
     def post(cls, chunk: Tensor, mask: _Mask, incoming_from: int, tag: int) -> _Hop:
-        """``incoming_from``: the rank whose rows are to arrive, by way of the previous rank."""
+        """``incoming_from``: the rank whose rows arrive, through the previous rank."""
         ring = mask.ring
         kind, batch, heads, _, head_dim = chunk.shape
         incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
@@ -206,7 +206,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Te
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Online softmax, in place; −inf with −inf stays −inf."""
+    """Merge by online softmax, in place; −inf with −inf stays −inf."""
     merged = torch.logaddexp(lse, other_lse)
     weight, other_weight = ((x - merged).exp().masked_fill(merged == -math.inf, 0.0) for x in (lse, other_lse))
     out.mul_(weight.unsqueeze(-1)).add_(other_out * other_weight.unsqueeze(-1))

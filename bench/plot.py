@@ -1,4 +1,4 @@
-"""Pictures of the result files: `python bench/plot.py` draws all of bench/results/ there.
+"""Draws the result files: `python bench/plot.py` draws all of bench/results/ there.
 
 table.json (pytest-benchmark's) becomes time and memory against sequence length and against ring size; timeline.json
 (of `claims.py timeline`) becomes one timeline per call in it.
@@ -30,7 +30,7 @@ def main(
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls in table.json.")] = "fp32",
     suffix: Annotated[str, typer.Option(metavar="svg|png|pdf")] = "svg",
 ) -> None:
-    """Draw what is in a folder of result files, beside them."""
+    """Draw the result files of a folder into that folder."""
     drawn: list[Path] = []
     if (table := folder / "table.json").exists():
         records = [record for record in read_records(table) if record.dtype == dtype]
@@ -48,7 +48,7 @@ def main(
 
 
 def by_length(records: Sequence[Record]) -> Any:
-    """Time and memory against sequence length: a column per ring size; what needs one rank is dashed in all of them."""
+    """Time and memory over sequence length: a column per ring size. Contestants of one rank are dashed lines in all."""
     sizes = sorted({record.ring_size for record in records})
     figure, axes = _grid(len(sizes))
     for column, size in enumerate(sizes):
@@ -62,7 +62,7 @@ def by_length(records: Sequence[Record]) -> Any:
 
 
 def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
-    """Time and memory against ring size: a column for each of the longest sequences; one rank's are dashed levels."""
+    """Time and memory over ring size: a column per long sequence. Contestants of one rank are dashed levels."""
     lengths = sorted({record.seq_len for record in records})[-most:]
     sizes = sorted({record.ring_size for record in records})
     figure, axes = _grid(len(lengths))
@@ -102,7 +102,7 @@ def _draw_lines(
     x_of: Callable[[Record], int],
     levels_over: Sequence[int] | None = None,
 ) -> None:
-    """Seconds on the first of ``axes``, MiB on the second. ``levels_over``: draw one rank's as levels over these."""
+    """Seconds on the first of ``axes``, MiB on the second. ``levels_over``: x range for contestants of one rank."""
     values: tuple[Callable[[Record], float | None], ...] = (
         lambda record: record.total_seconds,
         lambda record: None if record.peak_bytes is None else record.peak_bytes / 2**20,
@@ -122,7 +122,7 @@ def _draw_lines(
 
 
 def _label_log(axes: Any, values: Sequence[int]) -> None:
-    """A logarithmic x axis with these very values on it, and plain numbers on the y axis."""
+    """A logarithmic x axis with exactly these ticks, and plain numbers on the y axis."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)

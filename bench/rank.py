@@ -1,6 +1,6 @@
-"""What one rank does when it is measured. All ranks of a case make these calls together.
+"""Measurements on one rank. All ranks of a case make these calls together.
 
-Results are plain values: they travel back through a pipe, which the times do not include.
+Results are plain values, since they are sent through a pipe. The times do not include the pipe.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _WARM_UP_TOKENS = 64  # per rank
 
 
 def timed(case: Case, direction: Direction) -> dict[str, Any]:
-    """One call, begun by all ranks together: its seconds, those spent waiting for hops, messages and bytes sent.
+    """One call that all ranks begin together: its seconds, seconds of waiting for hops, messages and bytes sent.
 
-    ``"both"`` is forward and backward with no meeting between them. Inputs are kept for the next call of the case.
+    ``"both"`` is forward and backward without a barrier between them. Inputs are kept for the next call of the case.
     """
     device, call = _device(case), _call(case)
     saved = call.forward() if direction == "backward" else None
@@ -71,13 +71,13 @@ def timed(case: Case, direction: Direction) -> dict[str, Any]:
 
 
 def peak_memory(case: Case) -> dict[str, int | None]:
-    """What one forward and backward needs at its peak, its inputs included, in bytes: for ranks that did nothing else.
+    """Peak bytes of one forward and backward with its inputs, on ranks that did nothing else before.
 
-    On the CPU it is the increase of the resident set, over that of a process that has warmed up on a few tokens; on a
-    GPU that of the allocated memory. ``buffers`` are those of the hops alive together, for adapters' rings.
+    On the CPU this is the increase of the resident set after a warm-up on a few tokens, on a GPU the increase of the
+    allocated memory. ``buffers`` is the peak of the wire buffers, for adapters' rings.
     """
     device = _device(case)
-    tokens = _WARM_UP_TOKENS * case.ring_size  # in one segment, so that connections are opened too
+    tokens = _WARM_UP_TOKENS * case.ring_size  # in one segment over all ranks, so that connections are opened
     warm = _prepare(dataclasses.replace(case, seq_len=tokens, branches=((tokens, 1),)))
     warm.backward(warm.forward())
     del warm
@@ -108,7 +108,7 @@ def results(case: Case) -> list[Tensor]:
 
 
 def spans(case: Case) -> list[Span]:
-    """When this rank computed, posted hops and waited for them, in one forward and one backward."""
+    """When this rank computes, posts hops and waits for them, in one forward and one backward."""
     device, call = _device(case), _call(case)
     call.backward(call.forward())
 
@@ -126,31 +126,31 @@ def spans(case: Case) -> list[Span]:
 
 
 def environment(case: Case) -> dict[str, Any]:
-    """Where and with what a rank runs."""
+    """Device, threads and versions of a rank."""
     return {"device": device_name(_device(case)), "threads": torch.get_num_threads(), "versions": versions()}
 
 
 def forget() -> None:
-    """Let go of the inputs of cases measured before."""
+    """Free the inputs of earlier cases."""
     _call.cache_clear()
     gc.collect()
 
 
 def leave() -> None:
-    """End the process group, where no world does so."""
+    """Destroy the process group, in a process that no World manages."""
     forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def _give_back() -> None:
-    """Return freed memory to the system, as far as the C library can: else a call would find it there for nothing."""
+    """Return freed memory to the system, as far as the C library can, so that the next call's memory is counted."""
     gc.collect()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
-@lru_cache(maxsize=2)  # two that take turns
+@lru_cache(maxsize=2)  # two cases take turns
 def _call(case: Case) -> Call:
     return _prepare(case)
 

@@ -1,4 +1,4 @@
-"""What pytest-benchmark wrote, as one row per call: its forward and its backward beside each other."""
+"""Reads pytest-benchmark's JSON: one record per call, with its forward and its backward."""
 
 from __future__ import annotations
 

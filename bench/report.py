@@ -1,4 +1,4 @@
-"""Rows as a table for a person and as JSON for a program, with the machine that they were measured on."""
+"""Prints rows as a table, and writes them as JSON together with the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path | None) -> None:
-    """Print ``rows``, and write them to ``json_file`` if there is one. Values that are lists go to the file alone."""
+    """Print ``rows``, and write them to ``json_file`` if given. Lists are only written to the file."""
     if json_file is not None:
         known = pytest_benchmark_generate_machine_info()
         machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}

@@ -1,4 +1,4 @@
-"""The calls that the claims are about. `shrink` divides every length, for a look at a claim in seconds."""
+"""The calls of the claims. ``shrink`` divides every length, for a quick run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
     for length, rate in branches:
         if length % shrink or length // shrink % rate:
             raise ValueError(
-                f"shrink = {shrink}: a segment of {length} has to remain a multiple of its dilation rate {rate}; use a "
+                f"shrink = {shrink}: a segment of {length} has to stay a multiple of its dilation rate {rate}; use a "
                 f"divisor of {length // rate}."
             )
     branches = tuple((length // shrink, rate) for length, rate in branches)
@@ -29,13 +29,13 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
 
 
 def shortened(case: Case, by: int) -> Case:
-    """The same with all lengths divided by ``by``, as far as each segment keeps a multiple of its rate."""
+    """The case with all lengths divided by ``by``; segments stay multiples of their rates."""
     branches = tuple((max(rate, length // by // rate * rate), rate) for length, rate in case.branches)
     return dataclasses.replace(case, seq_len=max(1, case.seq_len // by), branches=branches)
 
 
 def ring_setups(shrink: int, dtype: str, plain_tokens: int = 65536) -> dict[str, Case]:
-    """What is divided over ranks: dilated attention at 65,536 tokens, and plain ring attention."""
+    """The calls on rings: dilated attention at 65,536 tokens, and plain ring attention."""
     dilated = setup(shrink, 65536, DILATED, dtype=dtype)
     return {
         "dilated": dataclasses.replace(dilated, causal=False),

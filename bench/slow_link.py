@@ -38,7 +38,7 @@ _PORT = "29400"
 
 
 class NoNamespacesError(RuntimeError):
-    """Network namespaces or limited links cannot be made here; says why."""
+    """The machine cannot make network namespaces or limit links; the message says why."""
 
 
 def hidden_hops_command(
@@ -48,7 +48,7 @@ def hidden_hops_command(
     dtype: Dtype = "fp32",
     json: Json = None,
 ) -> None:
-    """Two ranks on either side of a slow link: the share of a call that waits for hops, hidden and not."""
+    """Two ranks at the ends of a slow link: the share of a call that waits for hops, with and without overlap."""
     options = {"rates": rates, "repeats": repeats, "shrink": shrink, "dtype": dtype}
     try:
         rows = [row for rate in rates.split(",") for row in hidden_hops(rate, repeats, shrink, dtype)]
@@ -94,7 +94,7 @@ def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate as tc writes it, such as ``"100mbit"``."""
+    """A rate in the notation of tc, for example ``"100mbit"``."""
     for unit, factor in _UNITS.items():
         if rate.endswith(unit) and rate.removesuffix(unit).isdigit():
             return int(rate.removesuffix(unit)) * factor

@@ -14,8 +14,8 @@ from rich.console import Console
 
 def main(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Written with --benchmark-json.")],
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls to show.")] = "fp32",
-    seq_len: Annotated[int | None, typer.Option(help="Tokens of the calls to show; all lengths if not given.")] = None,
+    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Show calls of this dtype.")] = "fp32",
+    seq_len: Annotated[int | None, typer.Option(help="Show calls of this length. Default: all lengths.")] = None,
 ) -> None:
     """Time, memory and bytes of every call, by length and ring size."""
     rows: list[dict[str, Any]] = [

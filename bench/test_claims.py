@@ -1,4 +1,4 @@
-"""Every claim's measurement runs, on lengths at which its numbers mean nothing, and finds what it is meant to find."""
+"""The measurement of every claim runs at tiny lengths, and its results have the expected form."""
 
 from __future__ import annotations
 

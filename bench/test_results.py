@@ -1,4 +1,4 @@
-"""What pytest-benchmark writes becomes tables and pictures: from a real run of one small case."""
+"""Tables and pictures from the JSON of a real run of one small case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks to measure on: processes with one thread each, started once and used for many cases."""
+"""The ranks for measurements: processes with one thread each, which many cases share."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _CALL_TIMEOUT = 3 * 3600.0  # seconds; a dense method over 65,536 tokens takes m
 
 
 class Worlds:
-    """A world per adapter and ring size, each started at its first use; a context manager that ends them all.
+    """A world per adapter and ring size, started at first use. As a context manager it ends all of them.
 
     Args:
-        fresh_for_memory: whether memory is measured on ranks that have done nothing else, as it should be.
+        fresh_for_memory: whether to measure memory on new ranks.
     """
 
     def __init__(self, *, fresh_for_memory: bool = True) -> None:
@@ -25,14 +25,14 @@ class Worlds:
         self._worlds: dict[tuple[str, int], World] = {}
 
     def of(self, case: Case) -> World:
-        """The ranks for ``case``, used before and after by others."""
+        """The ranks for ``case``, which other cases share."""
         at = case.adapter, case.ring_size
         if at not in self._worlds:
             self._worlds[at] = World(case.ring_size, call_timeout=_CALL_TIMEOUT)
         return self._worlds[at]
 
     def time(self, case: Case, direction: rank.Direction) -> dict[str, Any]:
-        """One call: seconds of the slowest rank; by rank, the share of its own time waited, messages and bytes sent."""
+        """One call: seconds of the slowest rank; by rank the share of waiting, messages and bytes sent."""
         ranks = self.of(case).run(rank.timed, case, direction)
         return {
             "seconds": max(found["seconds"] for found in ranks),
@@ -42,8 +42,8 @@ class Worlds:
         }
 
     def peak_memory(self, case: Case) -> dict[str, Any]:
-        """By rank, bytes at the peak of forward and backward: inputs included; and of the hops' buffers, if known."""
-        if self.fresh_for_memory:  # a heap that another case grew must not count
+        """Peak bytes of forward and backward by rank, with inputs, and of the wire buffers if known."""
+        if self.fresh_for_memory:  # memory that an earlier case left in the heap must not count
             with World(case.ring_size, call_timeout=_CALL_TIMEOUT) as world:
                 ranks = world.run(rank.peak_memory, case)
         else:
@@ -51,7 +51,7 @@ class Worlds:
         return {f"{name}_bytes": [found[name] for found in ranks] for name in ("peak", "buffers")}
 
     def forget(self) -> None:
-        """Let the ranks free what they keep of the last cases."""
+        """Let the ranks free the inputs of earlier cases."""
         for world in self._worlds.values():
             world.run(rank.forget)
 

@@ -438,12 +438,18 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
 @pytest.mark.parametrize(
     ("kind", "x", "options", "error", "told"),
     [
-        ("encoder", inputs("decoder", 5), {}, TypeError, "there is no embed_tokens"),
+        ("encoder", inputs("decoder", 5), {}, TypeError, "the model has no embed_tokens"),
         ("encoder", inputs("decoder", 5).bool(), {}, TypeError, "torch.bool"),
         ("encoder", inputs("encoder", 5)[0], {}, ValueError, r"x has shape \(5, 24\)"),
         ("encoder", inputs("encoder", 5)[..., :7], {}, ValueError, "embed_dim = 24"),
         ("encoder", inputs("encoder", 5).float(), {}, TypeError, "float32"),
-        ("encoder", inputs("encoder", 5), {"seq_len": 9}, ValueError, "x has 5 local rows: of seq_len = 9"),
+        (
+            "encoder",
+            inputs("encoder", 5),
+            {"seq_len": 9},
+            ValueError,
+            "x has 5 local rows: this rank holds 9 of",
+        ),
         ("decoder", inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
     ],
 )

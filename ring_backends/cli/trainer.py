@@ -39,7 +39,7 @@ WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
 
 # Options that may differ between a run and its continuation.
-_FREE_ON_RESUME = frozenset(
+_MAY_DIFFER_ON_RESUME = frozenset(
     (
         *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
         *("save", "save_every", "resume", "json"),
@@ -106,8 +106,8 @@ class Trainer:
     def train(self) -> None:
         """Resume, train, save, evaluate, and report."""
         options = self.options
-        self._say_what_runs()
-        self._check_text()
+        self._print_header()
+        self._check_documents_are_equal()
         self._resume()
         self.ring.traffic.reset()
         steps: list[dict[str, Any]] = []
@@ -118,11 +118,11 @@ class Trainer:
                 show(record)
                 if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
                     self._save()
-        traffic = self._gather(self.ring.traffic.bytes, self.ring.traffic.messages)
+        traffic = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
         if options.save is not None and steps:
             self._save()
         evaluation_loss = self._evaluate()
-        peaks = [int(peak) for (peak,) in self._gather(peak_memory_bytes(self.device))]
+        peaks = [int(peak) for (peak,) in self._all_gather(peak_memory_bytes(self.device))]
         timed = steps[1:] or steps  # the first step also makes plans and connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
@@ -133,7 +133,7 @@ class Trainer:
             "peak_memory_bytes": peaks,
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
-            "parameters_sha256": None if options.json is None else _digest(self.state.full_state_dict()),
+            "parameters_sha256": None if options.json is None else _parameters_sha256(self.state.full_state_dict()),
             "device": device_name(self.device),
             "dtype": _name(self.dtype),
             "world_size": self.world_size,
@@ -143,10 +143,10 @@ class Trainer:
         }
         if options.json is not None and self.is_first:
             options.json.write_text(json.dumps(result, indent=2) + "\n")
-        self._say_what_was_reached(result)
+        self._print_summary(result)
 
-    def _check_text(self) -> None:
-        fingerprints = [int(fingerprint) for (fingerprint,) in self._gather(self.document.fingerprint())]
+    def _check_documents_are_equal(self) -> None:
+        fingerprints = [int(fingerprint) for (fingerprint,) in self._all_gather(self.document.fingerprint())]
         if len(set(fingerprints)) > 1:
             different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
             raise ValueError(
@@ -169,7 +169,7 @@ class Trainer:
         loss = self.state.loss(local_sum, count)
         self.state.backward(loss)
         self.state.step()
-        sums = self._gather(local_sum.item(), count, peak_memory_bytes(self.device))
+        sums = self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device))
         return {
             "step": step + 1,
             "loss": sum(row[0] for row in sums) / sum(row[1] for row in sums),
@@ -182,7 +182,7 @@ class Trainer:
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
-        sums = self._gather(local_sum.item(), count)
+        sums = self._all_gather(local_sum.item(), count)
         return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
@@ -199,7 +199,7 @@ class Trainer:
         )
         return local_sum, labels.numel()
 
-    def _gather(self, *values: float) -> list[list[float]]:
+    def _all_gather(self, *values: float) -> list[list[float]]:
         """The values of every rank, by global rank. fp64 holds a loss and any byte count up to 2⁵³."""
         return agree(self.world, "train", None, values)
 
@@ -242,7 +242,7 @@ class Trainer:
             )
         saved = json.loads(_options_path(path).read_text())
         for name, value in self._plain_options().items():
-            if name not in _FREE_ON_RESUME and saved.get(name) != value:
+            if name not in _MAY_DIFFER_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
                     f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}; give the same value "
                     f"to continue that run, or another --save."
@@ -262,7 +262,7 @@ class Trainer:
 
     # Output.
 
-    def _say_what_runs(self) -> None:
+    def _print_header(self) -> None:
         options, ring = self.options, self.ring
         branches = describe_branches(options.segment_lengths, options.dilation_rates)
         source = "given files" if options.text else "the Python standard library's sources"
@@ -308,7 +308,7 @@ class Trainer:
         peak = _per_rank([_mebibytes(size) for size in record["peak_memory_bytes"]])
         return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {peak} MiB"
 
-    def _say_what_was_reached(self, result: dict[str, Any]) -> None:
+    def _print_summary(self, result: dict[str, Any]) -> None:
         steps = result["steps"]
         reached = "no steps were left"
         if steps:
@@ -332,7 +332,7 @@ def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
-def _digest(state: Mapping[str, Tensor]) -> str:
+def _parameters_sha256(state: Mapping[str, Tensor]) -> str:
     """SHA-256 of the names and the bits of CPU tensors."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):

@@ -1,1 +1,1 @@
-"""Where this package meets others' models; each module imports its framework, so import the one you use."""
+"""Support for models and trainers of other libraries. Each module imports its library."""

@@ -1,13 +1,13 @@
-"""Hugging Face transformers: models whose attention is a ring's, by ``attn_implementation``::
+"""Ring dilated attention for Hugging Face transformers, by ``attn_implementation``::
 
     from ring_backends.integrations.transformers import register, shard_inputs
 
-    register(attention)  # of any adapter, on its ring
+    register(attention)  # of any adapter
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
     logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
 
-Every rank has the whole model and its rows of the sequence. Whatever works row by row (projections, norms, rotary
-embedding by ``position_ids``) needs no more; the attention goes around the ring.
+Every rank has the whole model and its rows of the sequence. Layers that work row by row (projections, norms, rotary
+embedding by ``position_ids``) stay unchanged. The attention uses the ring.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ except ImportError as error:
 __all__ = ["IGNORED", "register", "shard_inputs"]
 
 IGNORED = -100
-"""The label that transformers leaves out of a loss."""
+"""The label that losses of transformers ignore."""
 
 _REFUSED = {
     "sliding_window": "a window is not a dilated pattern; use segment lengths instead",
-    "softcap": "scores are not capped here; set the model's soft-capping to None",
+    "softcap": "soft-capping is not supported; set it to None in the model",
     "s_aux": "attention sinks are not supported; use a model without them",
-    "position_bias": "scores have no bias here; use a model with rotary or learned positions",
-    "head_mask": "heads are not masked here; prune them instead",
+    "position_bias": "biases of scores are not supported; use a model with rotary or learned positions",
+    "head_mask": "masking heads is not supported; prune them instead",
 }
-"""What a model may ask of its attention that this one does not do, and what to do about it."""
+"""Attention options that are refused, each with the way out."""
 
 _POSITIONS_AFTER_PADDING = frozenset(
     (
@@ -50,33 +50,33 @@ _POSITIONS_AFTER_PADDING = frozenset(
         *("ibert", "longformer", "luke", "mpnet", "esm"),
     )
 )
-"""Types of models whose first position is the one after that of padding."""
+"""Model types whose first position is ``pad_token_id + 1``."""
 
 
 @dataclass(frozen=True)
 class _RingMask:
-    """What a model hands on to its layers as a mask. No tensor, so that no other attention takes it for one."""
+    """The mask that a model passes to its layers. Not a tensor, so no other attention can use it by mistake."""
 
     padding: Tensor | None
     is_causal: bool
 
 
 def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> None:
-    """Make ``attn_implementation=name`` work: attention and masks of all layers by ``attention``.
+    """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
 
-    Decoders are causal and encoders are not, as the masks say that they ask for; grouped key/value heads and padding
-    masks are taken. What is not is refused by name in the forward pass: sliding windows, soft-capping, dropout,
-    attention weights as a result, cross-attention, key/value caches, packed sequences and masks of four dimensions;
-    and on a ring of several ranks models whose layers mix positions otherwise (convolutions, states), encoder-decoders,
-    and rotary embeddings that depend on the length (dynamic, longrope).
+    Whether a model is causal follows from its masks. Grouped key/value heads and padding masks are supported. The
+    forward pass refuses, with the option's name: sliding windows, soft-capping, dropout, attention weights as a result,
+    cross-attention, key/value caches, packed sequences and four-dimensional masks. On a ring of several ranks it also
+    refuses layers that mix positions in other ways (convolutions, states), encoder-decoders, and rotary embeddings that
+    depend on the length (dynamic, longrope).
 
     Args:
-        attention: a RingDilatedAttention of any adapter, of which every layer of a model gets a copy.
-        name: by which models ask for it; a name that exists already now means this one.
+        attention: a RingDilatedAttention of any adapter. Every layer of a model gets a copy.
+        name: value of ``attn_implementation``. An existing name is replaced.
 
     Raises:
-        TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` no string.
-        ValueError: ``attention`` drops weights: it would not hear of the model's ``eval()``.
+        TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` is not a string.
+        ValueError: ``attention`` has dropout, which the model's ``eval()`` would not switch off.
     """
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(
@@ -87,14 +87,14 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
     if attention.dropout_p:
         raise ValueError(
-            f"dropout_p = {attention.dropout_p}: the attention is no part of the model, and would drop weights after "
-            "model.eval() too; make it with dropout_p=0."
+            f"dropout_p = {attention.dropout_p}: the attention is not a submodule of the model, so model.eval() "
+            "would not switch its dropout off; make it with dropout_p=0."
         )
     ring = attention.ring
     by_layer: dict[int, RingDilatedAttention] = {}
 
     def attention_of(layer: nn.Module) -> RingDilatedAttention:
-        """Each layer's own, so that ranks that call layers in another order are told."""
+        """The layer's own copy, so that ranks that call layers in different orders raise an error."""
         index: Any = getattr(layer, "layer_idx", None)
         if index is not None and index not in by_layer and not torch.compiler.is_compiling():
             by_layer[index] = attention.copy_for(f"layer {index}")
@@ -113,7 +113,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         position_ids: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """As transformers calls it: [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
+        """q, k and v are [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
             _check_options(options, dropout)
@@ -128,7 +128,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             is_causal=mask.is_causal,
             seq_len=seq_len,
-            # A mask without padding stays one: the ranks have to agree on whether there is one.
+            # Passed even if nothing is padded here: all ranks have to pass a mask, or none.
             key_padding_mask=None if mask.padding is None else ~mask.padding,
         )
         return out, None
@@ -152,8 +152,8 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             if mask_function not in (causal_mask_function, bidirectional_mask_function):
                 raise ValueError(
                     "the model asks for a mask that is neither causal nor that of an encoder: sliding windows, chunks, "
-                    "custom masks and packed sequences are not supported. For position_ids that jump, as a zigzag "
-                    "shard's do, pass an attention_mask, as shard_inputs() does."
+                    "custom masks and packed sequences are not supported. If position_ids are not consecutive, as with "
+                    "a zigzag layout, pass an attention_mask, as shard_inputs() does."
                 )
         padding = None if attention_mask is None else attention_mask.bool()
         return _RingMask(padding, mask_function is causal_mask_function)
@@ -172,25 +172,26 @@ def shard_inputs(
     first_position: int = 0,
     **others: Tensor | None,
 ) -> dict[str, Any]:
-    """This rank's arguments of a model, from those of the whole sequence, which every rank passes alike.
+    """Make this rank's model arguments from those of the whole sequence, which every rank passes.
 
     Args:
-        ring: that of the registered attention.
+        ring: the ring of the registered attention.
         input_ids: int64 [batch, seq].
         attention_mask: [batch, seq], 0 where a token is padding.
-        labels: int64 [batch, seq], as the model takes them on one device; :data:`IGNORED` where there is none.
-        next_token_labels: whether the model is a causal one, whose label of a token is the next one's: they are shifted
-            before they are cut, since a shard's last label is on the next rank. False for masked language models.
-        first_position: what the model calls the first position; RoBERTa and its kin ``pad_token_id + 1``.
-        others: more tensors [batch, seq, …], such as token_type_ids.
+        labels: int64 [batch, seq], as the model takes them on one device; :data:`IGNORED` for no label.
+        next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
+            shifted before sharding, since the last label of a shard is on the next rank. False for masked language
+            models.
+        first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
+        others: other tensors [batch, seq, …], such as token_type_ids.
 
     Returns:
-        The keyword arguments: the local rows of all of these, ``position_ids`` (the rows' global positions) and
-        ``seq_len``. A loss that the model computes itself is the mean over this rank's labels; for the gradient of the
-        mean over all of them use ``state.loss`` on a sum.
+        Keyword arguments: the local rows of these tensors, ``position_ids`` (their global positions) and ``seq_len``. A
+        loss that the model itself computes is the mean over this rank's labels. For the gradient of the mean over all
+        labels pass a sum to ``state.loss``.
 
     Raises:
-        ValueError: a tensor is not as long as ``input_ids``, or says what the ring has to say.
+        ValueError: a tensor has another length than ``input_ids``, or ``position_ids`` or ``seq_len`` is given.
     """
     for name in {"position_ids", "seq_len"} & set(others):
         raise ValueError(
@@ -198,7 +199,7 @@ def shard_inputs(
         )
     seq_len = input_ids.shape[1]
     if attention_mask is None and ring.layout_kind == "zigzag" and ring.size > 1:
-        # Without one, transformers takes the jump in a zigzag shard's positions for the start of another document.
+        # Without a mask, transformers takes the jump in a zigzag shard's positions for the start of a new document.
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
     if labels is not None:
@@ -208,7 +209,7 @@ def shard_inputs(
             whole["shift_labels"] = whole["labels"]
     for name, tensor in whole.items():
         if tensor is not None and tensor.shape[1] != seq_len:
-            raise ValueError(f"{name} has {tensor.shape[1]} positions and input_ids {seq_len}: give the same to both.")
+            raise ValueError(f"{name} has {tensor.shape[1]} positions and input_ids {seq_len}: make them equal.")
     local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
     positions = ring.positions(seq_len).to(input_ids.device) + first_position
     return {**local, "position_ids": positions.unsqueeze(0).expand(len(input_ids), -1), "seq_len": seq_len}
@@ -218,12 +219,12 @@ def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
     if not isinstance(attention_mask, _RingMask):
         given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ValueError(
-            f"attention_mask is {given}: expected what transformers' mask functions make of [batch, local seq] with 0 "
-            "for padding, or of None; masks of pairs of positions, and models that make masks by themselves, are not "
+            f"attention_mask is {given}: expected None, or [batch, local seq] with 0 for padding, passed through "
+            "transformers' mask functions; masks of pairs of positions, and models that make their own masks, are not "
             "supported by a ring."
         )
     if is_causal is not None and is_causal != attention_mask.is_causal:
-        raise ValueError(f"is_causal = {is_causal}: the model's mask is for the contrary; leave it out.")
+        raise ValueError(f"is_causal = {is_causal}: contradicts the model's mask; leave it out.")
     return attention_mask
 
 
@@ -234,33 +235,33 @@ def _check_layer(module: nn.Module, num_queries: int, num_keys: int) -> None:
             "supported by a ring; call the model on whole sequences, with use_cache=False."
         )
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
-        raise ValueError(f"{type(module).__name__}: cross-attention is not dilated; use a model without it.")
+        raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
 
 
 def _check_model(config: Any, seq_len: int | None) -> None:
-    """Refuse, on several ranks, what would be another model on each of them."""
+    """Refuse models that would compute something else on several ranks than on one."""
     if seq_len is None:
         raise ValueError(
-            "seq_len is not given: the model's arguments are not those of a shard; call it with "
+            "seq_len is not given: these are not the arguments of a shard; call the model with "
             "shard_inputs(ring, input_ids=…)."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use one of its halves."
+            "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
     layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "attention"}
     if layer_types:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(layer_types))}: layers that mix positions in another way than by this "
-            "attention would see one shard alone; use a model of full_attention."
+            f"layer_types has {', '.join(sorted(layer_types))}: layers that mix positions without this attention "
+            "would see only one shard; use a model of full_attention."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
         rope_type = str(parameters.get("rope_type", parameters.get("type", "")))
         if "dynamic" in rope_type or rope_type == "longrope":
             raise ValueError(
-                f"rope_type = {rope_type!r}: its angles depend on the largest position, which is another one on each "
-                "rank; use 'default', 'linear', 'yarn' or 'llama3'."
+                f"rope_type = {rope_type!r}: its angles depend on the largest position, which differs between ranks; "
+                "use 'default', 'linear', 'yarn' or 'llama3'."
             )
 
 
@@ -271,7 +272,7 @@ def _check_options(options: dict[str, Any], dropout: float) -> None:
             "attention_probs_dropout_prob) to 0."
         )
     if options.get("output_attentions"):
-        raise ValueError("output_attentions = True: a ring never holds the attention weights; leave it out.")
+        raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
     for name, instead in _REFUSED.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} is given: {instead}.")
