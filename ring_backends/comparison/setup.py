@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from ring_backends.schedule.layout import LayoutKind
 
 ALL_GATHER = "all-gather"
 ONE_RANK = "one rank"
