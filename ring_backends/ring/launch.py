@@ -5,9 +5,9 @@ loopback interface. The parent process needs no torch. No rank outlives the othe
 Ctrl-C and the death of the parent end all of them.
 
 ``torch.multiprocessing.start_processes`` and torch's elastic launcher do less. They import torch in the parent. They
-report the rank that failed first, which may only be a neighbour that lost its connection to the rank at fault. And
-after ``SIGKILL`` of the parent, a rank that waits inside a collective stays alive until its timeout, because its
-``PR_SET_PDEATHSIG`` signal runs no Python handler there.
+report the rank that failed first, which may only be a neighbour that lost its connection to the rank at fault. They end
+ranks by signals that Python handles. A rank that waits in C++ for a hop handles none: with ``start_processes`` it
+outlives the parent until its timeout, also after Ctrl-C.
 """
 
 from __future__ import annotations

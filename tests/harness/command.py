@@ -25,7 +25,7 @@ KILLED_STEPS = 6
 
 
 def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int, float]:
-    """Run ``train`` on a short sequence, one rank in this process; the loss of each step that it took."""
+    """Run ``train`` on a short sequence, and return the loss of each step."""
     if num_ranks == 1:
         alone = CliRunner().invoke(app, arguments(folder, backend, *options))
         assert alone.exit_code == 0, alone.output
