@@ -1,8 +1,8 @@
-"""The all-gather method, for `compare` to hold against the ring: every rank collects K and V, then computes alone.
+"""The all-gather method, with which ``compare`` compares the ring: every rank collects K and V, then computes alone.
 
-An honest one: it collects the dilated rows of the branches that cross shards and no others, all of them in one
-collective, and computes the very tiles of the ring's plan. Like the ring it keeps nothing between forward and
-backward: backward collects K and V again, and sums the ranks' dK and dV by one reduce-scatter.
+The comparison is fair. The method collects only dilated rows of branches that cross shards, in one collective, and
+computes the same tiles as the ring. Like the ring it keeps nothing between forward and backward: the backward collects
+K and V again, and sums the ranks' dK and dV by one reduce-scatter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
 
 
 class _Rows(WireBuffer):
-    """Parcels at given offsets of a given buffer."""
+    """A wire buffer whose parcels lie at given offsets."""
 
     def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
         super().__init__(row_format, (), buffer.device)
@@ -43,8 +43,8 @@ class AllGatherExecutor:
 
     Attributes:
         call: of this rank.
-        ring: whose collectives carry the rows.
-        forward_plans, backward_plans: every rank's, from which follows what each contributes.
+        ring: carries the rows by collectives.
+        forward_plans, backward_plans: the plans of all ranks, from which the rows that each contributes follow.
     """
 
     call: AttentionCall
@@ -62,10 +62,10 @@ class AllGatherExecutor:
         return cls(call, ring, forward_plans, backward_plans)
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
-        """What the collectives make each rank send, by the ring algorithm of gloo and NCCL: computed, not measured.
+        """The bytes that each rank sends by the collectives, computed for the ring algorithm of gloo and NCCL.
 
-        An all-gather sends a contribution on to all other ranks, and a reduce-scatter as much in gradients. On the CPU
-        it is gloo's, whose reduce-scatter is an all-reduce, which is twice that.
+        An all-gather sends each contribution to all other ranks, and a reduce-scatter sends as many gradients. gloo's
+        reduce-scatter on the CPU is an all-reduce, which sends twice as much.
         """
         others = self.ring.size - 1
         row_format, grad_format = self._formats(key)
@@ -117,7 +117,7 @@ class AllGatherExecutor:
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
 
     def _collect(self, rows: LocalRows, plans: Sequence[RankPlan]) -> WireBuffer:
-        """All ranks' rows, by one all-gather."""
+        """Collect the rows of all ranks by one all-gather."""
         row_format, _ = self._formats(rows.key)
         size = _contribution_bytes(row_format, plans)
         plan = plans[self.ring.rank]
@@ -130,7 +130,7 @@ class AllGatherExecutor:
         return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
 
     def _bring_home(self, remote: WireBuffer, grads: LocalRows) -> None:
-        """Sum all ranks' dK and dV of this rank's rows, by one reduce-scatter, and add them to its own."""
+        """Sum the dK and dV of this rank's rows over all ranks by one reduce-scatter, and add them to ``grads``."""
         if not remote.buffer.numel():
             return
         sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
@@ -143,12 +143,12 @@ class AllGatherExecutor:
             scatter_add(here.value, parcel.source, value)
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
-        """Of K and V, and of dK and dV."""
+        """The formats of K and V, and of dK and dV."""
         row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
     def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:
-        """Every rank's contribution, one behind the other; of it, the parcels that this rank has tiles for."""
+        """The contributions of all ranks in one buffer, with the parcels that this rank has tiles for."""
         used = {
             (index, tile.parcel.key): tile.parcel
             for index, block in enumerate(plans[self.ring.rank].blocks)
@@ -168,12 +168,12 @@ class AllGatherExecutor:
 
 
 def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int:
-    """What each rank puts into a collective: as much as the rank that has most, since all have to be equal."""
+    """The size of every rank's contribution: that of the largest, since a collective takes equal ones."""
     return max(row_format.buffer_bytes(parcel for _, parcel in _starting_at(plan)) for plan in plans)
 
 
 def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> WireBuffer:
-    """One rank's contribution."""
+    """The contribution of one rank."""
     offsets, offset = {}, 0
     for _, parcel in _starting_at(plan):
         offsets[parcel] = offset
@@ -188,7 +188,7 @@ def _tiles(block: HeadBlock) -> Iterator[Tile]:
 
 
 def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
-    """The parcels that set out from the plan's rank, block of heads by block of heads: its rows that others need."""
+    """Yield (index of the block, parcel) for the rows of the plan's rank that other ranks need."""
     for index, block in enumerate(plan.blocks):
         passing = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
         for message in (message for step in block.steps for message in step.sends):
@@ -196,9 +196,9 @@ def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
 
 
 def _all_gather(ring: Ring, tensor: Tensor) -> Tensor:
-    """Equally shaped tensors of all ranks, stacked: [size, …]."""
+    """Stack equally shaped tensors of all ranks: [size, …]."""
     gathered = tensor.new_empty((ring.size, *tensor.shape))
-    # Lists, since the forms that take one tensor changed their name between the torch releases in use.
+    # As a list: the function for one tensor has different names in different torch releases.
     dist.all_gather(list(gathered), tensor.contiguous(), group=ring.group)
     return gathered
 
