@@ -1,14 +1,15 @@
 """The documentation's configuration: Sphinx, pages in Markdown (MyST), and the API from the docstrings.
 
-The rule of this file: a build needs no network and no framework but torch, and every warning is an error. Pages take
-over parts of README.md and its like instead of repeating them; links in those parts that lead into the repository are
-checked here, since they mean nothing on a page.
+A build needs no network and no framework other than torch. Every warning is an error. A page may include a whole file
+of the repository, such as ADAPTERS.md. Links of an included file that lead into the repository are checked here, and
+become links to pages.
 """
 
 from __future__ import annotations
 
 import builtins
 import re
+import sys
 from pathlib import Path
 
 import typer
@@ -21,6 +22,9 @@ import ring_backends
 from ring_backends.cli import app as command_line
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "docs"))
+
+import draw_architecture  # noqa: E402
 
 project = "ring_backends"
 author = "the ring_backends contributors"
@@ -42,7 +46,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_use_type_comments = False
 python_maximum_signature_line_length = 100
-# deepspeed and fairscale do not go into one environment, and one page is no reason to install any framework.
+# The documentation builds without any framework installed.
 autodoc_mock_imports = [
     *("deepspeed", "fairscale", "transformers", "matplotlib"),
     "ring_backends.adapters.fairscale.training",  # reads FairScale's signatures when it is imported
@@ -50,9 +54,9 @@ autodoc_mock_imports = [
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_custom_sections = [("Attributes", "params_style")]  # of its own accord it takes "size, rank" for a type
+napoleon_custom_sections = [("Attributes", "params_style")]  # the default reads "size, rank" as a type
 
-# Names of other projects, whose inventories a build without a network cannot ask; ours have to be found.
+# Names of other projects. Their inventories need a network. Names of this project must resolve.
 _ELSEWHERE = (
     "torch",
     "collections",
@@ -64,13 +68,13 @@ _ELSEWHERE = (
     "typing",
     "typing_extensions",
     "pytest",
-    "_pytest",  # where its names are found to be from
+    "_pytest",  # where pytest defines its names
 )
 _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
-    *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals, which the texts beside them spell out
+    *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals; the docstrings list their values
 }
 _INTERNAL = ("agreement.Agreement", "longnet._Model", "schedule.branch.BranchSchedule", "testing.capabilities.Test")
 nitpick_ignore_regex = [
@@ -81,7 +85,7 @@ nitpick_ignore_regex = [
     ("py:mod", r"ring_backends\..*"),
 ]
 
-# Where a file of the repository is a page.
+# Files of the repository that have a page.
 PAGES = {
     "ADAPTERS.md": "adapters.md",
     "docs/index.md": "index.md",
@@ -97,7 +101,7 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)\)")
 
 
 def _adapt_links(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
-    """Let links of an included file lead to pages, or name the file where there is none."""
+    """Turns links of an included file into links to pages. Where a file has no page, the text names the file."""
     folder = (Path(app.srcdir) / path).resolve().parent
 
     def adapt(link: re.Match[str]) -> str:
@@ -116,13 +120,13 @@ def _adapt_links(app: Sphinx, path: Path, page: str, content: list[str]) -> None
 
 
 def _keep_summary(app: Sphinx, what: str, name: str, of: object, options: object, lines: list[str]) -> None:
-    """Of "rows that each rank sends: int64 [ring size]", napoleon would take the first part for a type."""
+    """Keeps napoleon from reading "rows that each rank sends: int64 [ring size]" as a type and a description."""
     if what in ("attribute", "data", "property") and lines:
         lines[0] = re.sub(r":(?= (?:int64|float64|\[))", ",", lines[0])
 
 
 class CommandLineOptions(SphinxDirective):
-    """Every command of the command line with its options, from the program itself."""
+    """Lists every command with its options, as the program defines them."""
 
     def run(self) -> list[nodes.Node]:
         lines = []
@@ -140,7 +144,14 @@ class CommandLineOptions(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
+def _check_picture(app: Sphinx) -> None:
+    """Warns if the picture of the rooms is not what the code gives now."""
+    if draw_architecture.PICTURE.read_text(encoding="utf-8") != draw_architecture.draw():
+        logging.getLogger(__name__).warning("architecture.svg is out of date: run python docs/draw_architecture.py")
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("builder-inited", _check_picture)
     app.add_directive("command-line-options", CommandLineOptions)
     app.connect("include-read", _adapt_links)
     app.connect("autodoc-process-docstring", _keep_summary, priority=400)  # before napoleon
