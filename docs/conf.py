@@ -76,7 +76,10 @@ _SHORT = {
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
     *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals; the docstrings list their values
 }
-_INTERNAL = ("agreement.Agreement", "longnet._Model", "schedule.branch.BranchSchedule", "testing.capabilities.Test")
+_INTERNAL = (
+    *("longnet.model._Model", "ring.agreement.Agreement", "schedule.branch.BranchSchedule"),
+    "testing.capabilities.Test",
+)
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
     ("py:.*", rf"({'|'.join(map(re.escape, sorted(_SHORT)))})"),
@@ -88,14 +91,9 @@ nitpick_ignore_regex = [
 # Files of the repository that have a page.
 PAGES = {
     "ADAPTERS.md": "adapters.md",
-    "docs/index.md": "index.md",
-    "docs/packed-documents.md": "packed-documents.md",
-    "docs/dropout.md": "dropout.md",
-    "docs/activation-checkpointing.md": "activation-checkpointing.md",
-    "docs/longnet.md": "longnet.md",
     "SECURITY.md": "security.md",
     "bench/README.md": "benchmarks.md",
-    "bench/results": "performance.md",
+    **{f"docs/{path.name}": path.name for path in (ROOT / "docs").glob("*.md")},
 }
 _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)\)")
 
