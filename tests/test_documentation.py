@@ -1,12 +1,13 @@
-"""What the documentation shows is run: examples after ``>>>``, programs under torchrun, commands by their options.
+"""Runs what the documentation shows: examples after ``>>>``, programs under torchrun, options of commands.
 
-An example is checked against what stands below it; all of a page share their names, from top to bottom. A program is a
-block whose first line says its name and how to run it, and it is run just so, in a folder of its own. Links, anchors
-and names of the API are the business of ``sphinx-build -W -n`` (``tox run -e docs``).
+The examples of a page share their names, from top to bottom. A program is a block whose first line gives its name and
+its command; the test runs it in a temporary folder. ``sphinx-build -W`` checks links, anchors and names of the API
+(``tox run -e docs``).
 """
 
 from __future__ import annotations
 
+import configparser
 import doctest
 import os
 import re
@@ -26,7 +27,11 @@ import ring_backends
 from ring_backends.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
-GUIDES = [ROOT / name for name in ("README.md", "ADAPTERS.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md")]
+PACKAGE = Path(ring_backends.__file__).parent
+GUIDES = [
+    ROOT / name
+    for name in ("README.md", "ADAPTERS.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "bench/NOTES.md")
+]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"# (?P<name>\w+\.py); run it as: (?P<command>[^\n]+)\n")
@@ -36,7 +41,7 @@ pytestmark = pytest.mark.skipif(not PAGES, reason="this tree has no docs/")
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
-    """The line on which each block of code of these languages begins, and what is in it."""
+    """The code blocks in these languages: the line number before each block, and its text."""
     text = page.read_text(encoding="utf-8")
     return [
         (text.count("\n", 0, block.start("text")), block["text"])
@@ -58,9 +63,8 @@ def documented_modules() -> list[str]:
         if parts[0] in ring_backends.__all__:
             modules.add(getattr(ring_backends, parts[0]).__module__)
             continue
-        # By their files, since importing one may need its framework.
-        folder = Path(ring_backends.__file__).parent
-        while not (folder.joinpath(*parts).is_dir() or folder.joinpath(*parts).with_suffix(".py").is_file()):
+        # Found by file: importing a module may need its framework.
+        while not (PACKAGE.joinpath(*parts).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").is_file()):
             parts.pop()
         modules.add(".".join(["ring_backends", *parts]))
     return sorted(modules)
@@ -76,8 +80,8 @@ def programs() -> list[Any]:
 
 
 def environment(**others: str) -> dict[str, str]:
-    """For other processes: this package on their path, one thread each, and no network."""
-    path = os.pathsep.join([str(Path(ring_backends.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
+    """The environment of a started process: this package on the path, one thread, no network."""
+    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
     return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **others}
@@ -103,7 +107,7 @@ def check(test: doctest.DocTest) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_of_pages(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    lines: list[str] = []  # with the page's own numbers
+    lines: list[str] = []  # at the line numbers of the page
     for line, text in blocks(page, "python", "pycon"):
         if text.startswith(">>>"):
             lines += [""] * (line - len(lines)) + text.splitlines()
@@ -150,21 +154,21 @@ def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
 
 
 def without_rounding(text: str) -> str:
-    return re.sub(r"\de-\d\d", "small", text)  # the last bits are the machine's
+    return re.sub(r"\de-\d\d", "small", text)  # the last bits depend on the machine
 
 
 def shown_below(program: str) -> list[str]:
-    """The lines that a page says a program prints."""
+    """The output that a page shows below a program."""
     for page in [*GUIDES, *PAGES]:
         _, found, below = page.read_text(encoding="utf-8").partition(program)
-        if found and (shown := re.match(r"```\n\nprints[^\n]*\n\n```text\n(.*?)```", below, re.DOTALL)):
+        if found and (shown := re.match(r"```\n\n[^\n]*The program prints:\n\n```text\n(.*?)```", below, re.DOTALL)):
             return shown[1].splitlines()
     return []
 
 
 @pytest.mark.timeout(300)
 def test_two_hosts(tmp_path: Path) -> None:
-    """The command of the page, given twice on this machine."""
+    """Runs the page's command for two hosts twice on this machine."""
     page = ROOT / "docs" / "getting-started.md"
     (command,) = {
         line.removeprefix("$ ")
@@ -197,6 +201,24 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert statuses == [0, 0], told
     assert "rank 0 of 2" in told
     assert "rank 1 of 2" in told
+
+
+def test_the_rooms_are_those_of_the_import_contract() -> None:
+    """docs/architecture.md lists the rooms in the order that setup.cfg gives."""
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## The rooms")[2].partition("![")[0]
+    listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg", encoding="utf-8")
+    assert listed == re.findall(r"\w+", config["importlinter:contract:order"]["layers"])
+
+
+@pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=name_of)
+def test_source_files_that_are_named_exist(page: Path) -> None:
+    """A path in backticks, such as ``engine/call.py``, is relative to the package, the repository or the page."""
+    named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|json|cfg))`", page.read_text(encoding="utf-8"))
+    missing = {path for path in named if not any((base / path).exists() for base in (PACKAGE, ROOT, page.parent))}
+    assert not missing
 
 
 @pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=name_of)
