@@ -77,8 +77,8 @@ _SHORT = {
     *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals; the docstrings list their values
 }
 _INTERNAL = (
-    *("longnet.model._Model", "ring.agreement.Agreement", "schedule.branch.BranchSchedule"),
-    "testing.capabilities.Test",
+    *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
+    *("schedule.branch.BranchSchedule", "schedule.links.Links", "schedule.pattern.Positions"),
 )
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
