@@ -1,12 +1,12 @@
 """Checks that all ranks make the same call, and tells a mismatch from a lost peer.
 
-The first time a rank uses a configuration it publishes it in the ring's store and compares it with the others'. After
-that a call costs nothing but a number: call number and configuration make up the tag of every hop, so that ranks whose
-calls differ wait for each other instead of reading each other's bytes. When such a wait fails, every rank publishes its
-latest calls, which tells ranks that made different calls from ranks that are gone.
+The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'.
+After that, a check costs no communication: the tag of every hop contains the call number and the configuration. Ranks
+whose calls differ then wait for each other instead of reading each other's bytes. When such a wait fails, every rank
+publishes its latest calls. Ranks that made different calls can so be told from ranks that are gone.
 
-A rank that refuses its arguments makes no hop, so its peers would wait in vain. It publishes the refusal, and a peer
-that has waited for a while looks for one (:mod:`ring_backends.ring.watchdog`).
+A rank that refuses its arguments makes no hop, and its peers would wait until the timeout. It therefore publishes the
+refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.watchdog import call_with_timeout
 
 REFUSED = "refused"
-"""The field under which a rank publishes, instead of a configuration, why it does not make the call."""
+"""The field under which a rank publishes why it refuses a call, in place of a configuration."""
 
 
 def grace(timeout: timedelta) -> float:
-    """The last seconds of a call's time, in which a rank whose wait has failed asks where the others are."""
+    """The last seconds of a call's time. A rank whose wait has failed uses them to collect the other ranks' reports."""
     return min(3.0, timeout.total_seconds() / 4)
 
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """What all ranks of a ring must have in common in one call: field name to a value that JSON can hold."""
+    """The fields of a call that must be equal on all ranks: field name to a value that JSON can hold."""
 
     fields: Mapping[str, object]
 
@@ -51,23 +51,23 @@ class Configuration:
 
     @cached_property
     def digest(self) -> bytes:
-        """Stands for the text where many are remembered."""
+        """A short substitute for the text, for remembering many configurations."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
 
 
 def backward_of(call_number: int) -> str:
-    """The direction of a backward: two calls may be alike in all but their numbers, and so may their backwards."""
+    """The direction of a backward. It has the call's number, since two calls may be equal in everything else."""
     return f"backward of call {call_number}"
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that all ranks of a ring make: its number, what it does, and when it has to end.
+    """One call that all ranks of a ring make: its number, its configuration and its deadline.
 
     Attributes:
-        end: the last moment, by ``time.monotonic``, at which the call may end.
-        timeout: how long before that it began.
-        name: for error messages, of a call whose configuration does not tell it.
+        end: the deadline of the call, by ``time.monotonic``.
+        timeout: the time from the beginning of the call to ``end``.
+        name: name of the call for error messages, if the configuration does not contain it.
     """
 
     number: int
@@ -82,11 +82,11 @@ class Call:
         return zlib.crc32(f"{self.number}:{self.direction}:{self.configuration.text}".encode()) & 0x7FFF_0000
 
     def tag(self, index: int) -> int:
-        """The tag of hop ``index``: 31 bits, of which the upper 15 stand for the call and its configuration."""
+        """The 31-bit tag of hop ``index``. The upper 15 bits are a hash of the call and its configuration."""
         return self._tag | (index & 0xFFFF)
 
     def time_left(self) -> timedelta:
-        """How long a wait for a peer may still take; never zero, which some transports take for no limit."""
+        """How long a wait for a peer may still take. Never zero, which some transports read as no limit."""
         return timedelta(seconds=max(0.001, self.end - grace(self.timeout) - time.monotonic()))
 
     @property
@@ -100,10 +100,10 @@ class Agreement:
     """One rank's side of the checks.
 
     Args:
-        store: shared by the ranks of this ring and by nobody else.
-        rank, size: in the ring.
-        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on.
-        abort: closes the ring's connections, so that peers that wait for this rank learn at once.
+        store: shared by the ranks of this ring only.
+        rank, size: ring rank and ring size.
+        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
+        abort: closes the ring's connections, which ends the waits of peers for this rank.
     """
 
     store: Store
@@ -123,12 +123,12 @@ class Agreement:
 
     @property
     def _patience(self) -> float:
-        """Seconds for one question to the store of a ring that may have failed."""
+        """Timeout in seconds of one request to the store of a ring that may have failed."""
         return grace(self.timeout) / 6
 
     @property
     def has_failed(self) -> bool:
-        """Whether the ring is closed, because a call of it has failed."""
+        """Whether the ring is closed because one of its calls has failed."""
         return self._failure is not None
 
     def begin(
@@ -140,18 +140,18 @@ class Agreement:
         timeout: timedelta | None = None,
         name: str | None = None,
     ) -> Call:
-        """Number a call, after making sure that all ranks mean the same by it.
+        """Number a call, after making sure that all ranks make the same one.
 
         Args:
-            configuration: what they have to have in common.
-            direction: which part of the call it is: ``"forward"``, or a backward.
-            check_again: whether to ask the others although they have agreed on this configuration before.
-            timeout: of this call, instead of the ring's.
-            name: of the call for error messages, where the configuration does not tell it.
+            configuration: the fields that must be equal on all ranks.
+            direction: ``"forward"``, or what :func:`backward_of` returns.
+            check_again: compare with the other ranks even if they have agreed on this configuration before.
+            timeout: of this call, in place of the ring's.
+            name: name of the call for error messages, if the configuration does not contain it.
 
         Raises:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
-            RingPeerError: a rank did not come to the check in time, or an earlier call of this ring failed.
+            RingPeerError: a rank did not publish its configuration in time, or an earlier call of this ring failed.
         """
         if self._failure is not None:
             raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
@@ -166,15 +166,15 @@ class Agreement:
         return call
 
     def number_module(self) -> int:
-        """Number an attention module, so that two alike whose calls are swapped on one rank are told apart."""
+        """Number an attention module, so that two equal modules called in a different order are a mismatch."""
         self._num_modules += 1
         return self._num_modules
 
     def refuse(self, error: Exception) -> None:
-        """Publish that this rank refused its arguments, so that ranks that make the call need not wait for it."""
+        """Publish that this rank refused its arguments, so that ranks that make the call stop waiting for it."""
         text = f"refused its arguments with {type(error).__name__}: {str(error).rstrip(chr(46))}"
         number = self._num_calls
-        self._num_calls += 1  # it was one, and the next call is the others' next call too
+        self._num_calls += 1  # a refused call is counted, as on the ranks that make it
         self._refused[number] = text
         keys = {f"check/{number}/{self.rank}": json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
         for key, value in keys.items():
@@ -183,10 +183,10 @@ class Agreement:
 
     @contextlib.contextmanager
     def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[None]:
-        """Around a wait for a peer in ``call``: lets :meth:`end_vain_wait` find out that it is in vain.
+        """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
-            end: ends the wait, where it is not for a hop of this ring.
+            end: ends the wait. By default the ring's connections are closed.
         """
         before, self._num_waits = self._waiting, self._num_waits + 1
         self._waiting = call, end or self.abort
@@ -196,15 +196,15 @@ class Agreement:
             self._waiting = before
 
     def wait_number(self) -> int | None:
-        """The number of the wait that this rank is in; None if it is in none."""
+        """The number of the current wait; None if this rank waits for nothing."""
         return None if self._waiting is None else self._num_waits
 
     def end_vain_wait(self) -> None:
-        """End this rank's wait, by closing connections, if a rank that it may be waiting for will not come.
+        """End this rank's wait if a rank has closed the ring or refused the call.
 
-        Called from another thread, while the rank that waits for a hop has no use for the store.
+        Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
         """
-        waiting = self._waiting  # once: the other thread may be done with it at any moment
+        waiting = self._waiting  # read it once: the waiting thread may finish at any moment
         if waiting is None:
             return
         call, end = waiting
@@ -212,7 +212,7 @@ class Agreement:
             end()
 
     def peer_has_failed(self) -> bool:
-        """Whether a rank has published that it closed the ring, while this one has not."""
+        """Whether another rank has closed the ring, and this one has not."""
         failed = partial(self.store.check, ["failed"])
         return not self.has_failed and call_with_timeout(self._patience, failed, default=False)
 
@@ -224,7 +224,7 @@ class Agreement:
             self.store.set(keys[self.rank], call.configuration.text)
             self._wait_for(keys, call)
             published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
-            # All ranks are here, so none still reads a check before; a run of many lengths would fill the store.
+            # All ranks have come, so none reads an earlier check any more. Without this, many lengths fill the store.
             while len(self._published) > 1:
                 self.store.delete_key(self._published.popleft())
             self._refused.clear()
@@ -237,36 +237,39 @@ class Agreement:
             absent = call_with_timeout(
                 self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], default=everybody
             )
-            cause = TimeoutError("they have not all come")
+            cause = TimeoutError("they did not all come")
             self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
-            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks of the ring made the call; all have to.")
+            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks have to.")
         if not _all_equal(published.values()):
             raise RingMismatchError(describe_differences(published))
 
     def _wait_for(self, keys: list[str], call: Call) -> None:
-        """By asking again and again: a wait of the store's own would keep other threads from it."""
+        """Poll the store. ``Store.wait`` would block the other threads that use it."""
         pause = 0.001
         while not self.store.check(keys):
             if call.time_left() <= timedelta(milliseconds=1):
-                raise dist.DistStoreError("they have not all come")
+                raise dist.DistStoreError("they did not all come")
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
 
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
-        """Close the ring and raise what a failed wait means, after hearing from the other ranks where they are.
+        """Close the ring after a failed wait, collect the other ranks' reports, and raise the error that they show.
+
+        Args:
+            what: the wait that failed, for the message.
 
         Raises:
             RingMismatchError: another rank made a different call under the same number, or refused to make it.
-            RingPeerError: otherwise; ``what`` names what was waited for.
+            RingPeerError: otherwise.
         """
-        heard = {self.rank: self._close(what)}
+        reports = {self.rank: self._close(what)}
         seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
         call_with_timeout(
-            seconds, lambda: self._collect_failures(heard, call, time.monotonic() + seconds), default=None
+            seconds, lambda: self._collect_failures(reports, call, time.monotonic() + seconds), default=None
         )
-        ends = dict(heard)  # which a store that does not answer any more may still be adding to
+        ends = dict(reports)  # a copy: the thread that asks a slow store may still add reports
         for number in ends[self.rank]["calls"]:
             positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
             if not _all_equal(positions.values()):
@@ -280,47 +283,47 @@ class Agreement:
         ]
         if refusals:
             raise RingMismatchError(
-                f"{'; '.join(refusals)}. The other ranks of the ring made the call, and all have to; the ring is "
-                "closed, make a new one with initialize()."
+                f"{'; '.join(refusals)}. The other ranks made the call, and all ranks have to; the ring is closed, "
+                "make a new one with initialize()."
             ) from cause
         raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
         if raised:
             raise RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.") from cause
         raise RingPeerError(
-            f"{what}, and the wait ended within the ring's timeout of {call.timeout.total_seconds():g} s: {cause}. A "
+            f"{what}, and the wait failed within the ring's timeout of {call.timeout.total_seconds():g} s: {cause}. A "
             "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
         ) from cause
 
-    def _collect_failures(self, ends: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
-        """Add how other ranks ended, as they publish it, until all have or ``deadline``."""
-        while len(ends) < self.size and time.monotonic() < deadline:
-            for rank in set(range(self.size)) - set(ends):
+    def _collect_failures(self, reports: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
+        """Add the reports that other ranks publish, until all ranks have published one or ``deadline`` has passed."""
+        while len(reports) < self.size and time.monotonic() < deadline:
+            for rank in set(range(self.size)) - set(reports):
                 if self.store.check([f"failed/{rank}"]):
-                    ends[rank] = json.loads(self.store.get(f"failed/{rank}"))
+                    reports[rank] = json.loads(self.store.get(f"failed/{rank}"))
                 elif self.store.check([f"check/{call.number}/{rank}"]):
                     published = json.loads(self.store.get(f"check/{call.number}/{rank}"))
                     if REFUSED in published:
-                        ends[rank] = {"calls": {}, "raised": None, REFUSED: {str(call.number): published[REFUSED]}}
+                        reports[rank] = {"calls": {}, "raised": None, REFUSED: {str(call.number): published[REFUSED]}}
             time.sleep(0.02)
 
     @contextlib.contextmanager
     def report_errors(self, call: Call) -> Iterator[None]:
-        """Close the ring where an exception ends this rank's part in ``call``, and tell the others which it was."""
+        """Wraps this rank's part in ``call``: an exception in it closes the ring and is published for the others."""
         try:
             yield
-        except GeneratorExit:  # nobody goes on with the walk
+        except GeneratorExit:  # the walk was abandoned, which is no error
             raise
         except BaseException as error:
             self.report_error(call.direction if call.name is None else call.name, error)
             raise
 
     def report_error(self, what: str, error: BaseException) -> None:
-        """Close the ring, unless it is closed, and tell the others what was raised on this rank in ``what``."""
+        """Close the ring unless it is closed, and publish the error that this rank raised in ``what``."""
         if self._failure is None:
             self._close(f"rank {self.rank} raised in {what}", f"{type(error).__name__}: {error}")
 
     def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
-        """Publish this rank's latest calls and what it raised, close the ring, and return what was published."""
+        """Publish a report of this rank's latest calls and its error, close the ring, and return the report."""
         self._failure = what
         calls = {latest.number: latest.position for latest in self._latest}
         end = json.dumps({"calls": calls, "raised": raised, REFUSED: self._refused})
@@ -336,12 +339,12 @@ class Agreement:
 
 
 def _all_equal(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
-    """In their order too, which JSON keeps and a comparison of dicts does not look at."""
+    """Compare as JSON texts, which keep the order of the fields; dicts compare equal in any order."""
     return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
 
 
 def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
-    """Each field that differs, with every rank's value."""
+    """The text of an error: each field that differs, with every rank's value."""
     differing = []
     for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
         values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
@@ -349,21 +352,21 @@ def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
             if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LIST_CHARACTERS:
                 values = _differing_items(cast(dict[int, list[object]], values))
             differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
-    if not differing:  # in the order alone
+    if not differing:  # only the order differs
         orders = zip(*fields_of.values(), strict=True)
         place, names = next((place, names) for place, names in enumerate(orders) if len(set(names)) > 1)
-        told = ", ".join(f"rank {rank}: {name}" for rank, name in zip(fields_of, names, strict=True))
-        differing.append(f"the order of their fields, at place {place} ({told})")
+        by_rank = ", ".join(f"rank {rank}: {name}" for rank, name in zip(fields_of, names, strict=True))
+        differing.append(f"the order of their fields, at place {place} ({by_rank})")
     shown = "; ".join(differing[:_MAX_DIFFERENCES])
     more = f"; and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
     return (
-        f"the ranks differ in {shown}{more}. Every rank has to make the same calls in the same order with the same "
+        f"the ranks differ in {shown}{more}. Every rank must make the same calls in the same order with the same "
         "arguments, each on its own shard."
     )
 
 
 def _differing_items(lists: Mapping[int, list[object]]) -> dict[int, object]:
-    """Of lists, what not all of them have; if that is nothing, the first place where they differ."""
+    """The items that not all lists have; if there are none, the first place at which the lists differ."""
     texts = {rank: [json.dumps(item) for item in items] for rank, items in lists.items()}
     common = set.intersection(*map(set, texts.values()))
     own = {
@@ -375,7 +378,7 @@ def _differing_items(lists: Mapping[int, list[object]]) -> dict[int, object]:
     for place, items in enumerate(itertools.zip_longest(*lists.values(), fillvalue="nothing")):
         if any(item != items[0] for item in items):
             return {rank: f"{item} at place {place}" for rank, item in zip(lists, items, strict=True)}
-    raise AssertionError("the lists are alike")
+    raise AssertionError("the lists are equal")
 
 
 _MAX_DIFFERENCES, _MAX_LIST_CHARACTERS = 8, 400

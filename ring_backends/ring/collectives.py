@@ -1,8 +1,8 @@
-"""What the ranks of a ring compare, collect and hand out besides attention, within the ring's deadline.
+"""Collectives of a ring outside of attention, with the ring's timeout and its errors.
 
-Every function here is one call that all ranks of the ring make. Ranks that make different calls get a
-RingMismatchError, and a rank that does not come in time a RingPeerError, as in attention. Messages go point to point:
-gloo's own collectives end the process where ranks disagree on a size.
+All ranks of the ring make each of these calls. If they make different calls, all get a RingMismatchError; if a rank
+does not come in time, the others get a RingPeerError, as in attention. Messages go point to point, because gloo's own
+collectives end the process if ranks disagree on a size.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort
 from ring_backends.ring.ring import Ring, flat_bytes
 
 FILE_TIMEOUT = timedelta(minutes=30)
-"""How long ranks wait for one that reads or writes files. One that dies or raises is noticed long before."""
+"""How long ranks wait for a rank that reads or writes files. A rank that dies or raises is noticed much sooner."""
 
 _EXPECTED, _OTHER = "=", "!"
-"""How a text begins that tells of an error: whether it is of the class that is expected."""
+"""The first character of an error's text: whether the error has the expected class."""
 
 _NUMBERS = 8
 _COMPARISON = Configuration({"order of calls": "a comparison"})
@@ -41,13 +41,13 @@ def agree(
     numbers: Sequence[float] = (),
     timeout: timedelta | None = None,
 ) -> list[list[float]]:
-    """Make sure that all ranks make this call with the same ``fields``, and collect ``numbers``, which may differ.
+    """Make sure that all ranks make this call with the same ``fields``, and all-gather ``numbers``, which may differ.
 
     Args:
-        name: of what is done, for error messages.
+        name: name of the operation, for error messages.
         fields: values that JSON can hold.
         numbers: at most seven, exact up to 2⁵³.
-        timeout: instead of the ring's.
+        timeout: in place of the ring's.
 
     Returns:
         The numbers of every rank, by ring rank.
@@ -59,26 +59,26 @@ def agree(
     ring.check_connected()
     if ring.agreement is None:
         return [[float(number) for number in numbers]]
-    said = Configuration({"order of calls": name, **(fields or {})})
-    digest = float(int.from_bytes(said.digest[:6], "big"))
-    # Of one size and under one tag whatever is compared, so that ranks that compare different things meet.
+    compared = Configuration({"order of calls": name, **(fields or {})})
+    digest = float(int.from_bytes(compared.digest[:6], "big"))
+    # One size and one tag for all comparisons, so that ranks that compare different things still meet.
     row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
     gathered = _all_gather(ring, call, mine).tolist()
     if any(row[0] != digest for row in gathered):
-        ring.agreement.begin(said, check_again=True)
+        ring.agreement.begin(compared, check_again=True)
     return [row[1 : 1 + len(numbers)] for row in gathered]
 
 
 def gather_texts(
     ring: Ring, name: str, text: str, timeout: timedelta | None = None, limit: int | None = 2000
 ) -> list[str]:
-    """The text of every rank, by ring rank.
+    """All-gather a text: the text of every rank, by ring rank.
 
     Args:
-        name, timeout: as of :func:`agree`.
-        limit: characters after which a text is cut off.
+        name, timeout: as in :func:`agree`.
+        limit: number of characters after which a text is cut off.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
@@ -95,7 +95,7 @@ def gather_texts(
 
 
 def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
-    """The sum over the ranks, added up in fp32 at least and in the same order everywhere; ``tensor`` stays as it is.
+    """The sum over the ranks, in fp32 or fp64 and in the same order on every rank. ``tensor`` is not changed.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
@@ -117,7 +117,7 @@ def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
 
 
 def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
-    """Give tensors, alike in shape and dtype on all ranks, the values that ring rank 0 has.
+    """Copy ring rank 0's values into the tensors of the other ranks. Shapes and dtypes are equal on all ranks.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
@@ -130,7 +130,7 @@ def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
     parts = [flat_bytes(tensor.contiguous()) for tensor in tensors]
     buffer = torch.cat(parts).to(_device(ring))
     distance = 1
-    while distance < ring.size:  # twice as many ranks have it after each round
+    while distance < ring.size:  # each round doubles the number of ranks that have the values
         if ring.rank < distance and ring.rank + distance < ring.size:
             ring.exchange(call, {ring.rank + distance: buffer}, {}, distance)
         elif distance <= ring.rank < 2 * distance:
@@ -138,18 +138,18 @@ def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
         distance *= 2
     if ring.rank > 0:
         for tensor, part in zip(tensors, buffer.split([part.numel() for part in parts]), strict=True):
-            # A clone starts where any dtype may: an offset within the buffer may not be a multiple of its size.
+            # Clone for alignment: an offset within the buffer may not be a multiple of the dtype's size.
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 @contextlib.contextmanager
 def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
-    """Around what ranks do together by a framework's own collectives, such as a backward that reduces gradients.
+    """Wraps a framework's own collectives, such as a backward that reduces gradients.
 
-    What is raised in there on one rank, the others are told, whose wait for it ends; the ring is closed.
+    If one rank raises an error inside, the ring is closed, and the other ranks stop waiting for that rank.
 
     Raises:
-        RingPeerError: another rank raised something, or is gone.
+        RingPeerError: another rank raised an error inside, or is gone.
     """
     ring.check_connected()
     if ring.agreement is None:
@@ -176,18 +176,18 @@ def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
 
 
 def _abort_frameworks() -> None:
-    """Close the connections of all process groups but those of rings."""
+    """Close the connections of all process groups except those of rings."""
     for group in list(dist.distributed_c10d._world.pg_map):
         if not group.group_desc.startswith(RING_GROUP_PREFIX):
-            with contextlib.suppress(Exception):  # of one that cannot be, or is gone already
+            with contextlib.suppress(Exception):  # it cannot be aborted, or is gone already
                 abort(group)
 
 
 def do_on_rank0(ring: Ring, name: str, action: Callable[[], None]) -> None:
-    """Let ring rank 0 alone do something, which is done when this returns; if it fails, raise on every rank.
+    """Run ``action`` on ring rank 0 only, and wait for it on all ranks. If it fails, raise on every rank.
 
     Raises:
-        RuntimeError: on the other ranks, with what rank 0 raised.
+        RuntimeError: on the other ranks, with the error that rank 0 raised.
         RingMismatchError, RingPeerError: a rank makes another call, or is gone.
     """
     do_on_all(ring, name, action if ring.rank == 0 else lambda: None)
@@ -196,26 +196,26 @@ def do_on_rank0(ring: Ring, name: str, action: Callable[[], None]) -> None:
 def do_on_all(
     ring: Ring, name: str, action: Callable[[], Result], error_class: type[Exception] = RuntimeError
 ) -> Result:
-    """Let every rank do something without the others; if it fails on one, raise on all.
+    """Run ``action``, which does not communicate, on every rank. If it fails on one rank, raise on all.
 
     Args:
-        error_class: of what is raised where it did not fail, if that is what was raised.
+        error_class: the class that is raised on ranks without a failure, if all failures are of that class.
 
     Raises:
-        Exception: where it failed, what was raised there.
-        error_class, RuntimeError: on the other ranks, with what was raised.
+        Exception: on a rank where it failed, the error itself.
+        error_class, RuntimeError: on the other ranks, with the text of the error.
         RingMismatchError, RingPeerError: a rank makes another call, or is gone.
     """
     error: BaseException | None = None
     try:
         result = action()
-    except BaseException as raised:  # KeyboardInterrupt too: the others are waiting
+    except BaseException as raised:  # KeyboardInterrupt too: the other ranks are waiting
         error = raised
     mark = _EXPECTED if isinstance(error, error_class) else _OTHER
-    told = gather_texts(ring, name, "" if error is None else f"{mark}{type(error).__name__}: {error}", FILE_TIMEOUT)
+    texts = gather_texts(ring, name, "" if error is None else f"{mark}{type(error).__name__}: {error}", FILE_TIMEOUT)
     if error is not None:
         raise error
-    failed = {rank: text for rank, text in enumerate(told) if text}
+    failed = {rank: text for rank, text in enumerate(texts) if text}
     if failed:
         are_expected = all(text.startswith(_EXPECTED) for text in failed.values())
         on = "; and on ".join(f"rank {rank}, which raised {text[1:]}" for rank, text in failed.items())
@@ -233,7 +233,7 @@ def _begin(ring: Ring, name: str, timeout: timedelta | None = None, **fields: ob
 def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
     """[size, …] of small tensors, in log2(size) rounds (Bruck et al., 1997).
 
-    In each round a rank sends all that it has, of 2^k ranks, to the one 2^k before it.
+    In round k a rank sends the 2^k tensors that it has to the rank 2^k before it.
     """
     blocks = mine.new_empty((ring.size, *mine.shape))
     blocks[0] = mine
@@ -248,11 +248,11 @@ def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:
-    """A view in which an expanded tensor has each of its numbers once."""
+    """A view of an expanded tensor that has each of its elements once."""
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _device(ring: Ring) -> torch.device:
-    """Where the ring's group moves tensors, which is the host unless it has NCCL alone."""
+    """The device whose tensors the ring's group moves: the host, unless the group has only NCCL."""
     has_host = ring.group is None or "cpu:" in dist.get_backend_config(ring.group)
     return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())

@@ -1,6 +1,6 @@
-"""How the ranks of a ring find each other, for adapters whose ring lives on a torch process group.
+"""How the ranks of a ring find each other and get their process group.
 
-The world is what the launcher's environment says (torchrun's variables), unless a process group exists already. A ring
+The world comes from the launcher's environment (torchrun's variables), unless a process group exists already. A ring
 always gets a process group of its own, so that its hops never queue behind a framework's collectives.
 """
 
@@ -26,27 +26,25 @@ from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
 
 START_TIMEOUT = timedelta(seconds=300)
-"""Ranks may start this far apart: importing a framework takes long, and not equally long everywhere."""
+"""How far apart ranks may start. Importing a framework takes long, and some ranks take longer than others."""
 
 RING_GROUP_PREFIX = "ring_backends/"
-"""How the descriptions of rings' process groups begin."""
+"""The beginning of the description of every ring's process group."""
 
-_rings_made: Counter[tuple[int, ...]] = Counter()  # how many rings this process has joined, by their ranks
+_num_rings: Counter[tuple[int, ...]] = Counter()  # how many rings of each set of ranks this process has joined
 
 
 def start_world(timeout: timedelta) -> int:
-    """Initialise torch.distributed if the environment names several ranks; return the size of the world.
+    """Initialise torch.distributed if the environment has several ranks; return the size of the world.
 
-    gloo carries the hops of CPU tensors, and of GPUs that several ranks share; NCCL those of ranks with a GPU each.
+    Hops of CPU tensors use gloo. Hops of CUDA tensors use NCCL if every rank has a GPU of its own, else gloo.
     """
     if not dist.is_initialized():
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size == 1:
             return 1
-        local_rank, local_size = (
-            int(os.environ.get("LOCAL_RANK", "0")),
-            int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        )
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
         backend = "gloo"
         if dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
             torch.cuda.set_device(local_rank)
@@ -56,9 +54,10 @@ def start_world(timeout: timedelta) -> int:
 
 
 def join_world(backend: str, timeout: timedelta) -> None:
-    """Initialise torch.distributed as the environment says. On the loopback interface nobody else can connect.
+    """Initialise torch.distributed from the environment.
 
-    torch's store listens on every interface of the machine, whatever MASTER_ADDR is.
+    If MASTER_ADDR is the loopback address, the store listens on the loopback interface only. By default torch's store
+    listens on every interface of the machine, whatever MASTER_ADDR is.
     """
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -75,7 +74,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
 
 def start_world_of_one() -> None:
-    """Initialise torch.distributed for this process alone, if nobody has: some frameworks want a group for that too."""
+    """Initialise torch.distributed for this process alone, for frameworks that need a process group even then."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -90,7 +89,7 @@ def ring_ranks(
     """The global ranks of this rank's ring, in ring order.
 
     Args:
-        order: the ranks of the world in the order in which they are cut into rings; None means that of their numbers.
+        order: the ranks of the world, in the order in which they are cut into rings. None is ascending order.
 
     Raises:
         ValueError: the ring does not divide the world, or ``ring_size`` and ``group`` disagree.
@@ -129,14 +128,12 @@ def connect(
     adapter: str = "native",
     order: Sequence[int] | None = None,
 ) -> Ring:
-    """Join the ring of these global ranks, of which this process is one; a ring of one connects to nothing.
-
-    Only the ring's own ranks take part, so that a ring need not cover the world, nor hold its rank 0.
+    """Join the ring of these global ranks. Only these ranks make the call. A ring of one connects to nothing.
 
     Args:
-        ranks: in ring order, which is that of the ring's process group too.
-        adapter: the name of the adapter that asks.
-        order: the ranks of all rings, ring after ring, where the whole world was cut into rings; None otherwise.
+        ranks: in ring order, with this process among them. The ring's process group has the same order.
+        adapter: the adapter's name in the registry.
+        order: the ranks of all rings, ring after ring, if the whole world was cut into rings; else None.
     """
     ranks = tuple(ranks)
     data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
@@ -153,14 +150,14 @@ def connect(
             timeout=timeout,
             adapter=adapter,
         )
-    _rings_made[ranks] += 1
+    _num_rings[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
-    name = f"{RING_GROUP_PREFIX}{'-'.join(map(str, ranks))}/{_rings_made[ranks]}"
+    name = f"{RING_GROUP_PREFIX}{'-'.join(map(str, ranks))}/{_num_rings[ranks]}"
     world = dist.group.WORLD
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
-    # NCCL wants a group's first call to be joined by all its ranks, which a hop is not.
+    # All ranks of an NCCL group must join its first operation, and not all ranks take part in a hop.
     dist.barrier(group)
     group.set_timeout(timeout)
     agreement = Agreement(store, rank, size, timeout, partial(abort, group))
@@ -184,31 +181,32 @@ _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
 
 
 def world_ring(ring: Ring) -> Ring:
-    """The ring of all ranks of the world by which training on ``ring`` compares and collects what it has to.
+    """A ring of all ranks of the world, for the comparisons and collectives of training on ``ring``.
 
-    ``ring`` itself where it has all ranks, else one that is made once for it; all ranks of the world make this call.
+    All ranks of the world make this call. It returns ``ring`` itself if that has all ranks. Otherwise it makes a ring
+    at the first call, and returns the same one later.
 
     Raises:
-        ValueError: some ranks of the world are in no ring like this one.
+        ValueError: data size × ring size is not the size of the world.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if ring.data_size * ring.size != world_size:
         raise ValueError(
             f"data size × ring size = {ring.data_size} × {ring.size}, but the world has {world_size} ranks: training "
-            "runs on all of them; use rings that tile the world evenly."
+            "uses all of them; cut the whole world into rings of one size."
         )
     if ring.size == world_size:
         return ring
-    if ring.traffic not in _worlds:  # which all layouts of a ring share
+    if ring.traffic not in _worlds:  # all layouts of a ring share its traffic
         _worlds[ring.traffic] = connect(range(world_size), "contiguous", ring.timeout, ring.adapter)
     return _worlds[ring.traffic]
 
 
 def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:
-    """A process group of these ranks, made by them alone, after they have all arrived.
+    """Make a process group of these ranks, without the other ranks of the world, after all of them have arrived.
 
-    torch names such a group after its ranks and the number of groups that the process is in, and waits for ever where
-    members disagree on the name. Ranks that are in fewer groups than others therefore join some of their own first.
+    torch names such a group after its ranks and the number of groups of the process, and waits for ever if the members
+    disagree on the name. Ranks that are in fewer groups than others therefore first make groups of themselves alone.
     """
     num_groups = len(dist.distributed_c10d._world.pg_names)
     store.set(f"groups/{dist.get_rank()}", str(num_groups))
@@ -216,7 +214,7 @@ def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: 
     store.wait(keys, timeout)
     for _ in range(num_groups, max(int(store.get(key)) for key in keys)):
         dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    # In ring order: sorted, as by default, a rank's place in the group would not be its place in the ring.
+    # In ring order. If torch sorted the ranks, as it does by default, group ranks would not be ring ranks.
     group = dist.new_group(
         list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description, sort_ranks=False
     )
@@ -225,22 +223,22 @@ def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: 
 
 
 def abort(group: dist.ProcessGroup) -> None:
-    """Close the group's connections, so that ranks that wait for this one learn at once.
+    """Close the group's connections, which ends the waits of other ranks for this one.
 
-    gloo's own abort does nothing, but a wait that runs out of time closes all connections of a group. So wait for what
-    nobody sends: no hop has tag 0.
+    gloo's own abort does nothing, but a wait that times out closes all connections of the group. So this waits for a
+    message that no rank sends: no hop has tag 0.
     """
     group.abort()
     if "gloo" in dist.get_backend_config(group):
         for peer in set(range(group.size())) - {group.rank()}:
-            with contextlib.suppress(RuntimeError):  # that it runs out of time, or that this peer is gone already
+            with contextlib.suppress(RuntimeError):  # the timeout, or the peer is gone already
                 work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=0)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 
 
 def _place_among_rings(ranks: tuple[int, ...], world_size: int) -> tuple[int, int]:
-    """(data size, data rank) of a ring, if rings of its shape tile the world; (1, 0) for a ring that stands alone."""
+    """(data size, data rank) of a ring if rings of its shape cover the world; else (1, 0)."""
     size = len(ranks)
     stride = ranks[1] - ranks[0] if size > 1 else 1
     evenly_spaced = stride > 0 and all(rank == ranks[0] + index * stride for index, rank in enumerate(ranks))

@@ -1,6 +1,7 @@
-"""A ring of ranks: who is in it, how a sequence lies over it, and what has been sent through it.
+"""A ring of ranks: its members, the distribution of a sequence over them, and the traffic of this rank.
 
-A :class:`Ring` belongs to one rank. Adapters make it (``initialize``); attention, ``shard`` and ``unshard`` use it.
+Each rank has a :class:`Ring` object of its own. An adapter's ``initialize`` makes it; attention, ``shard`` and
+``unshard`` use it.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ class Traffic:
     """What this rank has sent by ring passes since the last reset, and how long it has waited for them.
 
     Attributes:
-        messages, bytes: sent; payload, without padding or headers.
-        wait_seconds: in which the host waited for hops. One on a GPU's stream holds up the stream, not the host.
+        messages, bytes: number of messages sent, and their payload without padding or headers.
+        wait_seconds: seconds that the host has waited for hops. A hop on a CUDA stream blocks the stream, not the host.
     """
 
     messages: int = 0
@@ -47,16 +48,16 @@ class Ring:
     """One rank's view of a ring.
 
     Attributes:
-        size, rank: ring size, and this rank's place in the ring.
-        data_size, data_rank: how many rings there are beside each other, and which of them this one is.
-        ranks: the global rank of every ring rank. The ring's process group has them in the same order.
-        order: the global ranks of all rings, ring after ring; empty where nobody knows, as of a group's ring.
+        size, rank: ring size and ring rank.
+        data_size, data_rank: number of rings in the world, and the index of this one.
+        ranks: the global rank of every ring rank. The ring's process group has the same order.
+        order: the global ranks of all rings, ring after ring; empty if unknown, as for the ring of a given group.
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
-        group: the ring's own process group; None in a ring of one, which sends nothing.
-        agreement: checks that the ranks call alike; None in a ring of one.
-        timeout: the longest that one call may take to end or to raise, from its first wait for a peer on.
-        traffic: what this rank has sent; shared by all layouts of the ring.
-        adapter: name of the adapter whose ``initialize`` made the ring, as the registry knows it.
+        group: the ring's own process group; None in a ring of one.
+        agreement: checks that all ranks make the same calls; None in a ring of one.
+        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
+        traffic: what this rank has sent. All layouts of the ring share it.
+        adapter: name in the registry of the adapter whose ``initialize`` made the ring.
     """
 
     size: int = 1
@@ -82,7 +83,7 @@ class Ring:
 
     @contextlib.contextmanager
     def report_refusals(self) -> Iterator[None]:
-        """The other ranks hear of an error by which this one refuses a call, before it has begun, and need not wait."""
+        """Wraps the checks before a call: the other ranks receive an error raised in them, and stop waiting."""
         try:
             yield
         except (RingMismatchError, RingPeerError):
@@ -93,11 +94,11 @@ class Ring:
             raise
 
     def with_layout(self, kind: LayoutKind) -> Ring:
-        """The same ranks, group and traffic, with the sequence laid out as ``kind``."""
+        """The same ranks, group and traffic with another layout."""
         return dataclasses.replace(self, layout_kind=kind)
 
     def layout(self, seq_len: int) -> SequenceLayout:
-        """How a global sequence of ``seq_len`` tokens lies over the ring."""
+        """The layout of a global sequence of ``seq_len`` tokens over the ring."""
         return SequenceLayout(seq_len, self.size, self.layout_kind)
 
     def positions(self, seq_len: int) -> Tensor:
@@ -111,8 +112,8 @@ class Ring:
             tensor: any shape; ``dim`` is the global sequence.
 
         Returns:
-            A tensor of its own (in a ring of one, ``tensor`` itself), so that the whole may be freed. Its backward is
-            the zero-padded slice: the objective is the sum of the ranks' local sums.
+            A copy, so that the whole tensor can be freed; in a ring of one, ``tensor`` itself. Its backward pads the
+            gradient with zeros: the objective is the sum of the ranks' local sums.
         """
         if self.size == 1:
             return tensor
@@ -124,14 +125,14 @@ class Ring:
         """The whole tensor, from every rank's part. Every rank of the ring makes the same call.
 
         Args:
-            tensor: this rank's part, as :meth:`shard` cuts it.
-            seq_len: length of the global sequence; None means local length × ring size.
+            tensor: this rank's part, as :meth:`shard` returns it.
+            seq_len: length of the global sequence; None is local length × ring size.
 
         Returns:
-            The same tensor on every rank. Its backward sums the ranks' gradients and keeps this rank's part.
+            The same tensor on every rank. Its backward sums the ranks' gradients and returns this rank's part.
 
         Raises:
-            ValueError: ``tensor`` does not have the length that this rank holds of ``seq_len`` tokens.
+            ValueError: the length of ``tensor`` is not that of this rank's part of ``seq_len`` tokens.
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
@@ -170,12 +171,12 @@ class Ring:
         return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)
 
     def exchange(self, call: Call, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], index: int) -> None:
-        """Send tensors to ring ranks and fill others from them, in a call outside of attention.
+        """Send tensors to ring ranks and receive tensors from them, in a call outside of attention.
 
         Args:
-            call: of the ring's agreement.
-            outgoing, incoming: contiguous tensors, of the same size in bytes at both ends.
-            index: tells the exchanges of one call apart.
+            call: what ``agreement.begin`` returned.
+            outgoing, incoming: contiguous tensors by ring rank, with the same number of bytes at both ends.
+            index: number of the exchange within the call.
 
         Raises:
             RingMismatchError, RingPeerError: a peer made another call, or did not come in time.
@@ -195,7 +196,7 @@ class Ring:
             self.agreement.fail(call, what, error)
 
     def all_gather(self, call: Call, tensor: Tensor, index: int) -> Tensor:
-        """Equally shaped tensors of all ranks, stacked: [size, …]. No adapter gathers K or V."""
+        """All-gather tensors of one shape: [size, …]. Attention never all-gathers K or V."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         gathered[self.rank] = tensor
         own = gathered[self.rank]
@@ -220,7 +221,7 @@ class Ring:
         return _unpickle_ring, (kept,)
 
     def check_connected(self) -> None:
-        """Refuse a ring that came out of a pickle: process groups do not travel between processes.
+        """Refuse a ring that was unpickled: a pickle has no process groups.
 
         Raises:
             RuntimeError: this ring has several ranks and no connection to them.
@@ -238,17 +239,17 @@ def _unpickle_ring(fields: dict[str, Any]) -> Ring:
 
 def flat_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as uint8 [bytes]."""
-    # A tensor of one element is contiguous whatever its strides are.
+    # as_strided, since a contiguous tensor of one element may have any strides.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _as_buffers(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """What is empty is not sent, which both ends know."""
+    """Flat buffers of the tensors that are not empty. Both ends leave out empty ones."""
     return {peer: flat_bytes(tensor) for peer, tensor in tensors.items() if tensor.numel()}
 
 
 class _Unshard(torch.autograd.Function):
-    """Every rank's rows to every rank; backward, the gradients of each rank's rows to that rank, which adds them up."""
+    """All-gather of the ranks' rows. The backward is a reduce-scatter of their gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, ring: Ring, dim: int, seq_len: int, call: Call) -> Tensor:

@@ -1,7 +1,7 @@
-"""Transfers: what is under way between ranks, and how torch.distributed carries it.
+"""Transfers: the handles of ring passes, and hops by torch.distributed.
 
-An adapter's ring pass returns a :class:`Transfer`. The classes and functions below it serve adapters whose hops are
-made of torch's works, and the exchanges that a ring makes outside of attention.
+An adapter's ring pass returns a :class:`Transfer`. The other classes and functions serve adapters whose hops are
+``dist.Work`` objects, and the exchanges of a ring outside of attention.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 Post = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], Sequence[dist.Work]]
-"""(outgoing, incoming) -> the works that send and receive these buffers, by group rank."""
+"""(outgoing, incoming) -> the works that send and receive these buffers. Both map ring ranks to buffers."""
 
 
 class Transfer(ABC):
-    """A ring pass under way: some buffers leaving, some arriving."""
+    """A ring pass that has been posted: buffers that are being sent and received."""
 
     @abstractmethod
     def wait(self, timeout: timedelta) -> None:
-        """Return when everything has left and arrived. Called exactly once, since gloo hangs on a second wait.
+        """Return when all buffers are sent and received. Called exactly once, since gloo hangs on a second wait.
 
         Raises:
             Exception: whatever the transport raises when a peer is gone or ``timeout`` has passed.
@@ -34,9 +34,10 @@ class Transfer(ABC):
 
 @dataclass(frozen=True)
 class WorkTransfer(Transfer):
-    """Some works of one hop, waited for within one deadline.
+    """The works of one hop, with one deadline.
 
-    ``buffers`` are held until the works are over. Works on a GPU's stream are ordered by the stream, not waited for.
+    ``buffers`` are kept alive until the works are done. For CUDA buffers ``wait`` blocks the current stream, not the
+    host.
     """
 
     works: Sequence[dist.Work]
@@ -69,7 +70,7 @@ def through_host(
     outgoing: Mapping[int, Tensor],
     incoming: Mapping[int, Tensor],
 ) -> Transfer:
-    """Post a hop of device buffers by way of pinned host memory, for a transport that moves host memory only."""
+    """Post a hop of device buffers through pinned host memory, for a transport that moves only host memory."""
 
     def on_host(buffer: Tensor) -> Tensor:
         return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
@@ -82,7 +83,7 @@ def through_host(
 def post_works(
     group: dist.ProcessGroup, post: Post, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
 ) -> Transfer:
-    """Post a hop that is made of the group's works, by way of host memory where the group needs that."""
+    """Post a hop by the works that ``post`` returns, through host memory if the group needs that."""
 
     def post_transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
         return WorkTransfer(post(outgoing, incoming), [*outgoing.values(), *incoming.values()])
@@ -96,12 +97,12 @@ def post_works(
 def post_batch(
     group: dist.ProcessGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
 ) -> list[dist.Work]:
-    """Post receives and sends as one batch of torch.distributed, by group rank."""
+    """Post receives and sends as one batch of torch.distributed. Peers are group ranks."""
     receives = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=peer) for peer, x in incoming.items()]
     sends = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=peer) for peer, x in outgoing.items()]
     return dist.batch_isend_irecv([*receives, *sends])
 
 
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group's hops of tensors on ``device`` have to go through host memory: gloo's do, of CUDA tensors."""
+    """Whether the group moves tensors on ``device`` through host memory, as gloo does CUDA tensors."""
     return device.type == "cuda" and "gloo" in dist.get_backend_config(group).split("cuda:")[-1].split(",")[0]

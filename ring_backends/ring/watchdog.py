@@ -1,7 +1,7 @@
-"""What runs beside the main thread: bounded questions to a store, and a look at waits that last.
+"""Threads beside the main thread: requests to a store with a timeout, and a watchdog that ends vain waits.
 
-The rule of this file: no thread of this package is inside of the interpreter, or of torch, when the interpreter ends.
-A thread that comes back from C++ while Python is being finalized ends the process with SIGABRT.
+The rule of this file: when the interpreter ends, no thread of this package runs in Python or in torch. A thread that
+returns from C++ while Python is being finalized ends the process with SIGABRT.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
-_LOOK_EVERY = 0.25
-"""Seconds. A wait that has lasted from one look to the next is looked into."""
+_INTERVAL = 0.25
+"""Seconds between two checks. Waits that last from one check to the next are examined."""
 
-_LEAVE_WITHIN = 2.0
-"""Seconds that the end of the interpreter may be held up."""
+_EXIT_TIMEOUT = 2.0
+"""The longest time in seconds by which this file may delay the end of the interpreter."""
 
 _unanswered: set[threading.Thread] = set()
 
 
 def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Answer) -> Answer:
-    """What ``ask`` answers within some seconds; ``default`` if it fails or does not.
+    """Call ``ask`` in a thread and return its answer; ``default`` if it fails or takes longer than ``seconds``.
 
-    A store goes with the process that hosts it, which is an error, or with the network, which torch may not notice.
+    For requests to a store. If the process that hosts it is gone, the request fails; if the network is gone, torch may
+    wait without end.
     """
     answers = []
 
@@ -49,17 +50,17 @@ def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Ans
 
 
 class Waiting(Protocol):
-    """What may wait for a peer in vain."""
+    """Something that may wait for a peer in vain."""
 
     def wait_number(self) -> int | None:
-        """The number of the wait that it is in; None if it is in none."""
+        """The number of the current wait; None if there is none."""
 
     def end_vain_wait(self) -> None:
-        """End the wait if the store says that it is in vain."""
+        """End the wait if the store shows that the peer will not come."""
 
 
 class Watchdog:
-    """A thread that looks into the waits of this process that last."""
+    """A thread that examines the long waits of this process."""
 
     def __init__(self) -> None:
         self._rings: weakref.WeakSet[Waiting] = weakref.WeakSet()
@@ -68,7 +69,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def add(self, ring: Waiting) -> None:
-        """Look after a ring from now on."""
+        """Watch a ring from now on."""
         with self._lock:
             self._rings.add(ring)
         if self._thread is None or not self._thread.is_alive():  # as after a fork
@@ -77,11 +78,11 @@ class Watchdog:
 
     def _run(self) -> None:
         seen: dict[int, int] = {}
-        while not self._stopped.wait(_LOOK_EVERY):
-            seen = self._look(seen)
+        while not self._stopped.wait(_INTERVAL):
+            seen = self._check(seen)
 
-    def _look(self, seen: dict[int, int]) -> dict[int, int]:
-        """Look into the waits that were there at the last look; return those that are there now."""
+    def _check(self, seen: dict[int, int]) -> dict[int, int]:
+        """Examine the waits that the last check saw already; return the waits of now."""
         with self._lock:
             rings = list(self._rings)
         waits = {}
@@ -94,7 +95,7 @@ class Watchdog:
                 continue
             try:
                 ring.end_vain_wait()
-            except Exception:  # such as that the store is gone; the wait ends by its own limit
+            except Exception:  # the store may be gone; the wait then ends by its own timeout
                 with self._lock:
                     self._rings.discard(ring)
         return waits
@@ -109,9 +110,9 @@ WATCHDOG = Watchdog()
 
 
 def _before_exit() -> None:
-    """Wait, for a moment at most, until no thread is on its way back into the interpreter."""
-    end = time.monotonic() + _LEAVE_WITHIN
-    WATCHDOG.stop(_LEAVE_WITHIN)
+    """Wait, for a moment at most, until no thread will return to the interpreter."""
+    end = time.monotonic() + _EXIT_TIMEOUT
+    WATCHDOG.stop(_EXIT_TIMEOUT)
     for thread in _unanswered:
         thread.join(max(0.0, end - time.monotonic()))
     while time.monotonic() < end and _gloo_is_busy():
@@ -119,13 +120,13 @@ def _before_exit() -> None:
 
 
 def _gloo_is_busy() -> bool:
-    """Whether a thread that carries out gloo's collectives is running.
+    """Whether a thread of gloo's collectives is running.
 
-    After its collective is over for the caller, such a thread still gives back the tensors, for which it has to enter
-    the interpreter. It sleeps when it has done so, or while it waits for a peer.
+    After a collective has returned, its thread still releases the tensors, for which it enters the interpreter. It
+    sleeps when it has done so, and while it waits for a peer.
     """
     for thread in Path("/proc/self/task").glob("*/stat"):
-        with contextlib.suppress(OSError):  # it ended just now
+        with contextlib.suppress(OSError):  # the thread has just ended
             name, _, state = thread.read_text().partition("(")[2].rpartition(")")
             if name == "pt_gloo_runloop" and state.split()[0] == "R":
                 return True
