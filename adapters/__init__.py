@@ -1,8 +1,8 @@
-"""Adapters: one module per distributed framework, with a ring pass and the framework's training rules.
+"""Adapters: one module or folder per distributed framework, with its ring pass and its training.
 
-The directory is installed as ``ring_backends.adapters`` and has no other name. A top-level ``adapters`` is
-another distribution's package, and a module imported under two names is two modules with two registries, so
-any other name is refused. Importing this package imports no framework.
+Nothing here is shared by two adapters. The directory is installed as ``ring_backends.adapters``, and any other name is
+refused: a top-level ``adapters`` belongs to another distribution, and a module imported under two names would exist
+twice. Importing this package imports no framework.
 """
 
 from __future__ import annotations

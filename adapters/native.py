@@ -77,11 +77,11 @@ def parallelize(
     Args:
         model: any module, on its device already.
         make_optimizer: called once with the parameters to train.
-        ring: the ring its attention uses.
+        ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
         mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
-        framework_options: for DistributedDataParallel.
+        framework_options: passed to DistributedDataParallel.
 
     Raises:
         ValueError: an argument breaks its rule, or data size × ring size is not the world.

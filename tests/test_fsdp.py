@@ -61,7 +61,8 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # which the adapter needs
 
-from ring_backends.adapters import fsdp, fsdp_training
+from ring_backends.adapters import fsdp
+from ring_backends.adapters.fsdp import training as fsdp_training
 from ring_backends.adapters.fsdp.sharding import Strategy
 from ring_backends.training.checkpoint_files import MANIFEST
 
@@ -91,7 +92,7 @@ class TestFSDP1(TrainingTests, TogetherTests, SteppingTests, SavingTests):
     framework_options = MappingProxyType({"strategy": "fsdp1"})
     without = MappingProxyType(
         {
-            "fp64 clipping": "FullyShardedDataParallel computes norms in fp32, and not of fp64",
+            "fp64 clipping": "FullyShardedDataParallel computes norms in fp32 only",
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it, and loses the step",
         }
     )
@@ -129,7 +130,7 @@ def test_ranks_whose_losses_depend_on_different_blocks_are_told(world: World, st
         assert outcome.raised(RingMismatchError), outcome
         told = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
         assert re.search(told, outcome.message), outcome
-        assert "by 0 * output" in outcome.message, outcome
+        assert "add 0 * output" in outcome.message, outcome
 
 
 def cut_a_gradient_off(strategy: str) -> None:
@@ -412,7 +413,7 @@ def test_sharding_over_data_alone_is_refused(world: World) -> None:
         assert "replicas would drift apart" in endings["fsdp1"].message
         assert "replicas would drift apart" in endings["fsdp1 before"].message
         assert "replicas would drift apart" in endings["ignored before"].message
-        assert "nobody would reduce the gradients of the rest" in endings["a part only"].message
+        assert "FSDP would not reduce the gradients of the rest" in endings["a part only"].message
 
 
 def ignore_a_parameter(options_of: str) -> Ended:
@@ -439,7 +440,7 @@ def options_that_contradict() -> dict[str, Ended]:
         "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
         "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
         "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
-        "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
+        "not a module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
         "max_grad_norm = 1.0": parallelize_one_parameter(
             FOUR, {"strategy": "fsdp1", "max_grad_norm": 1.0}, OneParameter().double()
         ),

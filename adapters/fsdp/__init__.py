@@ -113,25 +113,25 @@ def parallelize(
     blocks: Sequence[nn.Module] | None = None,
     **framework_options: Any,
 ) -> TrainingState:
-    """Shard a model over data × ring; in a world of one, over that one.
+    """Shard a model over data × ring.
 
-    All ranks begin with rank 0's parameters. FSDP wants a process group, and gets one in a world of one too.
+    All ranks start with rank 0's parameters. In a world of one, FSDP still gets a process group, which it needs.
 
     Args:
-        model: any module, on its device already. One that is a FullyShardedDataParallel already is taken as it is,
-            with none of the options below.
+        model: any module, on its device already. A FullyShardedDataParallel is used as it is; ``mixed_precision``,
+            ``blocks`` and ``framework_options`` are refused for it.
         make_optimizer: called once, with the sharded parameters.
-        ring: the ring its attention uses.
-        max_grad_norm: clip the whole gradient's norm, over all shards, to this before each step.
+        ring: the ring of the model's attention.
+        max_grad_norm: clip the norm of the whole gradient, over all shards, to this before each step.
         accumulation_steps: backward calls per step; only the last one reduces.
-        strategy: ``"fsdp2"`` shards by ``fully_shard`` over all ranks; ``"hsdp"`` by ``fully_shard`` over as many ranks
-            as a ring has, with a replica per ring; ``"fsdp1"`` by FullyShardedDataParallel, whose parameters are flat
-            pieces of each rank's, so that ``make_optimizer`` cannot tell them by their shapes.
-        mixed_precision: torch.bfloat16 has parameters and activations in that dtype in forward and backward; gradients
-            are reduced, and the optimizer works, in fp32. None leaves the model's own dtype.
-        blocks: modules of the model that are sharded each by itself. None means those of one class in an
-            nn.ModuleList or nn.Sequential; of a model without any, the whole is one.
-        framework_options: for ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.
+        strategy: ``"fsdp2"`` shards with ``fully_shard`` over all ranks. ``"hsdp"`` shards with ``fully_shard`` over as
+            many ranks as a ring has, with one replica per ring. ``"fsdp1"`` uses FullyShardedDataParallel, whose
+            parameters are flat, so that ``make_optimizer`` cannot tell them by their shapes.
+        mixed_precision: torch.bfloat16 computes forward and backward in that dtype, with gradients reduced and the
+            optimizer in fp32. None keeps the model's own dtype.
+        blocks: modules of the model, each of which is sharded as one unit. None takes the modules of one class in an
+            nn.ModuleList or nn.Sequential; if there are none, the whole model is one unit.
+        framework_options: passed to ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.
 
     Raises:
         ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
@@ -145,7 +145,7 @@ def parallelize(
         if is_wrapped and (mixed_precision is not None or blocks is not None or framework_options):
             raise ValueError(
                 "model is a FullyShardedDataParallel already, and mixed_precision, blocks or framework_options are "
-                "given: these belong to its own wrapping; pass them there, or pass the module inside of it."
+                "given: pass these to its own constructor, or pass the module inside of it."
             )
         blocks = check_blocks(blocks, model)
     training: type[ShardedTraining] = FSDP2Training

@@ -1,6 +1,6 @@
-"""Read a directory of torch.distributed.checkpoint without running what somebody may have put there.
+"""Read a directory of torch.distributed.checkpoint without running code from it.
 
-By itself torch unpickles the directory's metadata and all values that are not tensors, whatever they are.
+torch's own reader unpickles the metadata and all values that are not tensors, and so runs any code in them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ _PLAIN = {
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        module = "pathlib" if module == "pathlib._local" else module  # where Python 3.13 says that paths are
+        module = "pathlib" if module == "pathlib._local" else module  # the module of paths in Python 3.13
         if name in _PLAIN.get(module, ()):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
 
 
 class CheckpointReader(FileSystemReader):
-    """Reads metadata that hold descriptions of tensors, and nothing else.
+    """A reader that accepts only descriptions of tensors as metadata.
 
     Raises:
-        ValueError: they hold something else, or are not whole.
+        ValueError: the metadata holds something else, or was cut off.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -61,10 +61,10 @@ class CheckpointReader(FileSystemReader):
 
 
 class CheckpointPlanner(DefaultLoadPlanner):
-    """Reads values that are not tensors only where ``torch.load(weights_only=True)`` does."""
+    """A planner that accepts only values that ``torch.load(weights_only=True)`` accepts."""
 
     def create_local_plan(self) -> LoadPlan:
-        # torch's takes a checkpoint for one of torch 2.3 where this rank has no piece of some parameter.
+        # torch's planner mistakes a checkpoint for one of torch 2.3 if this rank has no shard of some parameter.
         assert self.metadata is not None
         return create_default_local_load_plan(self.state_dict, self.metadata)
 

@@ -1,7 +1,7 @@
-"""How FSDP shards a model over data × ring, by each strategy, and a probe in the same way.
+"""How FSDP shards a model over data × ring with each strategy, and a probe module in the same way.
 
-FSDP reduces a gradient over the ranks that shard its parameter. That must be all ranks of data × ring: each has the
-gradient of its own part of a sequence, so that replicas reduced over fewer would drift apart, without an error.
+FSDP reduces a gradient over the ranks that shard its parameter. These must be all ranks of data × ring, since each has
+the gradient of its own part of a sequence only. Otherwise the replicas drift apart without an error.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ Policy = TypeVar("Policy", MixedPrecision | None, MixedPrecisionPolicy)
 
 
 class Sharding(NamedTuple):
-    """How a model gets sharded.
+    """How a model is sharded.
 
     Attributes:
         shard: (model, blocks of it) -> the sharded model.
-        probes: each shards a module of one parameter as ``shard`` does a part of the model, in the parameter's own
-            dtype, since a lower one may not hold the number of ranks.
+        probes: each shards a module of one parameter in the same way as ``shard`` does a part of the model. A probe
+            keeps the parameter's dtype, since one of lower precision may not represent the number of ranks.
     """
 
     shard: Callable[[nn.Module, Sequence[nn.Module]], nn.Module]
@@ -52,7 +52,7 @@ def fully_shard_sharding(
     mixed_precision: torch.dtype | None,
     options: Mapping[str, Any],
 ) -> Sharding:
-    """Sharding by ``fully_shard`` over a mesh of the whole world, by public means: one axis, or replicas × shards."""
+    """Sharding with ``fully_shard`` over a mesh of the whole world: one axis, or replicas × shards."""
     world_size = dist.get_world_size()
     mesh = options.get("mesh")
     if mesh is None:
@@ -60,8 +60,8 @@ def fully_shard_sharding(
     if mesh.size() != world_size:
         raise ValueError(
             f"mesh = {mesh}: has {mesh.size()} of the {world_size} ranks of data × ring. Gradients would be reduced "
-            "over those alone, each of a part of the sequence or batch, and the replicas would drift apart; leave mesh "
-            "out, or pass one of all ranks (flat, or of two axes: replicas × shards)."
+            "over those ranks only, and the replicas would drift apart; leave mesh out, or pass one of all ranks (one "
+            "axis, or two: replicas × shards)."
         )
     policy = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision and torch.float32)
     policy = _policy("mp_policy", policy, mixed_precision, options)
@@ -83,19 +83,19 @@ def fully_shard_sharding(
 
 
 def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
-    """All ranks in one axis, or replicas × shards, where the ranks of a ring hold one replica."""
+    """A mesh of one axis, or of replicas × shards, with the ranks of a ring holding one replica."""
     ranks = torch.arange(dist.get_world_size(), device="cpu")
     if strategy == "fsdp2":
         return DeviceMesh(device_type, ranks, mesh_dim_names=("data_and_ring",))
     if ring.order:
         ranks = torch.tensor(ring.order, device="cpu")
-    # Sorted, since a mesh's process groups are: a rank's place among the shards has to be its place in their group.
+    # Sorted, as the mesh's process groups are: a rank's index on the axis must be its rank in the axis's group.
     replicas = ranks.view(ring.data_size, ring.size).sort().values
     return DeviceMesh(device_type, replicas, mesh_dim_names=("replicas", "shards"))
 
 
 def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Sharding:
-    """Sharding by FullyShardedDataParallel."""
+    """Sharding with FullyShardedDataParallel."""
     policy = None
     if mixed_precision is not None:
         policy = MixedPrecision(param_dtype=mixed_precision, reduce_dtype=torch.float32)
@@ -107,7 +107,7 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
         for parameter in (entry.parameters() if isinstance(entry, nn.Module) else (entry,))
     ]
     _refuse_ignored(ignored, "ignored_modules or ignored_states")
-    # The device has to be named: without it FSDP asks CUDA. Original parameters keep optimizers and frozen ones usable.
+    # Without device_id FSDP queries CUDA. Original parameters allow parameter groups and frozen parameters.
     options = {"device_id": device_of(model), "use_orig_params": True, **options, "mixed_precision": policy}
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -125,9 +125,9 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
 
 
 def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
-    """No sharding of a model that is sharded already; one probe for each group of ranks that shards parts of it.
+    """No further sharding of a model that is sharded already, and one probe per group of ranks that shards parts of it.
 
-    That a parameter is ignored, and which ranks are replicas, FSDP tells in attributes that are private.
+    Ignored parameters and the group of the replicas are private attributes of FSDP.
     """
     parts = FullyShardedDataParallel.fsdp_modules(model)
     for part in parts:
@@ -149,13 +149,13 @@ def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
             replicas = part._inter_node_pg if _is_hybrid(part) else part.process_group
             if _is_hybrid(part) or part.sharding_strategy == ShardingStrategy.NO_SHARD:
                 inner = [other for other in FullyShardedDataParallel.fsdp_modules(part) if other is not part]
-                of_others = {id(parameter) for other in inner for parameter in other.parameters()}
-                own = [parameter for parameter in part.parameters() if id(parameter) not in of_others]
+                inner_parameters = {id(parameter) for other in inner for parameter in other.parameters()}
+                own = [parameter for parameter in part.parameters() if id(parameter) not in inner_parameters]
                 broadcast_storages(own, replicas)
         return module
 
-    alike = {(part.process_group, part.sharding_strategy): part for part in parts}
-    return Sharding(broadcast_within_replicas, [probe_like(part) for part in alike.values()])
+    kinds = {(part.process_group, part.sharding_strategy): part for part in parts}
+    return Sharding(broadcast_within_replicas, [probe_like(part) for part in kinds.values()])
 
 
 def _is_hybrid(part: FullyShardedDataParallel) -> bool:
@@ -163,7 +163,7 @@ def _is_hybrid(part: FullyShardedDataParallel) -> bool:
 
 
 def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
-    """The user's own policy if there is one, else ``policy``."""
+    """The user's policy if there is one, else ``policy``."""
     if name in options and mixed_precision is not None and name != "mixed_precision":
         raise ValueError(f"{name} and mixed_precision = {mixed_precision} are both given: leave one of them out.")
     own: Policy = options.get(name) or policy
@@ -173,28 +173,28 @@ def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, opti
 def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:
     if any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            f"{name} holds parameters to be trained: nobody would reduce their gradients, and the replicas would drift "
-            "apart; leave them out, or freeze them with requires_grad_(False)."
+            f"{name} holds parameters to be trained: FSDP would not reduce their gradients, and the replicas would "
+            "drift apart; leave them out, or freeze them with requires_grad_(False)."
         )
 
 
 def refuse_sharded_parts(model: nn.Module) -> None:
-    """Refuse a model with sharded parts whose rest nobody would reduce, or that ``fully_shard`` has sharded before."""
+    """Refuse a model that ``fully_shard`` has sharded before, or of which FullyShardedDataParallel wraps only parts."""
     for name, part in model.named_modules():
         if isinstance(part, FSDPModule):
             raise ValueError(
                 f"model.{name} is sharded by fully_shard already: parallelize does that itself, over data × ring; "
-                "pass the plain model, and what fully_shard is to be given as framework options (mesh=, mp_policy=)."
+                "pass the plain model, and the arguments of fully_shard as framework options (mesh=, mp_policy=)."
             )
         if isinstance(part, FullyShardedDataParallel) and not isinstance(model, FullyShardedDataParallel):
             raise ValueError(
-                f"model.{name} is a FullyShardedDataParallel, but not the whole model: nobody would reduce the "
+                f"model.{name} is a FullyShardedDataParallel, but not the whole model: FSDP would not reduce the "
                 "gradients of the rest; wrap the model too, or pass it without any wrapping."
             )
 
 
 def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequence[nn.Module]:
-    """The blocks that the user names, or those that the model seems to be made of."""
+    """The user's blocks after a check, or the blocks that :func:`find_blocks` finds."""
     if blocks is None:
         return find_blocks(model)
     inside = {id(module) for module in model.modules()} - {id(model)}
@@ -202,7 +202,7 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
-                f"blocks has a {type(block).__name__} that is no module inside of the model: name modules of "
+                f"blocks has a {type(block).__name__} that is not a module inside of the model: name modules of "
                 "the model, or leave blocks out."
             )
         if not _has_its_own_parameters(block, users):
@@ -214,12 +214,12 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
 
 
 def broadcast_from_rank0(model: nn.Module) -> None:
-    """FSDP shards what each rank has: of models that were initialised differently, a mixture."""
+    """Copy rank 0's parameters and buffers to all ranks. FSDP would otherwise shard a mixture of the ranks' models."""
     broadcast_storages([*model.parameters(), *model.buffers()], dist.group.WORLD)
 
 
 def broadcast_storages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup | None) -> None:
-    """Broadcast the memory that tensors lie in, since tensors need be neither contiguous nor free of overlaps."""
+    """Broadcast tensors by their storages, since tensors may be strided and may overlap."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     for storage in storages.values():
         if storage.nbytes():
@@ -228,9 +228,9 @@ def broadcast_storages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """A model's repeated modules: those of one class in an nn.ModuleList or nn.Sequential, the outermost ones.
+    """A model's repeated modules: the outermost modules of one class in an nn.ModuleList or nn.Sequential.
 
-    Only modules that are in one place, with parameters that nobody else has, so that each can be sharded by itself.
+    Only modules that occur once and share no parameters with others, so that each can be sharded by itself.
     """
     users = _users(model)
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())
@@ -242,7 +242,7 @@ def _has_its_own_parameters(block: nn.Module, users: Counter[int]) -> bool:
 
 
 def _users(module: nn.Module) -> Counter[int]:
-    """How many modules use each parameter, by its id."""
+    """The number of modules that use each parameter, by the parameter's id."""
     return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
 
 
@@ -251,7 +251,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     is_sequence = isinstance(module, (nn.ModuleList, nn.Sequential))
     classes = Counter(map(type, children))
     for child in children:
-        # A layer without parts is no block: its parameters may be used without calling it.
+        # A layer without children is not a block: the model may use its parameters without calling it.
         has_parts = any(True for _ in child.children())
         if is_sequence and has_parts and classes[type(child)] > 1 and any(True for _ in child.parameters()):
             yield child

@@ -1,8 +1,8 @@
-"""Training under FSDP: every parameter is sharded over all ranks of data × ring, and stays the same on all of them.
+"""Training with FSDP: every parameter is sharded over all ranks of data × ring.
 
-Whatever shards, the steps here are the same: measure the reducer's divisor by a probe through the very wrapper that the
-model gets, give all ranks rank 0's parameters, shard, and make the optimizer from the sharded parameters. Checkpoints
-are those of torch.distributed.checkpoint, which another ring size or number of ranks can read.
+The steps are the same for FSDP1 and FSDP2. They measure the reducer's divisor with a probe in the wrapper that the
+model gets, copy rank 0's parameters to all ranks, shard, and make the optimizer from the sharded parameters.
+Checkpoints are those of torch.distributed.checkpoint, which another ring size or number of ranks can read.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class ShardedTraining(TrainingState):
-    """What FSDP2 and FSDP1 have in common.
+    """The common part of FSDP2 and FSDP1.
 
     Args:
-        wrap: makes what shards the model; called once the other arguments have proved good.
-        blocks: the modules of the model that are sharded each by itself.
+        wrap: returns the sharding; called after the other arguments are checked.
+        blocks: the modules of the model, each of which is sharded as one unit.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ShardedTraining(TrainingState):
         divisors = {measure_divisor(self._world, partial(self._reduced_by, shard, device)) for shard in sharding.probes}
         if len(divisors) > 1:
             raise ValueError(
-                f"model has parts whose reducers divide by {sorted(divisors)}: no loss can suit them all; wrap every "
-                "part over the same ranks."
+                f"model has parts whose reducers divide by {sorted(divisors)}: no scale of the loss fits all of them; "
+                "wrap every part over the same ranks."
             )
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
@@ -77,9 +77,9 @@ class ShardedTraining(TrainingState):
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _reduced_by(self, shard: Callable[[nn.Module], nn.Module], device: torch.device, gradient: float) -> float:
-        """What a wrapper's reducer makes of one parameter whose gradient on this rank is ``gradient``.
+        """Send this rank's ``gradient`` of one parameter through the wrapper's reducer, and return the result.
 
-        Read off a step of SGD from 0, since gradients are sharded each in its wrapper's own way.
+        The result is read from a step of SGD from 0, since each wrapper shards gradients in its own way.
         """
         module, x = probe(device, gradient)
         wrapped = shard(module)
@@ -93,7 +93,7 @@ class ShardedTraining(TrainingState):
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if self._world.size == 1:
             return super()._describe_graph(loss)
-        # A part is gathered once more when a backward comes to it, and its gradients are reduced when it leaves.
+        # The backward all-gathers each part when it reaches it, and reduces the part's gradients afterwards.
         return {**super()._describe_graph(loss), "parts of the model behind the loss": modules_in_backward(loss)}
 
     def _backward(self, loss: Tensor) -> None:
@@ -110,8 +110,8 @@ class ShardedTraining(TrainingState):
         return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
 
     def _save(self, path: StrPath) -> None:
-        """Write a folder of torch.distributed.checkpoint; what is there already is replaced once it is whole."""
-        # The state of an optimizer that has not stepped is what stepping would make, which asking for it would do.
+        """Write a folder of torch.distributed.checkpoint. It replaces an earlier checkpoint once it is whole."""
+        # An optimizer that has not stepped has no state, and asking for the state would make it step.
         state = self._checkpoint(with_optimizer=self.step_count > 0)
         holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
@@ -146,7 +146,7 @@ class ShardedTraining(TrainingState):
                 f"path = {str(path)!r}: a checkpoint of another model, without {', '.join(missing) or 'step'}."
             )
         if with_optimizer:
-            # Parameters that no loss has depended on have no state, until asking for it makes some up.
+            # Parameters on which no loss has depended have no saved state; asking for the state made one up.
             states = state["optimizer"]["state"]
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
@@ -172,7 +172,7 @@ class ShardedTraining(TrainingState):
 
     @abstractmethod
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """The parts of the model, by name, whose call gathers parameters of their own; the model itself is one."""
+        """The parts of the model, by name, whose call all-gathers their own parameters. The model itself is one."""
 
     @abstractmethod
     def _clip(self, max_norm: float) -> None:
@@ -180,16 +180,16 @@ class ShardedTraining(TrainingState):
 
     @abstractmethod
     def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
-        """The unsharded state of a module that was sharded, by the module's own names, on every rank."""
+        """The unsharded state of a sharded module, by the module's own names, on every rank."""
 
 
 @contextlib.contextmanager
 def _failures_as_errors() -> Iterator[None]:
-    """torch.distributed.checkpoint raises what is no Exception, which programs do not expect.
+    """Convert torch's CheckpointException, which is a BaseException but not an Exception.
 
     Raises:
-        BaseException: what was raised on this rank, where that is no fault of a file, such as Ctrl-C.
-        RingPeerError: another rank raised such.
+        BaseException: the error of this rank, if it has nothing to do with a file, such as Ctrl-C.
+        RingPeerError: another rank raised such an error.
         RuntimeError: otherwise.
     """
     try:
@@ -199,11 +199,11 @@ def _failures_as_errors() -> Iterator[None]:
         own = errors.get(dist.get_rank())
         if own is not None and is_not_a_file_error(own):
             raise own from failure
-        told = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
-        told = f"torch.distributed.checkpoint failed ({told})"
+        by_rank = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
+        message = f"torch.distributed.checkpoint failed ({by_rank})"
         if any(is_not_a_file_error(error) for error in errors.values()):
-            raise RingPeerError(f"{told}, which is no fault of a checkpoint.") from failure
-        raise RuntimeError(told) from failure
+            raise RingPeerError(f"{message}; the checkpoint is not the cause. Look at that rank's log.") from failure
+        raise RuntimeError(message) from failure
 
 
 class FSDP2Training(ShardedTraining):
@@ -211,7 +211,7 @@ class FSDP2Training(ShardedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Else a rank that leaves out a parameter, such as an expert's, would reduce it into that of another one.
+        # Otherwise a rank that does not use a parameter, such as an expert's, would mix up gradients of two parameters.
         cast(FSDPModule, self.model).set_reduce_scatter_unused_params(True)
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -224,7 +224,7 @@ class FSDP2Training(ShardedTraining):
     def _step(self) -> bool:
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # after a forward without a backward, whole parameters would be in place of the shards
+                part.reshard()  # a forward without a backward leaves whole parameters in place of the shards
         return super()._step()
 
     def _clip(self, max_norm: float) -> None:
@@ -241,17 +241,17 @@ class FSDP1Training(ShardedTraining):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
         super().__init__(*args, **kwargs)
-        self.model.register_forward_pre_hook(self._refuse_in_the_midst_of_a_step)
+        self.model.register_forward_pre_hook(self._refuse_within_a_step)
         if any(not group["params"] for group in self.optimizer.param_groups):
             raise ValueError(
-                "make_optimizer made a group without parameters: FullyShardedDataParallel gives it flat pieces of "
-                "them, which cannot be told by their shapes; use strategy='fsdp2', or groups without regard to shapes."
+                "make_optimizer made a group without parameters: FullyShardedDataParallel flattens parameters, and "
+                "their shapes are lost; use strategy='fsdp2', or groups that do not depend on shapes."
             )
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if self.max_grad_norm is not None and torch.float64 in dtypes:
             raise ValueError(
                 f"max_grad_norm = {self.max_grad_norm} with parameters of fp64: FullyShardedDataParallel computes "
-                "norms in fp32, and not of fp64; use strategy='fsdp2', or leave max_grad_norm out."
+                "norms in fp32 only; use strategy='fsdp2', or leave max_grad_norm out."
             )
 
     def _describe(self, model: nn.Module) -> dict[str, object]:
@@ -266,13 +266,13 @@ class FSDP1Training(ShardedTraining):
         if not ends_step:
             self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
 
-    def _refuse_in_the_midst_of_a_step(self, module: nn.Module, inputs: Any) -> None:
+    def _refuse_within_a_step(self, module: nn.Module, inputs: Any) -> None:
         is_over = self._backward_calls >= self.accumulation_steps
         if self._backward_calls and (is_over or not torch.is_grad_enabled()):
             raise RuntimeError(
                 f"a forward without a backward, after {self._backward_calls} backward calls of a step: "
-                "FullyShardedDataParallel keeps whole parameters after it, and the step would be lost; evaluate after "
-                "step(), or use strategy='fsdp2'."
+                "FullyShardedDataParallel would keep whole parameters after it, and the step would be lost; evaluate "
+                "after step(), or use strategy='fsdp2'."
             )
 
     def _clip(self, max_norm: float) -> None:

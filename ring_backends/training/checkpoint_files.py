@@ -1,7 +1,9 @@
-"""Checkpoints on disk: whole or not at all, in the place of nothing but a checkpoint, and checked before they are read.
+"""Training checkpoints on disk. They are written atomically, replace only checkpoints, and are checked before a load.
 
-A checkpoint is a file of ``torch.save``, or a folder that the ranks fill together. The file is a zip archive, whose
-comment is a checksum of all before it. The folder has a manifest, which lists its files with their checksums.
+A checkpoint is a file of ``torch.save``, or a folder that all ranks fill. The file is a zip archive whose comment is a
+checksum of the rest. The folder has a manifest with the checksum of each of its files.
+
+A folder is replaced by renaming, so that the frameworks' own tools find its files at the path that the user gave.
 """
 
 from __future__ import annotations
@@ -24,13 +26,13 @@ from ring_backends.ring.collectives import FILE_TIMEOUT, agree, do_on_all, do_on
 from ring_backends.ring.ring import Ring
 
 MANIFEST = "ring_backends.json"
-"""The file that makes a folder a checkpoint: what it holds, and its files with their checksums."""
+"""The manifest of a folder: the properties of the checkpoint, and its files with their checksums."""
 
 _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
-"""What the names of a checkpoint end in while it is written, and of the one before while that takes its place."""
+"""Suffixes: of a checkpoint that is being written, of the previous one meanwhile, and of one that is being removed."""
 
-_SEEN_WITHIN = 90.0
-"""Seconds until all hosts have to see a new folder; NFS remembers what it has seen for a minute."""
+_VISIBLE_WITHIN = 90.0
+"""Seconds after which all hosts must see a new folder. NFS caches directories for up to a minute."""
 
 _COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
 
@@ -42,17 +44,17 @@ class CheckpointNotFoundError(FileNotFoundError, ValueError):
 
 
 def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
-    """Refuse to write a checkpoint where something else would be lost.
+    """Refuse to write a checkpoint over something else.
 
     Args:
         is_folder: whether the checkpoint is a folder.
-        name: of the argument, for the error.
+        name: name of the argument, for the error.
 
     Raises:
-        ValueError: there is something at ``path`` that is neither a regular file, nor a folder that was written as a
-            checkpoint and shall become another one.
+        ValueError: at ``path`` is a folder that is not a checkpoint, a folder where a file is to be written, or a
+            special file.
     """
-    path, given = Path(path).resolve(), os.fspath(path)  # of a link, where it leads to
+    path, given = Path(path).resolve(), os.fspath(path)  # resolve: a link stays a link
     for place in _places(path):
         if not place.exists() or place.is_file():
             continue
@@ -62,7 +64,7 @@ def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
             raise ValueError(f"{name} = {given!r}: {place} is a folder, and the checkpoint a file; give another path.")
         if any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ValueError(
-                f"{name} = {given!r}: {place} is a folder with something else than a checkpoint in it, which would be "
+                f"{name} = {given!r}: {place} is a folder that holds something else than a checkpoint, which would be "
                 "lost; give a path inside of it, or another one."
             )
 
@@ -72,7 +74,7 @@ def _places(path: Path) -> list[Path]:
 
 
 def replace_file(path: StrPath, write: Callable[[IO[bytes]], object]) -> None:
-    """Let ``write`` fill a file, which is at ``path`` once it is whole and on the disk."""
+    """Let ``write`` fill a file, flush it to disk, and move it to ``path``."""
     path, unfinished, *_ = _places(Path(path).resolve())
     with unfinished.open("wb+") as file:
         write(file)
@@ -82,7 +84,7 @@ def replace_file(path: StrPath, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def save_file(ring: Ring, content: Callable[[], object], path: StrPath) -> None:
-    """``torch.save`` by rank 0, which alone makes the content; all ranks of the ring make this call."""
+    """Save a file with a checksum by rank 0, which alone calls ``content``. All ranks of the ring make this call."""
 
     def write(file: IO[bytes]) -> None:
         torch.save(content(), file)
@@ -97,13 +99,13 @@ def save_file(ring: Ring, content: Callable[[], object], path: StrPath) -> None:
 
 
 def check_file(path: Path) -> str:
-    """Compare a file that :func:`save_file` wrote with its checksum.
+    """Check a file of :func:`save_file` against its checksum.
 
     Returns:
         The checksum.
 
     Raises:
-        ValueError: it is damaged, or something else.
+        ValueError: the file is damaged, or was not written by :func:`save_file`.
     """
     size = path.stat().st_size - _LENGTH_SIZE - len(_COMMENT) - _DIGEST_SIZE
     with path.open("rb") as file:
@@ -117,13 +119,13 @@ def check_file(path: Path) -> str:
 
 
 def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], holds: Mapping[str, object]) -> None:
-    """Let ``write``, on all ranks together, fill a folder, which is at ``path`` once it is whole.
+    """Let ``write`` fill a folder on all ranks, and move it to ``path`` once it is whole.
 
-    A folder cannot be put in the place of another at one stroke: a run that is killed in between leaves the old one
-    beside, for :func:`~ring_backends.training.checkpoint_files.find_checkpoint`.
+    A folder cannot replace another one in a single operation. If the run is killed between the two renames, the old
+    checkpoint lies beside ``path``, where :func:`~ring_backends.training.checkpoint_files.find_checkpoint` finds it.
 
     Args:
-        holds: what the manifest says of the checkpoint; values that JSON can hold.
+        holds: properties of the checkpoint for the manifest; values that JSON can hold.
     """
     given = path
     path, unfinished, replaced, discarded = _places(Path(path).resolve())
@@ -134,9 +136,9 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
         for leftover in (unfinished, discarded):
             _remove(leftover)
         unfinished.mkdir()
-        sign = secrets.token_hex(16)
-        (unfinished / MANIFEST).write_text(sign)  # from now on it is known for one that may be removed
-        return sign
+        token = secrets.token_hex(16)
+        (unfinished / MANIFEST).write_text(token)  # marks the folder as one that a later save may remove
+        return token
 
     def replace(files: Mapping[str, str]) -> None:
         with (unfinished / MANIFEST).open("w") as file:
@@ -147,13 +149,16 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
             os.replace(path, replaced)
         os.replace(unfinished, path)
         if replaced.exists():
-            os.replace(replaced, discarded)  # what has the other name is whole
+            os.replace(replaced, discarded)  # renamed first, since a folder named .replaced must be whole
         _remove(discarded)
 
-    sign = do_on_all(ring, "preparing a checkpoint", prepare if ring.rank == 0 else str)
-    sign, *_ = gather_texts(ring, "the sign of a checkpoint", sign)
+    token = do_on_all(ring, "preparing a checkpoint", prepare if ring.rank == 0 else str)
+    token, *_ = gather_texts(ring, "the token of a checkpoint", token)
     do_on_all(
-        ring, "finding the checkpoint's folder", lambda: _wait_for_sign(given, unfinished / MANIFEST, sign), ValueError
+        ring,
+        "finding the checkpoint's folder",
+        lambda: _wait_for_token(given, unfinished / MANIFEST, token),
+        ValueError,
     )
     write(unfinished)
     seen = gather_texts(ring, "files of a checkpoint", json.dumps(_files_in(unfinished)), FILE_TIMEOUT, limit=None)
@@ -169,10 +174,10 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
     do_on_rank0(ring, "saving a checkpoint", lambda: replace(files))
 
 
-def _wait_for_sign(given: StrPath, manifest: Path, sign: str) -> None:
-    """Make sure that this rank sees the folder that rank 0 has made. A network's file system may take a while."""
-    end = time.monotonic() + _SEEN_WITHIN
-    while not (manifest.is_file() and manifest.read_text() == sign):
+def _wait_for_token(given: StrPath, manifest: Path, token: str) -> None:
+    """Wait until this rank sees the folder that rank 0 has made, which a network file system may delay."""
+    end = time.monotonic() + _VISIBLE_WITHIN
+    while not (manifest.is_file() and manifest.read_text() == token):
         if time.monotonic() > end:
             raise ValueError(
                 f"path = {os.fspath(given)!r}: this rank does not see the folder {manifest.parent} as rank 0 has made "
@@ -182,11 +187,11 @@ def _wait_for_sign(given: StrPath, manifest: Path, sign: str) -> None:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """What a folder holds.
+    """Read the manifest of a folder.
 
     Raises:
-        CheckpointNotFoundError: it is no checkpoint.
-        ValueError: its manifest is damaged.
+        CheckpointNotFoundError: the folder is not a checkpoint.
+        ValueError: the manifest is damaged.
     """
     if not (path / MANIFEST).is_file():
         raise CheckpointNotFoundError(
@@ -199,13 +204,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def check_folder(ring: Ring, path: Path) -> str:
-    """Compare this rank's share of a folder's files with their checksums.
+    """Check this rank's share of a folder's files against their checksums.
 
     Returns:
         A digest of the content of all files.
 
     Raises:
-        ValueError: a file is damaged or missing, or the folder is no checkpoint.
+        ValueError: a file is damaged or missing, or the folder is not a checkpoint.
     """
     checksums = read_manifest(path)["sha256"]
     for name in sorted(checksums)[ring.rank :: ring.size]:
@@ -217,7 +222,7 @@ def check_folder(ring: Ring, path: Path) -> str:
 
 
 def find_checkpoint(ring: Ring, path: StrPath) -> Path | None:
-    """Where rank 0 sees the checkpoint of this name: at ``path``, beside it if a save was killed, or nowhere."""
+    """Where rank 0 sees the checkpoint: at ``path``, beside it if a save was killed, or None."""
     place, _, replaced, _ = _places(Path(path).resolve())
     places = [place, replaced]
     found = next((index for index, place in enumerate(places) if place.exists()), len(places))
@@ -226,14 +231,16 @@ def find_checkpoint(ring: Ring, path: StrPath) -> Path | None:
 
 
 def as_loadable(value: object, name: str) -> Any:
-    """A value of a checkpoint, as ``torch.load(weights_only=True)`` reads it back: numbers of NumPy become Python's.
+    """Convert a value of a checkpoint to one that ``torch.load(weights_only=True)`` accepts.
+
+    Numbers of NumPy become Python's.
 
     Args:
-        value: tensors, numbers, texts, and lists, tuples and dicts of such.
-        name: of the value, for the error.
+        value: tensors, numbers, strings, and lists, tuples and dicts of these.
+        name: name of the value, for the error.
 
     Raises:
-        ValueError: it is something else, which could be saved and not be loaded.
+        ValueError: ``value`` is something else. It could be saved, but not loaded.
     """
     if value is None or isinstance(value, (Tensor, bool, torch.dtype, torch.device, torch.Size)):
         return value
@@ -251,8 +258,8 @@ def as_loadable(value: object, name: str) -> Any:
         if isinstance(number, kind):
             return kind(number)
     raise ValueError(
-        f"{name} is a {type(value).__module__}.{type(value).__qualname__}: it could be saved, and not be loaded again; "
-        "make it a number, a text, a tensor, or a list, tuple or dict of these."
+        f"{name} is a {type(value).__module__}.{type(value).__qualname__}: it could be saved, but not loaded again; "
+        "make it a number, a string, a tensor, or a list, tuple or dict of these."
     )
 
 
@@ -262,7 +269,7 @@ def _files_in(folder: Path) -> list[str]:
 
 
 def _digest_of_file(path: Path, *, to_disk: bool = False) -> str:
-    """SHA-256 of a file; with ``to_disk`` it is on the disk then."""
+    """SHA-256 of a file. With ``to_disk``, flush the file to disk first."""
     with path.open("rb") as file:
         if to_disk:
             os.fsync(file.fileno())
@@ -283,7 +290,7 @@ def _digest(file: IO[bytes], size: int) -> str:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        # The manifest last: what is left by a process that is killed meanwhile is still known for a checkpoint.
+        # The manifest goes last: if the process is killed meanwhile, the rest still counts as a checkpoint.
         for inside in sorted(path.iterdir()):
             if inside.name != MANIFEST:
                 _remove(inside)

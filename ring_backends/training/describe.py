@@ -1,4 +1,4 @@
-"""What has to be alike on all ranks of a training run, as plain values that ranks can compare."""
+"""Descriptions of models, optimizers and options, as plain values that ranks can compare."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from ring_backends.training.checkpoint_files import as_loadable
 
 Buffers = list[tuple[nn.Module, str]]
-"""Buffers by the module that has each, since a module's buffer may become another tensor."""
+"""Buffers as (module, name), since a module may assign another tensor to a buffer."""
 
 
 def describe_model(model: nn.Module, *, with_shapes: bool = True) -> dict[str, object]:
-    """Every parameter, and every buffer that a state_dict has, by name.
+    """Every parameter and every persistent buffer, by name.
 
     Args:
-        with_shapes: False for a model whose parameters are pieces, another one on each rank.
+        with_shapes: False for a model whose parameters are shards, of different shapes on the ranks.
     """
 
     def describe(tensor: Tensor) -> str:
@@ -36,7 +36,7 @@ def describe_model(model: nn.Module, *, with_shapes: bool = True) -> dict[str, o
 
 
 def persistent_buffers(model: nn.Module) -> Buffers:
-    """The buffers that a state_dict has, such as the running statistics of BatchNorm. Others are a rank's own."""
+    """The buffers in a model's state_dict, such as the running statistics of BatchNorm. Ranks do not share others."""
     return [(module, buffer) for module in model.modules() for buffer in _persistent_names(module)]
 
 
@@ -47,30 +47,30 @@ def _persistent_names(module: nn.Module) -> list[str]:
 
 
 def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The settings of an optimizer's parameter groups, as far as they are plain values."""
+    """The settings of an optimizer's parameter groups. Of values that are not plain, only the class."""
     settings: dict[str, object] = {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
             if name == "params":
                 continue
             if isinstance(value, Tensor):
-                # Reading a number off a GPU would wait for all that the GPU has to do.
+                # Reading a number from a GPU would synchronize with it.
                 value = value.tolist() if value.device.type == "cpu" else f"a tensor on {value.device}"
             settings[f"{name} of parameter group {index}"] = _text(value)
     return settings
 
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
-    """Arguments, as far as they are plain values; of others, such as meshes, the class. What is a rank's own is not."""
+    """Arguments without those that may differ between ranks. Of values that are not plain, only the class."""
     return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _RANK_SPECIFIC}
 
 
 _RANK_SPECIFIC = frozenset({"device_id", "device_ids", "output_device", "nvme_path", "output_path"})
-"""Arguments, and entries of configurations, in which ranks and hosts may differ."""
+"""Arguments and entries of configurations that may differ between ranks and hosts."""
 
 
 def _shared(value: Any) -> Any:
-    """What ranks have to have in common of a value; of a device the type."""
+    """The part of a value that must be equal on all ranks; of a device, its type."""
     if isinstance(value, Mapping):
         return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _RANK_SPECIFIC}
     if isinstance(value, (list, tuple)):
@@ -79,10 +79,10 @@ def _shared(value: Any) -> Any:
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, object]:
-    """The place of every parameter in the optimizer, which frameworks that shard it go by.
+    """The index of every parameter in the optimizer. Frameworks that shard the optimizer rely on it.
 
     Args:
-        names: of the model's parameters, by their ids.
+        names: names of the model's parameters, by ``id``.
     """
     places: dict[str, object] = {"optimizer": type(optimizer).__name__}
     for index, group in enumerate(optimizer.param_groups):
@@ -99,10 +99,10 @@ def _text(value: object) -> str:
 
 
 def make_settings_loadable(optimizer: torch.optim.Optimizer) -> None:
-    """Turn settings of the parameter groups that a checkpoint cannot hold, such as NumPy's numbers, into plain ones.
+    """Convert settings of the parameter groups that could not be loaded again, such as NumPy numbers.
 
     Raises:
-        ValueError: naming one that cannot be.
+        ValueError: a setting cannot be converted; the message names it.
     """
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
@@ -111,27 +111,29 @@ def make_settings_loadable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_count(name: str, count: object) -> int | float:
-    """A number of tokens, or the sum of their weights: from a number, or from a tensor of one element.
+    """A number of tokens, or the sum of their weights, from a number or from a tensor of one element.
 
     Raises:
-        ValueError, TypeError: it is no finite number of at least 0.
+        ValueError, TypeError: it is not a finite number of at least 0.
     """
     value: Any = count
     if isinstance(count, Tensor):
         if count.numel() != 1:
             raise ValueError(f"{name} has shape {[*count.shape]}: expected one number; pass its sum.")
         value = count.item()
-    elif hasattr(count, "item"):  # NumPy's numbers
+    elif hasattr(count, "item"):  # a NumPy number
         value = count.item()
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} = {count!r}: expected a number, or a tensor of one element; convert it with float().")
     if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{name} = {value}: must be finite and at least 0; it counts tokens, or sums their weights.")
+        raise ValueError(
+            f"{name} = {value}: must be finite and at least 0; pass a number of tokens, or the sum of their weights."
+        )
     return value
 
 
 def non_tensor_entries(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The entries of a model's state that are no tensors, such as extra states, as a checkpoint can hold them."""
+    """The entries of a model's state that are not tensors, such as extra states, in a form that can be loaded again."""
     return {
         key: as_loadable(value, f"{name}[{key!r}]") for key, value in state.items() if not isinstance(value, Tensor)
     }

@@ -1,4 +1,4 @@
-"""What a framework's reducer does to gradients: what it divides by, and what it needs of every parameter."""
+"""The gradient reducers of frameworks: their divisor, the order in which they take gradients, unused parameters."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ring_backends.ring.ring import Ring
 
 
 def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
-    """What a framework's reducer divides by: send one known gradient per rank through it, and see what comes out.
+    """Measure the number by which a framework's reducer divides, by sending known gradients through it.
 
     Args:
         world: all ranks.
-        reduced: takes this rank's gradient of one parameter, returns what the real reducer makes of it on this rank.
+        reduced: takes this rank's gradient of one parameter, and returns that gradient after the real reducer.
 
     Raises:
         RuntimeError: the ranks get different gradients, so that replicas would drift apart.
@@ -32,15 +32,15 @@ def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
     if not max(values) - min(values) <= 1e-6 * abs(values[0]):
         raise RuntimeError(
             f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
-            "apart: it has to reduce over all ranks of data × ring; do not restrict its process group."
+            "apart: it must reduce over all ranks of data × ring; do not restrict its process group."
         )
     return world.size * (world.size + 1) / 2 / values[0]
 
 
 def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
-    """A module of one weight, which is 0, and an input for which the gradient of the output's sum is ``gradient``.
+    """A module with one weight, which is 0, and an input that gives the weight the gradient ``gradient``.
 
-    In fp32 whatever the default dtype is: a lower one may not hold the number of ranks.
+    Always in fp32: a default dtype of lower precision may not represent the number of ranks.
     """
     module = nn.Linear(1, 1, bias=False, device=device, dtype=torch.float32)
     nn.init.zeros_(module.weight)
@@ -57,9 +57,9 @@ def fill_missing_gradients(parameters: Iterable[Tensor]) -> None:
 def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
-    With each node comes the number of others that could run then. The engine's order among the parameters of one node
-    depends on that number; here they come in the node's own order. What is computed again in a backward, as by
-    reentrant checkpointing, is not in the graph.
+    Each node comes with the number of other nodes that are ready at that moment. The engine's order among the
+    parameters of one node depends on that number; here they come in the node's own order. The graph does not contain
+    what a backward recomputes, as reentrant activation checkpointing does.
     """
     if loss.grad_fn is None:
         return
@@ -80,13 +80,12 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
         for following, _ in node.next_functions:
             if following is not None:
                 waits_for[following] -= 1
-                if not waits_for[following]:  # of several that are ready, the one that was made last
+                if not waits_for[following]:  # of several nodes that are ready, the latest goes first
                     heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
 
 
 def is_eager_forward() -> bool:
-    """Whether a hook of a forward should compare and mark: not in a compiled graph, which has no place for it, nor in
-    what a backward computes again."""
+    """Whether this is an eager forward: neither a compiled graph nor a recomputation within a backward."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
 
 
@@ -94,7 +93,7 @@ _PART = "ring_backends: part of the model"
 
 
 def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
-    """A forward hook that writes a part's name to the nodes of the graph by which a backward reaches the part."""
+    """A forward hook that records a part's name in the graph nodes of its outputs."""
     if not is_eager_forward():
         return
     for output in tree_leaves(outputs):
@@ -103,7 +102,7 @@ def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) ->
 
 
 def modules_in_backward(loss: Tensor) -> list[str]:
-    """The names of the marked parts of a model, in the order in which a backward of ``loss`` comes to them."""
+    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them."""
     nodes = (node for node, _ in backward_order(loss))
     found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
     return [name or "the whole model" for name in dict.fromkeys(found)]
@@ -111,7 +110,7 @@ def modules_in_backward(loss: Tensor) -> list[str]:
 
 @contextlib.contextmanager
 def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
-    """Within it the tensors' own hooks (``register_hook``) do not run."""
+    """Disable the hooks that users registered on these tensors by ``register_hook``."""
     hooks = [(own, dict(own)) for own in (parameter._backward_hooks for parameter in parameters) if own]
     for own, _ in hooks:
         own.clear()
@@ -123,19 +122,19 @@ def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 class UnusedParameters:
-    """Hands a reducer that waits for every parameter those that a backward did not reach.
+    """Reports the parameters that a backward did not reach to a reducer that waits for every parameter.
 
-    DistributedDataParallel reduces in hooks of the backward. Where a rank leaves out a parameter, such as that of an
-    expert to which none of the rank's tokens went, it would never end.
+    DistributedDataParallel reduces in hooks of the backward. If a rank does not use a parameter, for example that of an
+    expert to which none of its tokens went, the reduction would never end.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # As DistributedDataParallel finds out of which parameters the gradients are sparse.
+        # DistributedDataParallel finds the parameters with sparse gradients in the same way.
         embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
         self._sparse = {id(part.weight) for part in embeddings if part.sparse}
         self._reached: set[int] = set()
-        # Hooks of these nodes, and not of the tensors: a reducer's run for an undefined gradient too.
+        # Hooks of the nodes, not of the tensors. Like the reducer's hooks they also run for an undefined gradient.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]
         for index, node in enumerate(self._nodes):
             node.register_hook(self._hook(index))
@@ -147,20 +146,20 @@ class UnusedParameters:
         return reached
 
     def begin(self) -> None:
-        """Before a backward."""
+        """Call this before a backward."""
         self._reached.clear()
 
     def end(self) -> None:
-        """After it: run the hooks of the parameters that it has not reached, with no gradient."""
+        """Call this after the backward: runs the reducer's hooks of unreached parameters, without a gradient."""
         unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
         if unused:
             is_sparse = [id(parameter) in self._sparse for parameter in unused]
             with hooks_disabled(unused):
-                _Nothing.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
+                _NoGradient.apply(is_sparse, *unused).backward()  # type: ignore[no-untyped-call]
 
 
-class _Nothing(torch.autograd.Function):
-    """Depends on some parameters, to which it gives no gradient, or a sparse one without entries."""
+class _NoGradient(torch.autograd.Function):
+    """A function of some parameters that gives them no gradient, or an empty sparse one."""
 
     @staticmethod
     def forward(ctx: Any, is_sparse: list[bool], *parameters: Tensor) -> Tensor:
@@ -174,16 +173,17 @@ class _Nothing(torch.autograd.Function):
 
 
 def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
-    """A sparse gradient without entries."""
+    """A sparse gradient without entries, of the parameter's shape."""
     places = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
 class OrderedGradients(torch.autograd.Function):
-    """A loss with the same gradients, which come when all of them are there: of all parameters, and in their order.
+    """A loss with the same gradients, which arrive together, for all parameters, in the parameters' order.
 
-    ``OrderedGradients.apply([loss], *parameters)``; a parameter that ``loss`` does not depend on gets 0. For reducers
-    that take gradients as they come, and would mix them up where they come otherwise on another rank.
+    ``OrderedGradients.apply([loss], *parameters)``; a parameter on which ``loss`` does not depend gets zeros. For
+    reducers that take gradients in the order in which they arrive. If that order differs between ranks, such a reducer
+    adds up gradients of different parameters.
     """
 
     @staticmethod
@@ -193,16 +193,16 @@ class OrderedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with hooks_disabled(ctx.parameters):  # they run when the gradients are handed on from here
+        with hooks_disabled(ctx.parameters):  # they run later, when these gradients are accumulated
             gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
         pairs = zip(gradients, ctx.parameters, strict=True)
         return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
 
 
 class Autocast(nn.Module):
-    """Runs a module under autocast, and with its forward the backward; parameters and gradients keep their dtype.
+    """Runs a module under autocast. Parameters and gradients keep their dtype.
 
-    A module around the other, and not another ``forward`` of it, so that it can be copied and pickled.
+    A wrapper and not a replaced ``forward``, so that it can be copied and pickled.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -226,10 +226,10 @@ def under_autocast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
 
 
 def check_mixed_precision(dtype: object) -> None:
-    """Refuse a dtype that no model is trained in mixed precision with.
+    """Refuse a dtype for mixed precision other than torch.bfloat16 or None.
 
     Raises:
-        TypeError, ValueError: it is not torch.bfloat16, nor None.
+        TypeError, ValueError: ``dtype`` is something else.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
@@ -241,5 +241,5 @@ def check_mixed_precision(dtype: object) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where a model's parameters are."""
+    """The device of a model's parameters."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -234,8 +234,8 @@ class TrainingState(SavedTraining):
         num_others = sum(id(parameter) not in known for group in groups for parameter in group["params"])
         if num_others:
             raise RuntimeError(
-                f"optimizer has {num_others} parameters that the model did not have in parallelize(): their gradients "
-                "are not reduced; add them to the model before parallelize()."
+                f"optimizer has {num_others} parameters that the model did not have in parallelize(): gradients of "
+                "parameters added later are not reduced; add them to the model before parallelize()."
             )
 
     def _describe_gradients(self) -> Mapping[str, object]:
