@@ -1,9 +1,7 @@
 """DeepSpeed: hops by ``deepspeed.comm``, training by ``deepspeed.initialize`` with ZeRO 0 to 3.
 
-Hops go through ``deepspeed.comm.batch_isend_irecv``, so that DeepSpeed's backend carries them and its comms_logger sees
-them: one ``batch_isend_irecv`` per hop, its size that of the buffers sent and received together. (On a GPU the logger
-waits for every operation it sees, so that hops and tiles overlap only without it.) Sharding, reduction, clipping and
-checkpoint files are DeepSpeed's own; its configuration passes through, but for what the arguments here say.
+Sharding, reduction, clipping and checkpoint files are DeepSpeed's own. Its configuration is passed on, except for the
+entries that arguments here set.
 """
 
 from __future__ import annotations
@@ -137,25 +135,25 @@ def parallelize(
     mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
-    """Hand a model to ``deepspeed.initialize``, which replicates or shards it over data × ring by the ZeRO stage.
+    """Train a model by ``deepspeed.initialize``, which replicates or shards it over data × ring, by the ZeRO stage.
 
     Args:
-        model: any module whose parameters are all of fp32, or all of bf16, which DeepSpeed trains over fp32 masters.
+        model: any module whose parameters are all fp32, or all bf16, which DeepSpeed trains with fp32 master weights.
             DeepSpeed moves it to its accelerator. ZeRO 3 shards it in place.
         make_optimizer: called once with the parameters to train.
-        ring: the ring its attention uses.
+        ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step; None does not clip.
         accumulation_steps: backward calls per step.
-        zero_stage: 0 to 3; None means what ``config`` says, or else 0.
-        config: DeepSpeed's configuration, for whatever these arguments do not say. Batch sizes there count every rank,
-            ring ranks as well, so that train_batch_size is left to DeepSpeed.
-        mpu: a sequence-parallel mpu, for DeepSpeed to shard and reduce by.
-        mixed_precision: torch.bfloat16 runs the forward under autocast and keeps parameters and reduction in fp32. To
-            have DeepSpeed turn the parameters into bf16 over fp32 masters pass ``config={"bf16": {"enabled": True}}``.
-        framework_options: for ``deepspeed.initialize``.
+        zero_stage: 0 to 3. None takes the stage in ``config``, or else 0.
+        config: DeepSpeed's configuration, for everything that the arguments here do not set. DeepSpeed counts ring
+            ranks as data ranks in batch sizes, so train_batch_size is left to DeepSpeed.
+        mpu: a sequence-parallel mpu, by which DeepSpeed shards and reduces.
+        mixed_precision: torch.bfloat16 runs the forward under autocast and keeps parameters and reduction in fp32. For
+            bf16 parameters with fp32 master weights pass ``config={"bf16": {"enabled": True}}`` instead.
+        framework_options: passed to ``deepspeed.initialize``.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, ``config`` contradicts another one, or data size × ring size
+        ValueError, TypeError: an argument breaks its rule, ``config`` contradicts an argument, or data size × ring size
             is not the world.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """

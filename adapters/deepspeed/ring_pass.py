@@ -34,11 +34,11 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
 
 
 def start_deepspeed() -> None:
-    """Let ``deepspeed.comm`` use the process group there is.
+    """Start ``deepspeed.comm`` on the existing process group, unless it runs already.
 
-    On CPU it would compile a shared-memory all-reduce, which takes minutes and a compiler; nothing here needs that.
-    Whoever wants it starts ``deepspeed.init_distributed()`` beforehand. What is compiled is what stands in DeepSpeed's
-    list of operators, made when first looked at; for the moment of starting an empty one takes its place.
+    On CPU, DeepSpeed would compile a shared-memory all-reduce, which takes minutes and a compiler. Nothing here uses
+    it; to have it, call ``deepspeed.init_distributed()`` beforehand. DeepSpeed compiles the operators of a list that it
+    makes at the first access, so an empty list takes its place during the start.
     """
     if comm.is_initialized():
         return

@@ -22,14 +22,18 @@ def engine_settings(
     max_grad_norm: float | None,
     mixed_precision: torch.dtype | None,
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration from ours and the user's, which may not contradict each other."""
+    """Merge the user's ``config`` with the arguments of ``parallelize``.
+
+    Raises:
+        ValueError, TypeError: an entry contradicts an argument, or DeepSpeed cannot train the model.
+    """
     if not isinstance(config, (Mapping, type(None))):
         raise TypeError(f"config = {config!r}: expected a dict, as deepspeed.initialize takes; read the file first.")
     settings = copy.deepcopy(dict(config or {}))
     if (settings.get("checkpoint") or {}).get("load_universal"):
         raise ValueError(
-            "config has checkpoint.load_universal = True: DeepSpeed unpickles whatever such a checkpoint holds; leave "
-            "it out, and load what save() wrote."
+            "config has checkpoint.load_universal = True: DeepSpeed unpickles such a checkpoint and so runs any code "
+            "in it; leave it out, and load what save() wrote."
         )
     zero = settings.setdefault("zero_optimization", {})
     stage = zero.get("stage", 0) if zero_stage is None else zero_stage
@@ -42,18 +46,18 @@ def engine_settings(
     ):
         if part.setdefault(key, value) != value:
             raise ValueError(f"config has {key} = {part[key]!r} and {argument}: leave {key} out of config.")
-    said_elsewhere = {
+    reserved = {
         "optimizer": "make_optimizer makes it",
         "train_batch_size": "it is train_micro_batch_size_per_gpu × accumulation_steps × ranks, ring ranks included",
         "fp16": "a scaled loss skips steps; pass mixed_precision=torch.bfloat16",
     }
     if mixed_precision:
-        said_elsewhere |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} says it")
-    for key, instead in said_elsewhere.items():
+        reserved |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} sets it")
+    for key, instead in reserved.items():
         if key in settings:
             raise ValueError(f"config has {key} = {settings[key]!r}: {instead}; leave {key} out of config.")
     if mixed_precision:
-        # With modules listed here, DeepSpeed would reduce their gradients in bf16.
+        # DeepSpeed reduces the gradients of the modules listed here in bf16, so none is listed.
         settings["torch_autocast"] = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     _choose_dtype(settings, model)
     settings.setdefault("train_micro_batch_size_per_gpu", 1)
@@ -62,12 +66,12 @@ def engine_settings(
 
 
 def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
-    """Let a model of bf16 be trained as such; refuse what DeepSpeed would cast without being told, or not at all."""
+    """Enable bf16 for a model of bf16; refuse parameters that DeepSpeed would cast silently or cannot train."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes == {torch.bfloat16} and "torch_autocast" not in settings:
         settings.setdefault("bf16", {"enabled": True})
     own_bf16 = settings.get("bf16", {}).get("enabled", False)
-    taken = (torch.float32, torch.bfloat16) if own_bf16 else (torch.float32,)
+    accepted = (torch.float32, torch.bfloat16) if own_bf16 else (torch.float32,)
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(
@@ -76,10 +80,10 @@ def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
             )
         if not parameter.is_contiguous():
             raise ValueError(
-                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed wants contiguous ones; assign "
+                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed needs contiguous ones; assign "
                 "parameter.data.contiguous(), or use another adapter."
             )
-        if parameter.dtype not in taken:
+        if parameter.dtype not in accepted:
             raise ValueError(
                 f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
                 "or not, and models all of bf16 over fp32 masters; convert it with .float() or .bfloat16(), or use "

@@ -1,8 +1,4 @@
-"""Training by a DeepSpeed engine: its configuration, the divisor of its reducer, its checkpoints.
-
-The rule of this file: nothing is told to DeepSpeed twice. What ``parallelize`` has an argument for must not be said
-otherwise in ``config``; everything else in there reaches DeepSpeed as it is.
-"""
+"""Training by a DeepSpeed engine: the divisor of its reducer, the order of its gradients, its checkpoints."""
 
 from __future__ import annotations
 
@@ -43,7 +39,7 @@ from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class DeepSpeedTraining(TrainingState):
-    """Training by a DeepSpeed engine, which is ``model``. A checkpoint is DeepSpeed's, a folder."""
+    """Training by a DeepSpeed engine, which is ``model``. A checkpoint is a folder of DeepSpeed's."""
 
     def __init__(
         self,
@@ -61,7 +57,7 @@ class DeepSpeedTraining(TrainingState):
         super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
         start_world_of_one()
         if dist.get_world_size() == 1:
-            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed wants to be told which device is this process's
+            os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads the index of this process's device from it
         start_deepspeed()
         self._gradient_orders_differ = False
         self._is_in_backward = False
@@ -87,22 +83,22 @@ class DeepSpeedTraining(TrainingState):
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
-        """Find out whether the backwards of all ranks reach the same parameters, in the same order.
+        """Check whether the backwards of all ranks reach the same parameters in the same order.
 
-        ZeRO 1 to 3 put gradients into buckets in the order in which they come, and reduce the buckets of all ranks.
+        ZeRO 1 to 3 put gradients into buckets in the order in which they arrive, and reduce the buckets over the ranks.
         """
-        behind = super()._describe_graph(loss)
+        graph = super()._describe_graph(loss)
         if not self._zero_stage:
-            return behind
+            return graph
         if self._foreign_gradients:
             raise RuntimeError(
                 f"gradients of {', '.join(sorted(self._foreign_gradients)[:8])} came from a backward that was not "
-                "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes, and "
-                "while another loss goes through the model, freeze it by requires_grad_(False) and call the module "
-                "inside of the engine."
+                "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes. For "
+                "another loss of the model, freeze the model with requires_grad_(False) and call the module inside of "
+                "the engine."
             )
         if self._world.size == 1:
-            return behind
+            return graph
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         order, is_checkpointed = [], False
         for node, num_others in backward_order(loss):
@@ -111,34 +107,34 @@ class DeepSpeedTraining(TrainingState):
             if name is not None:
                 order.append((name, num_others))
         if self._zero_stage == 3:
-            return {**behind, _ORDER: [name for name, _ in order]}
+            return {**graph, _ORDER: [name for name, _ in order]}
         by_rank = agree(self._world, "parameters of a backward", None, [_number(order), is_checkpointed])
         self._gradient_orders_differ = any(number != by_rank[0][0] for number, _ in by_rank)
         if self._gradient_orders_differ and any(is_checkpointed for _, is_checkpointed in by_rank):
             raise RingMismatchError(
-                "the ranks' losses depend on different parameters, or on the same ones in another order, and "
-                "reentrant checkpointing keeps ZeRO from taking their gradients together: use use_reentrant=False, or "
+                "the ranks' losses depend on different parameters, or on the same ones in another order, and with "
+                "reentrant checkpointing ZeRO cannot take their gradients together: use use_reentrant=False, or "
                 "zero_stage=0."
             )
-        return behind
+        return graph
 
     def _check_optimizer(self) -> None:
-        # DeepSpeed has put other tensors in the places of parameters.
+        # DeepSpeed has replaced the parameters in the groups, so only the number of groups can be compared.
         if len(self.optimizer.param_groups) != self._num_groups:
             raise RuntimeError(
                 f"optimizer has {len(self.optimizer.param_groups)} parameter groups, and had {self._num_groups} in "
-                "parallelize(): DeepSpeed does not know of what is added later; have it in the model, and in the "
-                "optimizer, before parallelize()."
+                "parallelize(): DeepSpeed does not know parameters added later; add them to the model and to the "
+                "optimizer before parallelize()."
             )
 
     def _describe_gradients(self) -> Mapping[str, object]:
-        # What reentrant checkpointing computes again in a backward is behind no loss, and is known afterwards alone.
+        # Reentrant checkpointing recomputes parts that the graph of the loss does not contain, so compare afterwards.
         return {_ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
         if self._gradient_orders_differ:
             loss = OrderedGradients.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
-        # The loss is over the whole step already; by itself DeepSpeed divides it by the number of micro-batches.
+        # The loss is scaled for the whole step. Without the option DeepSpeed divides by the number of micro-batches.
         self._is_in_backward = True
         self._engine.backward(loss, scale_wrt_gas=False)
         self._is_in_backward = False
@@ -156,7 +152,7 @@ class DeepSpeedTraining(TrainingState):
         if not applied and self._world.rank == 0:
             warnings.warn(
                 f"DeepSpeed has skipped the step after step {self.step_count}, since the gradient has a NaN or an "
-                f"infinity: the parameters are as before, and step_count stays {self.step_count}; skipped_steps is "
+                f"infinity: the parameters are unchanged, and step_count stays {self.step_count}; skipped_steps is "
                 f"{self.skipped_steps + 1}.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -169,7 +165,7 @@ class DeepSpeedTraining(TrainingState):
     saves_a_folder = True
 
     def _save(self, path: StrPath) -> None:
-        """Write a folder with one of DeepSpeed's checkpoints; what is there already is replaced once it is whole."""
+        """Write a folder with a DeepSpeed checkpoint. It replaces an earlier checkpoint once it is whole."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
         holds = {**self._layout, "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
@@ -180,7 +176,7 @@ class DeepSpeedTraining(TrainingState):
 
     @property
     def _layout(self) -> dict[str, object]:
-        """What DeepSpeed's checkpoints can be read by alone."""
+        """The properties that must be equal when a DeepSpeed checkpoint is read."""
         return {"adapter": "deepspeed", "ranks": self._world.size, "zero_stage": self._zero_stage}
 
     def _check(self, path: Path) -> str:
@@ -206,7 +202,7 @@ class DeepSpeedTraining(TrainingState):
     def _full_state_dict(self) -> dict[str, Tensor]:
         whole = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
-            with deepspeed.zero.GatheredParameters([tensor]):  # what ZeRO 3 has not sharded is left as it is
+            with deepspeed.zero.GatheredParameters([tensor]):  # leaves tensors alone that ZeRO 3 has not sharded
                 whole[name] = tensor.detach().cpu().clone()
         return whole
 
@@ -215,13 +211,13 @@ _ORDER = "parameters in the order of their gradients"
 
 
 def _number(order: list[tuple[str, int]]) -> int:
-    """Stands for an order of names; exact as a float."""
+    """A 48-bit hash of an order of names, which a float holds exactly."""
     return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=6).digest(), "big")
 
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """DeepSpeed makes buffers of the default dtype, and means fp32."""
+    """Set the default dtype for a while. DeepSpeed makes buffers of the default dtype, which it expects to be fp32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -231,7 +227,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _load_tensors(path: str, map_location: Any = None) -> Any:
-    """Tensors and a few plain classes of DeepSpeed's; its own loading would run any code in a checkpoint."""
+    """Load only tensors and a few classes of DeepSpeed. Its own ``load`` would run any code in a checkpoint."""
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -243,7 +239,7 @@ _NOT_FOR_THE_PROBE = (
 
 
 def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mapping[str, Any]) -> float:
-    """What the engine's reducer divides by, from an engine of one parameter with the same groups."""
+    """Measure the reducer's divisor with an engine of one parameter that uses the same process groups."""
     probe_settings = {key: value for key, value in settings.items() if key not in _NOT_FOR_THE_PROBE}
     probe_settings |= {
         "gradient_clipping": 0.0,  # without the key DeepSpeed clips at 1
@@ -275,14 +271,14 @@ def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mappin
                 raise
             raise RuntimeError(
                 f"{error} DeepSpeed has a mesh, from mesh_param= or from data_parallel_size and sequence_parallel_size "
-                "in its config, and at this ZeRO stage reduces over the data axis alone. Leave the mesh out, since "
-                "ring ranks are data ranks, or pass an mpu."
+                "in its config, and at this ZeRO stage it reduces over the data axis only. Leave the mesh out, since "
+                "ring ranks count as data ranks, or pass an mpu."
             ) from error
 
 
 @contextlib.contextmanager
 def _restored_groups() -> Iterator[None]:
-    """DeepSpeed keeps an engine's mpu and mesh for whatever comes later in the process; a probe shall leave none."""
+    """Restore the process-wide mpu and mesh, which DeepSpeed sets when it makes an engine, such as the probe's."""
     mpu, mesh = groups.mpu, groups.mesh_device
     try:
         yield

@@ -1,12 +1,14 @@
-"""Ulysses × ring: neighbouring ranks of a ring trade heads for rows, and K and V travel among fewer, larger shards.
+"""Ulysses × ring: neighbouring ranks trade heads for rows, and K and V travel among fewer, larger shards.
 
-The sequence lies over all ranks of the ring as it always does; nothing in ``shard``, ``unshard``, ``positions``, the
-data size or the loss knows of Ulysses. Within a call, each group of ``ulysses_size`` neighbouring ranks trades, by
-DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509): every rank gets the rows of its whole group for its share of
-the heads. With those it takes part in a ring of every ``ulysses_size``-th rank, the outer axis of the mesh. The rows of
-a group are the shard of that smaller ring if all ranks hold equally many, hence the rule for ``seq_len``.
-``traffic`` counts hops alone. A rank lost while its group trades is told within the ring's timeout: in a forward by
-RingPeerError, in a backward by torch's own error.
+Outside of a call nothing changes: the sequence is distributed over all ranks of the ring, and ``shard``, ``unshard``,
+``positions``, the data size and the loss are the same. Within a call, each group of ``ulysses_size`` neighbouring ranks
+trades with DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509): every rank gets the rows of its whole group for its
+share of the heads. With these rows it takes part in a ring of every ``ulysses_size``-th rank, the outer axis of the
+mesh. The rows of a group are the shard of that smaller ring only if all ranks hold equally many rows, hence the rule
+for ``seq_len``.
+
+``traffic`` counts hops only. If a rank is lost during a trade, the others raise within the ring's timeout: a
+RingPeerError in the forward, torch's own error in the backward.
 """
 
 from __future__ import annotations
@@ -39,9 +41,9 @@ class UlyssesRing(Ring):
     """A ring whose neighbouring ranks trade heads for rows.
 
     Attributes:
-        hop_ring: the ring that K and V travel, of every ``ulysses_size``-th rank. It shares ``traffic`` with this one.
-        ulysses_group: this rank and the neighbours it trades with.
-        ulysses_size, ulysses_rank: how many those are, and this rank's place among them.
+        hop_ring: the ring in which K and V travel, of every ``ulysses_size``-th rank. It shares ``traffic``.
+        ulysses_group: the process group of this rank and the neighbours that it trades with.
+        ulysses_size, ulysses_rank: size of that group, and this rank's rank in it.
     """
 
     hop_ring: Ring = dataclasses.field(default_factory=Ring)
@@ -99,7 +101,7 @@ def connect_ulysses(
 
 @dataclass(frozen=True)
 class _ShareOfHeads(DilatedPattern):
-    """A pattern as the heads of one Ulysses rank see it: they keep the branches and offsets of their own numbers."""
+    """The pattern of the heads of one Ulysses rank. They keep the branches and offsets of their global numbers."""
 
     ulysses_size: int = 1
     ulysses_rank: int = 0
@@ -122,9 +124,9 @@ class UlyssesAttention:
     """One attention module's calls over a :class:`UlyssesRing`.
 
     Attributes:
-        module: the module, whose ring the sequence lies over.
-        ring: that ring.
-        share: attends over ``ring.hop_ring``, for the heads that this rank gets.
+        module: the module of the whole ring.
+        ring: its ring.
+        share: attention over ``ring.hop_ring`` for this rank's share of the heads.
     """
 
     module: RingDilatedAttention
@@ -177,7 +179,7 @@ class UlyssesAttention:
 
     @contextlib.contextmanager
     def _trading(self, call: Call) -> Iterator[None]:
-        """Around trades, whose failure is that of the ring's call."""
+        """Wraps trades: a failed trade is a failure of the ring's call."""
         ring = self.ring
         assert ring.agreement is not None
         try:
@@ -190,7 +192,7 @@ class UlyssesAttention:
     def _attend_share(
         self, query: Tensor, key: Tensor, value: Tensor, *, inputs: AttentionInputs, statistics: list[Tensor]
     ) -> Tensor:
-        """Attend from the group's rows, in the order of its ranks, for this rank's share of the heads."""
+        """Attend with the rows of the group, in the order of its ranks, for this rank's share of the heads."""
         inputs = replace(inputs, query=query, key=key, value=value, return_lse=True)
         assert inputs.seq_len is not None
         order = self._order(inputs.seq_len, query.device)
@@ -206,7 +208,7 @@ class UlyssesAttention:
         return contiguous
 
     def _order(self, seq_len: int, device: torch.device) -> Tensor | None:
-        """Where the rows of the hop ring's shard lie among the group's; None if they lie there in order."""
+        """The index among the group's rows of each row of the hop ring's shard; None if the orders are equal."""
         ring = self.ring
         if ring.layout_kind == "contiguous":
             return None
@@ -215,7 +217,7 @@ class UlyssesAttention:
         return positions.argsort().to(device)
 
     def _of_group(self, marks: Tensor | None) -> Tensor | None:
-        """The marks of the group's rows, in the order of its ranks."""
+        """All-gather a mask or document ids over the group, in the order of its ranks."""
         if marks is None:
             return None
         own = marks.contiguous().view(torch.uint8)  # gloo does not gather bool
@@ -227,9 +229,8 @@ class UlyssesAttention:
 def _check_no_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise ValueError(
-            f"dropout_p = {dropout_p} with ulysses_size > 1: which weights are dropped follows from the number "
-            "of the head, and the ranks of an Ulysses group number their own heads; use ulysses_size = 1, or "
-            "dropout_p = 0."
+            f"dropout_p = {dropout_p} with ulysses_size > 1: dropout depends on the global number of a head, "
+            "and the ranks of an Ulysses group number only their own heads; use ulysses_size = 1, or dropout_p = 0."
         )
 
 
@@ -243,7 +244,7 @@ def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesR
     chunks = ring.size * (2 if ring.layout_kind == "zigzag" else 1)
     if seq_len % chunks:
         raise ValueError(
-            f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: ranks that trade have to hold equally many "
+            f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: ranks that trade must hold equally many "
             f"rows, so a {ring.layout_kind} ring of {ring.size} needs a multiple of {chunks}; pad the sequence, and "
             "mask the padding with key_padding_mask."
         )

@@ -1,7 +1,7 @@
-"""FairScale: hops are ``PipeMessage``s on a ``Transport``, training is by OSS and ShardedDataParallel, or by its FSDP.
+"""FairScale: hops are ``PipeMessage``s on a ``Transport``; training uses OSS and ShardedDataParallel, or its FSDP.
 
-The ring is the context- or pipeline-parallel group of ``fairscale.nn.model_parallel`` where that is initialised. Its
-ranks get a group of their own for the hops, which then never queue behind FairScale's collectives.
+If ``fairscale.nn.model_parallel`` is initialised, its pipeline-parallel group is the ring. The ring gets a process
+group of its own, so that its hops never queue behind FairScale's collectives.
 """
 
 from __future__ import annotations
@@ -98,25 +98,25 @@ def parallelize(
 ) -> TrainingState:
     """Shard optimizer and gradients over data × ring by OSS and ShardedDataParallel, or parameters too by its FSDP.
 
-    OSS wants an optimizer's class, not an optimizer. ``make_optimizer`` is called once, and OSS is given the class of
-    what it returns, its parameter groups with all their values, and for every argument of the class's constructor the
-    value in its ``defaults``. An optimizer with an argument that is not among its defaults cannot be built again and is
-    refused. Schedulers and hooks belong on ``state.optimizer``.
+    OSS takes the class of an optimizer, not an optimizer. ``make_optimizer`` is called once. OSS gets the class of the
+    result, its parameter groups with all their values, and its ``defaults`` as arguments of the constructor. An
+    optimizer whose constructor has an argument that ``defaults`` lacks is refused. Attach schedulers and hooks to
+    ``state.optimizer``.
 
     Args:
         model: any module, on its device already. For FSDP its blocks may be wrapped in FullyShardedDataParallel
-            already; the whole is wrapped here.
-        make_optimizer: called once with the parameters to train; with FSDP, with each rank's flat shards of them.
-        ring: the ring its attention uses.
+            already; the whole model is wrapped here.
+        make_optimizer: called once with the parameters to train; for FSDP these are each rank's flat shards.
+        ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
         strategy: ``"fsdp"`` needs a GPU.
         mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
-        framework_options: for OSS and ShardedDataParallel, by their names, or for FullyShardedDataParallel.
+        framework_options: passed by name to OSS and ShardedDataParallel, or to FullyShardedDataParallel.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, data size × ring size is not the world, FairScale splits
-            the model over ranks as well, or the strategy cannot run here.
+        ValueError, TypeError: an argument breaks its rule, data size × ring size is not the world, FairScale's model
+            parallelism splits the model, or the strategy cannot run here.
         RuntimeError: the reducer leaves the replicas with different parameters.
     """
     strategies: dict[str, type[FairScaleTraining]] = {"sharded_ddp": ShardedTraining, "fsdp": FullyShardedTraining}

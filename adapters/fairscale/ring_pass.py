@@ -16,22 +16,22 @@ from ring_backends.ring.transfer import Transfer, post_works
 
 @dataclass(frozen=True)
 class RingTransport(Transport):  # type: ignore[misc]
-    """The messages of one hop, posted together as ``isend`` and ``irecv`` of one group.
+    """The messages of one hop, posted as one batch of ``isend`` and ``irecv``.
 
-    No message has a header: what comes from whom, and how large, stands in the schedule of both ends.
+    Messages have no header: both ends know source, destination and size from the schedule.
     """
 
     group: dist.ProcessGroup
     _operations: list[dist.P2POp] = field(default_factory=list)
 
     def recv_message_tensors(self, message: PipeMessage) -> PipeMessage:
-        """Receive into the tensors that the message has; they are filled when the works of ``post`` are over."""
+        """Receive into the tensors of the message. They are filled when the works of ``post`` are done."""
         for tensor in message.tensors:
             self._operations.append(dist.P2POp(dist.irecv, tensor, message.src, self.group, message.tag))
         return message
 
     def send_message(self, message: PipeMessage, sync: bool = False, skip_header: bool = False) -> None:
-        """Send the tensors of a message; they have to stay unchanged until the works of ``post`` are over."""
+        """Send the tensors of a message. They must stay unchanged until the works of ``post`` are done."""
         assert skip_header
         assert not sync
         for tensor in message.tensors:
@@ -61,5 +61,5 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
 def _message(source: int, destination: int, buffer: Tensor, tag: int) -> PipeMessage:
     """A message between two global ranks."""
     message = PipeMessage(source, destination, ACTIVATIONS_GRADS_QUEUE, tensors=(buffer,))
-    message.tag = tag  # its own counts the messages made by this process, which other ranks do not know
+    message.tag = tag  # by default a count of this process's messages, which other ranks do not know
     return message

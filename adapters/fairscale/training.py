@@ -1,8 +1,8 @@
-"""Training by FairScale: OSS with ShardedDataParallel, or its FullyShardedDataParallel, over data × ring.
+"""Training with FairScale: OSS with ShardedDataParallel, or its FullyShardedDataParallel, over data × ring.
 
-The rule of this file: gradients are reduced after the whole backward, by a call. ShardedDataParallel would rather do it
-in backward hooks, and ends its reduction when a run of autograd's engine ends; ``checkpoint_wrapper`` makes such runs
-in the midst of a backward, and gradients were then reduced twice or by halves, without an error.
+The rule of this file: gradients are reduced by an explicit call after the whole backward. By default
+ShardedDataParallel reduces in backward hooks and finishes when a run of autograd's engine ends. ``checkpoint_wrapper``
+starts such runs within a backward, and gradients were then reduced twice or partly, without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class FairScaleTraining(SingleFileTraining):
-    """What the strategies share: the divisor is measured on a model of one weight that is wrapped like the model."""
+    """The common part of the strategies. The divisor is measured on a model of one weight, wrapped like the model."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class FairScaleTraining(SingleFileTraining):
 
     @abstractmethod
     def _check_model(self, model: nn.Module) -> None:
-        """Refuse what cannot be wrapped."""
+        """Refuse a model or options that FairScale cannot wrap."""
 
     @abstractmethod
     def _wrap(
@@ -66,7 +66,7 @@ class FairScaleTraining(SingleFileTraining):
         """Backward of one micro-batch, and the reduction if it ends the step."""
 
     def _reduced(self, gradient: float) -> float:
-        """By how much a rate of 1 moves a weight of 0 whose gradient on this rank is ``gradient``."""
+        """Send this rank's ``gradient`` of one weight through the reducer, and return the result from a step of SGD."""
         weight, x = probe(device_of(self.model), gradient)
         _, model, optimizer = self._wrap(weight, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         self._run_backward(model, optimizer, model(x).sum(), True)
@@ -75,7 +75,7 @@ class FairScaleTraining(SingleFileTraining):
         return -float(moved)
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
-        """A forward is the same whether or not its backward ends the step."""
+        """Nothing to do: the forward does not depend on whether its backward ends the step."""
 
     def _backward(self, loss: Tensor) -> None:
         ends_step = self._backward_calls + 1 >= self.accumulation_steps
@@ -83,10 +83,10 @@ class FairScaleTraining(SingleFileTraining):
 
 
 class ShardedTraining(FairScaleTraining):
-    """OSS and ShardedDataParallel: a whole model everywhere, of whose parameters each rank updates some.
+    """OSS and ShardedDataParallel: every rank holds the whole model and updates some of its parameters.
 
-    OSS.clip_grad_norm is not used. It rounds the norm to the parameters' dtype and sends an fp32 number instead where a
-    rank has no parameters, which for bf16 ends the process; it refuses fp64.
+    OSS.clip_grad_norm is not used. It rounds the norm to the parameters' dtype, but a rank without parameters sends
+    fp32; with bf16 this ends the process. It also refuses fp64.
     """
 
     optimizer: OSS
@@ -99,8 +99,8 @@ class ShardedTraining(FairScaleTraining):
         _check_options(self._options, _OSS_OPTIONS | _SHARDED_DDP_OPTIONS, "OSS and ShardedDataParallel")
         if self._options.get("group") is not self._options.get("process_group"):
             raise ValueError(
-                "group and process_group differ: OSS sends out the parameters whose gradients ShardedDataParallel "
-                "reduced; pass both alike, or better none, since training is over the whole world."
+                "group and process_group differ: OSS broadcasts the parameters whose gradients ShardedDataParallel "
+                "has reduced; pass the same group for both, or better none, since training uses the whole world."
             )
 
     def _wrap(
@@ -109,17 +109,17 @@ class ShardedTraining(FairScaleTraining):
         oss_options = {name: value for name, value in self._options.items() if name in _OSS_OPTIONS}
         optimizer = _shard(make_optimizer(model), oss_options)
         options = {name: value for name, value in self._options.items() if name in _SHARDED_DDP_OPTIONS}
-        # Buffers are every adapter's business alike, after a step.
+        # TrainingState broadcasts buffers after each step.
         options.setdefault("broadcast_buffers", False)
         wrapped = ShardedDataParallel(under_autocast(model, mixed_precision), optimizer, **options)
-        # The optimizer's own would cut gradients off from the buckets in which they are reduced.
+        # The optimizer's own zero_grad would detach gradients from the buckets in which they are reduced.
         optimizer.zero_grad = wrapped.zero_grad
         return model, wrapped, optimizer
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if not self.model.training:
             raise RuntimeError(
-                "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode alone, so "
+                "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode only, so "
                 "replicas would drift apart; call state.model.train() before the forward."
             )
         return super()._describe_graph(loss)
@@ -150,7 +150,7 @@ class ShardedTraining(FairScaleTraining):
 
 
 class FullyShardedTraining(FairScaleTraining):
-    """FairScale's FullyShardedDataParallel: each rank has a flat shard of every wrapped unit's parameters."""
+    """FairScale's FullyShardedDataParallel: each rank has a flat shard of the parameters of every wrapped unit."""
 
     def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _FSDP_OPTIONS, "FullyShardedDataParallel")
@@ -169,7 +169,7 @@ class FullyShardedTraining(FairScaleTraining):
         return wrapped, under_autocast(wrapped, mixed_precision), optimizer
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
-        loss.backward()  # each micro-batch is reduced and added to the shard: no_sync would keep whole gradients
+        loss.backward()  # reduces every micro-batch into the shard; no_sync would keep whole gradients
 
     def _step(self) -> bool:
         if self.max_grad_norm is not None:
@@ -179,7 +179,7 @@ class FullyShardedTraining(FairScaleTraining):
         return True
 
     def _optimizer_state(self) -> Any:
-        # FairScale makes plain numbers of Adam's step tensors in the state it is given, so that is not the live one.
+        # FairScale replaces Adam's step tensors in the state that it is given, so give it a copy.
         state = self.optimizer.state_dict()
         state["state"] = {index: dict(values) for index, values in state["state"].items()}
         of_copy = SimpleNamespace(state_dict=lambda: state)
@@ -194,7 +194,7 @@ class FullyShardedTraining(FairScaleTraining):
 
 
 def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
-    """Why FairScale's FSDP cannot train a model on this machine; empty where it can."""
+    """Why FairScale's FSDP cannot train a model on this machine; empty if it can."""
     reasons = []
     if not torch.cuda.is_available():
         reasons.append("it calls torch.cuda.stream in every forward, and this machine has no CUDA device")
@@ -205,7 +205,7 @@ def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
 
 
 def _shard(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OSS:
-    """The optimizer anew as an OSS: its class, its groups, and what its constructor takes out of its defaults."""
+    """An OSS of the optimizer's class, with its parameter groups, and its defaults as constructor arguments."""
     made_by = type(optimizer)
     arguments = list(inspect.signature(made_by).parameters.values())[1:]
     defaults = {argument.name: optimizer.defaults.get(argument.name) for argument in arguments}
@@ -217,8 +217,8 @@ def _shard(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OSS:
     if lost:
         raise ValueError(
             f"make_optimizer returned a {made_by.__name__}, which OSS cannot build again: its constructor takes "
-            f"{', '.join(lost)}, and {made_by.__name__}.defaults does not say with what it was called; keep every "
-            "argument in the defaults of the optimizer, under its name."
+            f"{', '.join(lost)}, and {made_by.__name__}.defaults does not have it; keep every argument of the "
+            "constructor in the optimizer's defaults, under its name."
         )
     dtypes = {str(parameter.dtype) for parameter in _parameters(optimizer) if parameter.requires_grad}
     if len(dtypes) > 1:
