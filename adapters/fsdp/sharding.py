@@ -179,7 +179,7 @@ def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:
 
 
 def refuse_sharded_parts(model: nn.Module) -> None:
-    """Refuse a model that ``fully_shard`` has sharded before, or of which FullyShardedDataParallel wraps only parts."""
+    """Refuse a model that ``fully_shard`` has sharded, or that FullyShardedDataParallel wraps only in part."""
     for name, part in model.named_modules():
         if isinstance(part, FSDPModule):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""How the world is cut into rings, where that depends on the hosts, the hardware and the attention.
+"""How the world is cut into rings, as far as that depends on the hosts, the hardware and the attention.
 
 ``ring_size="auto"`` takes the smallest ring that fits into memory and is faster than one device, by the cost model
 (:mod:`ring_backends.cost.model`). All ranks measure the constants of the model in that call.

@@ -3,7 +3,7 @@
 The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'.
 After that, a check costs no communication: the tag of every hop contains the call number and the configuration. Ranks
 whose calls differ then wait for each other instead of reading each other's bytes. When such a wait fails, every rank
-publishes its latest calls. Ranks that made different calls can so be told from ranks that are gone.
+publishes its latest calls. The reports show which ranks made different calls and which are gone.
 
 A rank that refuses its arguments makes no hop, and its peers would wait until the timeout. It therefore publishes the
 refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
@@ -13,21 +13,21 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import itertools
 import json
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property, partial
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.differences import all_equal, describe_differences
 from ring_backends.ring.watchdog import call_with_timeout
 
 REFUSED = "refused"
@@ -230,8 +230,8 @@ class Agreement:
             self._refused.clear()
             return published
 
-        nobody: dict[int, dict[str, Any]] = {}
-        published = call_with_timeout(call.time_left().total_seconds() + self._patience, compare, default=nobody)
+        no_answer: dict[int, dict[str, Any]] = {}
+        published = call_with_timeout(call.time_left().total_seconds() + self._patience, compare, default=no_answer)
         if not published:
             everybody = [*range(self.size)]
             absent = call_with_timeout(
@@ -242,7 +242,7 @@ class Agreement:
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
             raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks have to.")
-        if not _all_equal(published.values()):
+        if not all_equal(published.values()):
             raise RingMismatchError(describe_differences(published))
 
     def _wait_for(self, keys: list[str], call: Call) -> None:
@@ -272,7 +272,7 @@ class Agreement:
         ends = dict(reports)  # a copy: the thread that asks a slow store may still add reports
         for number in ends[self.rank]["calls"]:
             positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
-            if not _all_equal(positions.values()):
+            if not all_equal(positions.values()):
                 raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
         made = {rank: {*end["calls"]} for rank, end in ends.items()}
         refusals = [
@@ -336,49 +336,3 @@ class Agreement:
         self.abort()
         published: dict[str, Any] = json.loads(end)
         return published
-
-
-def _all_equal(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
-    """Compare as JSON texts, which keep the order of the fields; dicts compare equal in any order."""
-    return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
-
-
-def describe_differences(fields_of: Mapping[int, Mapping[str, object]]) -> str:
-    """The text of an error: each field that differs, with every rank's value."""
-    differing = []
-    for name in dict.fromkeys(name for fields in fields_of.values() for name in fields):
-        values = {rank: fields.get(name, "absent") for rank, fields in fields_of.items()}
-        if len({json.dumps(value) for value in values.values()}) > 1:
-            if all(isinstance(value, list) for value in values.values()) and len(str(values)) > _MAX_LIST_CHARACTERS:
-                values = _differing_items(cast(dict[int, list[object]], values))
-            differing.append(f"{name} (" + ", ".join(f"rank {rank}: {value}" for rank, value in values.items()) + ")")
-    if not differing:  # only the order differs
-        orders = zip(*fields_of.values(), strict=True)
-        place, names = next((place, names) for place, names in enumerate(orders) if len(set(names)) > 1)
-        by_rank = ", ".join(f"rank {rank}: {name}" for rank, name in zip(fields_of, names, strict=True))
-        differing.append(f"the order of their fields, at place {place} ({by_rank})")
-    shown = "; ".join(differing[:_MAX_DIFFERENCES])
-    more = f"; and {len(differing) - _MAX_DIFFERENCES} more" if len(differing) > _MAX_DIFFERENCES else ""
-    return (
-        f"the ranks differ in {shown}{more}. Every rank must make the same calls in the same order with the same "
-        "arguments, each on its own shard."
-    )
-
-
-def _differing_items(lists: Mapping[int, list[object]]) -> dict[int, object]:
-    """The items that not all lists have; if there are none, the first place at which the lists differ."""
-    texts = {rank: [json.dumps(item) for item in items] for rank, items in lists.items()}
-    common = set.intersection(*map(set, texts.values()))
-    own = {
-        rank: [item for item, text in zip(lists[rank], texts[rank], strict=True) if text not in common]
-        for rank in lists
-    }
-    if any(own.values()):
-        return {rank: items[:_MAX_DIFFERENCES] for rank, items in own.items()}
-    for place, items in enumerate(itertools.zip_longest(*lists.values(), fillvalue="nothing")):
-        if any(item != items[0] for item in items):
-            return {rank: f"{item} at place {place}" for rank, item in zip(lists, items, strict=True)}
-    raise AssertionError("the lists are equal")
-
-
-_MAX_DIFFERENCES, _MAX_LIST_CHARACTERS = 8, 400
