@@ -31,7 +31,7 @@ MANIFEST = "ring_backends.json"
 _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
 """Suffixes: of a checkpoint that is being written, of the previous one meanwhile, and of one that is being removed."""
 
-_VISIBLE_WITHIN = 90.0
+_SEEN_WITHIN = 90.0
 """Seconds after which all hosts must see a new folder. NFS caches directories for up to a minute."""
 
 _COMMENT, _DIGEST_SIZE, _LENGTH_SIZE, _CHUNK = b"sha256=", 64, 2, 1 << 20
@@ -176,7 +176,7 @@ def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], h
 
 def _wait_for_token(given: StrPath, manifest: Path, token: str) -> None:
     """Wait until this rank sees the folder that rank 0 has made, which a network file system may delay."""
-    end = time.monotonic() + _VISIBLE_WITHIN
+    end = time.monotonic() + _SEEN_WITHIN
     while not (manifest.is_file() and manifest.read_text() == token):
         if time.monotonic() > end:
             raise ValueError(
