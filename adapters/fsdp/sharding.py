@@ -188,7 +188,7 @@ def refuse_sharded_parts(model: nn.Module) -> None:
             )
         if isinstance(part, FullyShardedDataParallel) and not isinstance(model, FullyShardedDataParallel):
             raise ValueError(
-                f"model.{name} is a FullyShardedDataParallel, but not the whole model: FSDP would not reduce the "
+                f"model.{name} is a FullyShardedDataParallel, but not the whole model: nobody would reduce the "
                 "gradients of the rest; wrap the model too, or pass it without any wrapping."
             )
 
@@ -202,7 +202,7 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
-                f"blocks has a {type(block).__name__} that is not a module inside of the model: name modules of "
+                f"blocks has a {type(block).__name__} that is no module inside of the model: name modules of "
                 "the model, or leave blocks out."
             )
         if not _has_its_own_parameters(block, users):
