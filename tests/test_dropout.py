@@ -12,6 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.testing.reference import _splitmix as splitmix
+from ring_backends.testing.reference import reference_dropout
 
 P = 0.3
 SIZE = 512
@@ -26,39 +28,31 @@ def mask(
     return dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
 
 
-def splitmix(word: int) -> int:
-    word = (word + 0x9E3779B97F4A7C15) % 2**64
-    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
-    return word ^ (word >> 31)
-
-
-def is_kept(p: float, seed: int, replica: int, row: int, head: int, query: int, key: int) -> bool:
-    """The mask once more, of one pair, in Python's integers."""
-    word = splitmix((seed + replica * 0x9E3779B97F4A7C15) % 2**64)
-    for number in (row, head, query):
-        word = splitmix((word + number) % 2**64)
-    first, second = word % 2**32, word >> 32
-    of_key = splitmix((splitmix(~seed % 2**64) + key) % 2**64) % 2**32
-    pair = first ^ of_key
-    pair = (pair ^ (pair >> 16)) * 0x7FEB352D % 2**32
-    pair = ((pair ^ (pair >> 15)) + second) * 0x846CA68B % 2**32
-    return pair >> 1 < min(round((1 - p) * 2**31), 2**31 - 1)
-
-
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
-def test_the_mask_is_the_one_that_is_written_down(p: float, seed: int) -> None:
-    positions = torch.tensor([0, 1, 17, 2**31, 2**40 + 3])
-    dropout = Dropout(p, positions, replica=3)
+def test_the_mask_equals_the_reference(p: float, seed: int) -> None:
+    positions = [0, 1, 17, 2**31, 2**40 + 3, *range(100, 200)]
+    dropout = Dropout(p, torch.tensor(positions), replica=3)
     queries = dropout.query_words(seed, 2, 3, torch.device("cpu")).transpose(1, 2)
-    factors = dropout.weights(queries, dropout.key_words(seed, positions), torch.float64)
-    for row in range(2):
-        for head in range(3):
-            for i, query in enumerate(positions.tolist()):
-                for j, key in enumerate(positions.tolist()):
-                    kept = is_kept(p, seed, 3, row, head, query, key)
-                    assert factors[row, head, i, j] == (1 / (1 - p) if kept else 0)
+    factors = dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
+    wanted = reference_dropout(p, seed, 3, 2, 3, positions)
+    assert torch.equal(factors > 0, wanted > 0)
+    torch.testing.assert_close(factors, wanted, rtol=1e-15, atol=0)
+
+
+def test_the_reference_in_plain_integers() -> None:
+    """The pair of query 1 and key 2, hashed by hand with unbounded integers."""
+    seed, replica, row, head, query, key = 5, 2, 1, 3, 1, 2
+    word = splitmix(seed + replica * 0x9E3779B97F4A7C15)
+    for number in (row, head, query):
+        word = splitmix(word + number)
+    pair = word % 2**32 ^ splitmix(splitmix(~seed) + key) % 2**32
+    pair = (pair ^ (pair >> 16)) * 0x7FEB352D % 2**32
+    pair = ((pair ^ (pair >> 15)) + (word >> 32)) * 0x846CA68B % 2**32
+    share = (pair >> 1) / 2**31  # kept with probability 1 − p: just below it and just above it
+    for p, factor in ((1 - share - 1e-6, 1 / (share + 1e-6)), (1 - share + 1e-6, 0.0)):
+        factors = reference_dropout(p, seed, replica, 2, 4, range(3))
+        assert float(factors[row, head, query, key]) == pytest.approx(factor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -227,6 +227,45 @@ def dense_attention(
     return out, lse.detach()
 
 
+def reference_dropout(
+    p: float, seed: int, replica: int, batch: int, num_heads: int, positions: Sequence[int]
+) -> Tensor:
+    """fp64 ``[B, H, n, n]``, axes batch row, head, query, key: the factor of each attention weight, 0 or 1 / (1 − p).
+
+    A weight is kept if a hash of the seed, the data-parallel replica, batch row, head, query and key is below 1 − p.
+    SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) hashes a query to two 32-bit words and a key to one; two rounds of
+    xor-shift and multiplication then mix the words of a pair.
+    """
+    of_replica = _splitmix(seed + replica * _GOLDEN)
+    of_queries = [
+        [[_splitmix(_splitmix(_splitmix(of_replica + b) + j) + t) for t in positions] for j in range(num_heads)]
+        for b in range(batch)
+    ]
+    of_keys = [_splitmix(_splitmix(~seed) + u) % 2**32 for u in positions]
+    low, high = (
+        torch.tensor([[[word >> shift & 0xFFFFFFFF for word in words] for words in rows] for rows in of_queries])
+        for shift in (0, 32)
+    )
+    # Unsigned 32-bit words, kept in int64: a product wraps modulo 2^64, which leaves its lower 32 bits right.
+    pair = low[..., None] ^ torch.tensor(of_keys)
+    pair = (pair ^ (pair >> 16)) * 0x7FEB352D & 0xFFFFFFFF
+    pair = (pair ^ (pair >> 15)) + high[..., None] & 0xFFFFFFFF
+    pair = pair * 0x846CA68B & 0xFFFFFFFF
+    kept = pair >> 1 < min(round((1 - p) * 2**31), 2**31 - 1)
+    return kept.double() / (1 - p)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _splitmix(word: int) -> int:
+    """One step of SplitMix64, modulo 2^64."""
+    word = (word + _GOLDEN) % 2**64
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB % 2**64
+    return word ^ (word >> 31)
+
+
 def _branches_of_heads(
     num_heads: int,
     segment_lengths: Sequence[int],

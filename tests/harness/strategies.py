@@ -16,7 +16,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_backends.kernels.dropout import Dropout
+from ring_backends.testing.reference import reference_dropout
 
 # Small, prime, powers of two and their neighbours: where index arithmetic goes wrong.
 _TELLING_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)
@@ -110,9 +110,9 @@ class AttentionCase:
         """What dropout multiplies the attention weights by, ``[batch, num_heads, seq_len, seq_len]``, or None."""
         if not self.dropout_p:
             return None
-        dropout = Dropout(self.dropout_p, torch.arange(self.seq_len), self.replica)
-        queries = dropout.query_words(self.seed, self.batch, self.num_heads, torch.device("cpu")).transpose(1, 2)
-        return dropout.weights(queries, dropout.key_words(self.seed, dropout.positions), torch.float64)
+        return reference_dropout(
+            self.dropout_p, self.seed, self.replica, self.batch, self.num_heads, range(self.seq_len)
+        )
 
     def _key_padding_mask(self, generator: torch.Generator) -> Tensor | None:
         shape = (self.batch, self.seq_len)
