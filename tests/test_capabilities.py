@@ -1,12 +1,15 @@
-"""Capabilities: what switches the tests of the shared suites, and what a typing error in one does."""
+"""Capabilities switch the tests of the shared suites; a misspelled capability is an error."""
 
 from __future__ import annotations
 
-import textwrap
+import inspect
+from collections.abc import Callable
 
 import pytest
 
+from ring_backends.testing.across_hosts import HostTests
 from ring_backends.testing.capabilities import CAPABILITIES, AdapterSuite, requires
+from ring_backends.testing.suite import AdapterTests
 
 
 def test_a_capability_that_does_not_exist_is_an_error_when_the_class_is_made():
@@ -16,39 +19,61 @@ def test_a_capability_that_does_not_exist_is_an_error_when_the_class_is_made():
         requires("fly")
 
 
-def test_every_capability_says_what_it_means():
-    for capability, meaning in CAPABILITIES.items():
-        assert len(meaning.split()) > 4, capability
+def capabilities_of(test: Callable[..., object]) -> set[str | None]:
+    """Those that a test requires, or one of its parameters."""
+    found = set(getattr(test, "required_capabilities", ()))
+    for mark in getattr(test, "pytestmark", ()):
+        if mark.name == "parametrize":
+            for values in mark.args[1]:
+                for value in getattr(values, "values", (values,)):
+                    found.add(getattr(value, "capability", None))
+    return found
 
 
-def test_tests_are_skipped_with_the_reason(tmp_path):
-    import subprocess
-    import sys
+def test_every_capability_switches_a_test() -> None:
+    tests = [test for suite in (AdapterTests, HostTests) for name, test in inspect.getmembers(suite) if "test_" in name]
+    required = set().union(*map(capabilities_of, tests))
+    # Without this one, tests expect an error instead of being skipped.
+    assert set(CAPABILITIES) == required - {None} | {"parameters of some ranks"}
 
-    (tmp_path / "test_some.py").write_text(
-        textwrap.dedent(
-            """
-            import pytest
-            from ring_backends.testing.capabilities import AdapterSuite, requires
-            from ring_backends.testing.rings import every_ring
 
-            class SomeTests(AdapterSuite):
-                @requires("save and load")
-                def test_saves(self):
-                    assert False
+SUITE = """
+    import pytest
+    from ring_backends.testing.capabilities import AdapterSuite, core, requires
+    from ring_backends.testing.rings import every_ring
 
-                @every_ring
-                def test_rings(self, rings):
-                    pass
+    class SomeTests(AdapterSuite):
+        @requires("save and load")
+        def test_saves(self):
+            assert False
 
-            class TestWhole(SomeTests):
-                adapter = "ring_backends.adapters.native"
-                without = {"save and load": "it forgets", "device mesh axis": "it has no mesh"}
-            """
-        )
-    )
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "-q", "."]
-    told = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120).stdout
-    assert "6 passed, 3 skipped" in told, told
-    assert "without save and load: it forgets" in told
-    assert "without device mesh axis: it has no mesh" in told
+        @every_ring
+        def test_rings(self, rings):
+            pass
+
+        @core
+        def test_core(self):
+            pass
+
+    class TestWhole(SomeTests):
+        adapter = "ring_backends.adapters.native"
+        without = {"save and load": "it forgets", "device mesh axis": "it has no mesh"}
+
+    class TestCoreInMatrix(TestWhole):
+        core_in_matrix = True
+"""
+
+
+def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-rs", "-k", "TestWhole")
+    result.assert_outcomes(passed=7, skipped=3, deselected=10)
+    result.stdout.fnmatch_lines(["*without save and load: it forgets", "*without device mesh axis: it has no mesh"])
+
+
+def test_core_behaviour_is_left_to_the_matrix_where_a_class_says_so(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-m", "not matrix")
+    result.assert_outcomes(passed=13, skipped=6, deselected=1)
+    result.stdout.fnmatch_lines(["*TestWhole::test_core PASSED*"])
+    result.stdout.no_fnmatch_line("*TestCoreInMatrix::test_core*")

@@ -407,6 +407,7 @@ def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run it without torchrun" in refused.stderr
 
 
+@pytest.mark.matrix(reason="tests/test_cli.py interrupts a run of train in the same way")
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Path) -> None:
     packages = str(Path(ring_backends.__file__).parent.parent)

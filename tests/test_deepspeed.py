@@ -90,6 +90,7 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
 
 class TestDeepSpeed(AdapterTests):
     adapter = ADAPTER
+    core_in_matrix = True
     without = WITHOUT
 
 

@@ -130,6 +130,7 @@ def test_examples_of_docstrings(name: str) -> None:
         check(test)
 
 
+@pytest.mark.matrix(reason="starts the processes of a program")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "command", "text"), programs())
 def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
@@ -166,6 +167,7 @@ def shown_below(program: str) -> list[str]:
     return []
 
 
+@pytest.mark.matrix(reason="starts the processes of a program")
 @pytest.mark.timeout(300)
 def test_two_hosts(tmp_path: Path) -> None:
     """Runs the page's command for two hosts twice on this machine."""

@@ -23,6 +23,8 @@ SIZES = {"language_model": (6, 256), "genome_encoder": (30, 512), "hugging_face"
 FP32_TOLERANCE = 1e-4
 TIMEOUT = 240
 
+pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness trains by every adapter")
+
 each_example = pytest.mark.parametrize("example", SIZES)
 each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 

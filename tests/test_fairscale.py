@@ -386,6 +386,7 @@ def step_on_gpu(trainer: Trainer, step: int) -> None:
 
 class TestFairScale(AdapterTests):
     adapter = ADAPTER
+    core_in_matrix = True
     without = MappingProxyType({"copies of a wrapped model": "ShardedDataParallel holds a process group"})
 
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])

@@ -77,6 +77,7 @@ COPIES = {"copies of a wrapped model": "FSDP's modules refuse it"}
 
 class TestFSDP(AdapterTests):
     adapter = ADAPTER
+    core_in_matrix = True
     without = MappingProxyType(COPIES)
 
 

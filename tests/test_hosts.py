@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ring_backends.testing.across_hosts import HostTests, hosts
 
 __all__ = ["hosts"]
+
+pytestmark = pytest.mark.matrix(reason="waits for slow networks, and needs root")
 
 
 class TestNative(HostTests):

@@ -252,7 +252,9 @@ def on_ring(kind: str, layout: Any, n: int) -> tuple[Tensor, dict[str, Tensor]]:
     return whole, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("n", [5, 37, 70])
+@pytest.mark.parametrize(
+    "n", [37, *(pytest.param(n, marks=pytest.mark.matrix(reason="another length")) for n in (5, 70))]
+)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_ranks_give_what_torchscale_gives_on_one(pair: World, kind: str, layout: str, n: int) -> None:

@@ -433,6 +433,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
     assert "holds no constants" in plan(*arguments).stderr
 
 
+@pytest.mark.matrix(reason="probes the machine twice")
 def test_what_info_measures_plan_reads(tmp_path: Path) -> None:
     file = tmp_path / "info.json"
     runner = CliRunner(env={"COLUMNS": "200"})

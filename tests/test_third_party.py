@@ -20,6 +20,8 @@ import ring_backends
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "tests" / "third_party_adapter"
 
+pytestmark = pytest.mark.matrix(reason="builds and installs a distribution, and runs a suite in it")
+
 FAST = (
     "test_hops and full or test_causal_attention or lse_comes or random_calls and 4 or the_divisor and 2x2 "
     "or gradients_are_those and zigzag and 2x2 and float32"

@@ -22,7 +22,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.errors import Ended, ending
 from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
@@ -127,6 +127,7 @@ class ArrangementTests(AdapterSuite):
         by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, dict(self.framework_options))
         check_ranks(by_rank, train_alone(TWO_BY_HOSTS, "zigzag", recipe), 1e-6)
 
+    @core
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(("ranks", "order"), [(2, "rank"), (4, "rank"), (4, "topology")])
     def test_the_smallest_ring_that_fits(self, world: World, ranks: int, order: str) -> None:
@@ -140,11 +141,13 @@ class ArrangementTests(AdapterSuite):
             got = whole([found[rank][2] for rank in members], _CASE.seq_len, "contiguous")
             check_results(got, expected(_CASE), 1e-10)
 
+    @core
     @requires("automatic ring size", "several rings per world")
     def test_a_ring_that_does_not_pay_is_not_taken(self, world: World) -> None:
         short = replace(_CASE, seq_len=8)
         assert world.run(choose, self.adapter, **_needs(short)) == [(1, 4, 0)] * 4
 
+    @core
     @requires("automatic ring size", "several rings per world")
     def test_a_ring_that_pays_is_taken(self, world: World) -> None:
         long = replace(_CASE, seq_len=2**20, segment_lengths=(2**20,), dilation_rates=(1,), is_causal=False)
@@ -159,6 +162,7 @@ class ArrangementTests(AdapterSuite):
             assert in_layout.is_a(RingMismatchError), in_layout
             assert "rank 2: zigzag" in in_layout.message
 
+    @core
     @requires("automatic ring size")
     def test_no_ring_fits(self, world: World) -> None:
         for ended in world.run(ask_for_the_impossible, self.adapter):

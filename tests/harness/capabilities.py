@@ -1,7 +1,7 @@
-"""What an adapter can do, and the base of all suites that check it.
+"""The capabilities of an adapter, which of its tests are core behaviour, and the base class of all suites.
 
-The rule of this file: tests are switched by capabilities, never by an adapter's name. An adapter has all of them
-unless its test class says otherwise, with one sentence that pytest then shows as the reason for skipping:
+Tests are switched by capabilities, never by the name of an adapter. An adapter has every capability unless its test
+class says otherwise, with one sentence that pytest shows as the reason for the skip:
 
 >>> from ring_backends.testing.suite import AdapterTests
 >>> class TestFlying(AdapterTests):
@@ -44,6 +44,7 @@ CAPABILITIES: Mapping[str, str] = {
 """Every capability, and what it means."""
 
 Test = TypeVar("Test", bound=Callable[..., Any])
+TestOrSuite = TypeVar("TestOrSuite", bound=Callable[..., Any])
 
 
 def requires(*capabilities: str) -> Callable[[Test], Test]:
@@ -57,6 +58,20 @@ def requires(*capabilities: str) -> Callable[[Test], Test]:
     return mark
 
 
+def core(test: TestOrSuite) -> TestOrSuite:
+    """Mark a test, or every test that a suite defines, as core behaviour: code that all adapters share decides it.
+
+    The quick command runs them by one adapter; a test class with ``core_in_matrix`` leaves them to the matrix.
+    """
+    if not isinstance(test, type):
+        marked: TestOrSuite = pytest.mark.core(test)
+        return marked
+    for name, function in vars(test).items():
+        if name.startswith("test_"):
+            setattr(test, name, pytest.mark.core(function))
+    return test
+
+
 class AdapterSuite:
     """Base of the suites.
 
@@ -64,11 +79,14 @@ class AdapterSuite:
         adapter: the adapter's module, by its dotted name.
         without: the capabilities that it lacks, each with one sentence that says why.
         framework_options: keyword arguments that every ``parallelize`` of the suite gets besides the common ones.
+        core_in_matrix: True marks the tests of core behaviour ``matrix``, so that ``-m "not matrix"`` leaves them out.
+            For an adapter beside which another one runs them.
     """
 
     adapter: ClassVar[str]
     without: ClassVar[Mapping[str, str]] = {}
     framework_options: ClassVar[Mapping[str, Any]] = {}
+    core_in_matrix: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         _check_known(cls.without)

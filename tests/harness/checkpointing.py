@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, local_call, new_attention, of_ring
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.rings import FOUR, RingSpec, every_size_and_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
@@ -203,6 +203,7 @@ def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: Layo
     assert (sent > 0) == (rings.size > 1)
 
 
+@core
 class CheckpointTests(AdapterSuite):
     @pytest.mark.parametrize("how", [*RECOMPUTING, *KEEPING])
     @every_size_and_layout

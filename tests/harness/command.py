@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from ring_backends.cli import app
 from ring_backends.registry import adapter_modules
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 
 STEPS = 4
 KILLED_STEPS = 6
@@ -97,6 +97,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+@core
 class CommandTests(AdapterSuite):
     @requires("training", "save and load")
     def test_train_stopped_and_resumed_has_the_losses_of_one_rank(self, tmp_path: Path) -> None:
@@ -111,7 +112,9 @@ class CommandTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("kill", "num_kills"),
         [
-            pytest.param(kill_while_it_saves, 1, id="while it saves"),
+            pytest.param(
+                kill_while_it_saves, 1, id="while it saves", marks=pytest.mark.matrix(reason="starts eight processes")
+            ),
             pytest.param(kill_while_it_saves, 4, id="while it saves, again and again", marks=pytest.mark.slow),
             pytest.param(kill_at_a_step, 4, id="at any step", marks=pytest.mark.slow),
         ],

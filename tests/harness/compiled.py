@@ -21,7 +21,7 @@ from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.traffic import planned_hops
@@ -226,12 +226,14 @@ class CompileTests(AdapterSuite):
                     assert graph["post_hop"] == planned
                     assert graph[f"begin_{direction}"] == graph[f"end_{direction}"] == 1
 
+    @core
     def test_a_compiled_model_is_one_graph(self, world: World) -> None:
         """Without a break, whatever the tokens."""
         for found in world.run(compiled_model, self.adapter, "contiguous", "aot_eager", (61, 61)):
             assert [graphs for graphs, _ in found] == [1, 1]
             assert max(error for _, error in found) < 1e-9
 
+    @core
     @pytest.mark.slow
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_a_compiled_model_has_a_graph_per_length(self, world: World, layout: LayoutKind) -> None:
@@ -239,6 +241,7 @@ class CompileTests(AdapterSuite):
             assert [graphs for graphs, _ in found] == [1, 1, 2, 2, 2]
             assert max(error for _, error in found) < 1e-9
 
+    @core
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
     def test_a_model_by_inductor(self, world: World) -> None:
@@ -246,22 +249,26 @@ class CompileTests(AdapterSuite):
             assert [graphs for graphs, _ in found] == [1, 1]
             assert max(error for _, error in found) < 1e-9
 
+    @core
     @pytest.mark.slow
     def test_blocks_that_are_alike_share_one_graph(self, world: World) -> None:
         for num_graphs, errors in world.run(several_blocks, self.adapter):
             assert num_graphs == 1
             assert max(errors) < 1e-12
 
+    @core
     def test_a_backward_under_autocast_is_that_of_the_forward(self, world: World) -> None:
         got = whole(world.run(backward_under_autocast, self.adapter), _SHORT.seq_len, "contiguous")
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
+    @core
     @pytest.mark.slow
     @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
     def test_inductor(self, world: World) -> None:
         got = whole(world.run(by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
+    @core
     @pytest.mark.slow
     def test_without_gradients(self, world: World) -> None:
         for rank, (error, operators) in enumerate(world.run(without_gradients, self.adapter)):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.rings import FOUR, in_every_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
@@ -114,6 +114,7 @@ def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
     return message, Results(out.detach(), lse, *grads)
 
 
+@core
 class ContiguityTests(AdapterSuite):
     @in_every_layout("view", VIEWS)
     def test_views_give_what_copies_give(self, world: World, layout: LayoutKind, view: str) -> None:

@@ -16,7 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.errors import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
@@ -105,6 +105,7 @@ def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[fl
 
 
 class CopyTests(AdapterSuite):
+    @core
     @pytest.mark.parametrize("how", COPIES)
     def test_copies_of_a_module_are_told_apart(self, world: World, how: str) -> None:
         outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
@@ -114,6 +115,7 @@ class CopyTests(AdapterSuite):
             assert "order of calls" in ended.message, ended
             assert ended.seconds < SHORT + A_MOMENT, ended
 
+    @core
     def test_a_copy_on_one_rank_is_its_own_business(self, world: World) -> None:
         outs = world.run(copy_on_one_rank, self.adapter)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from ring_backends.testing.calls import (
     of_ring,
     whole,
 )
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.rings import (
     FOUR,
     SIZES,
@@ -36,13 +37,18 @@ from ring_backends.testing.rings import (
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
+NEW_EXAMPLES = "RING_BACKENDS_NEW_EXAMPLES"
+"""In the environment: how many new random examples each random test draws, instead of its fixed ones."""
+
 
 def examples(number: int) -> settings:
-    """Hypothesis settings for tests on a world: the same examples every time, each as slow as it is."""
+    """Hypothesis settings for tests on a world: the same examples every time, or new ones by :data:`NEW_EXAMPLES`."""
+    new_examples = int(os.environ.get(NEW_EXAMPLES, "0"))
     return settings(
-        max_examples=number,
+        max_examples=new_examples or number,
         deadline=None,
-        derandomize=True,
+        derandomize=not new_examples,
+        print_blob=bool(new_examples),
         database=None,
         suppress_health_check=[
             HealthCheck.differing_executors,  # a suite's tests are inherited by many classes
@@ -144,6 +150,7 @@ def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[s
     return [name for name in Results._fields if not torch.equal(getattr(found[0], name), getattr(found[1], name))]
 
 
+@core
 class CorrectnessTests(AdapterSuite):
     @every_ring_and_layout
     @given(case=attention_cases(max_n=70, dtypes=[torch.float64]))

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import Outcome, World
@@ -466,6 +466,7 @@ def attend_on_a_new_ring(adapter: str, rings: RingSpec) -> Tensor:
 
 
 class ErrorTests(AdapterSuite):
+    @core
     @pytest.mark.parametrize("name", BAD_CALLS)
     def test_bad_arguments_are_refused_by_name(self, world: World, name: str) -> None:
         bad = BAD_CALLS[name]
@@ -485,6 +486,7 @@ class ErrorTests(AdapterSuite):
             for text in bad.told:
                 assert text in ended.message, ended
 
+    @core
     def test_unshard_refuses_a_wrong_length(self, world: World) -> None:
         for ended in world.run(unshard_a_wrong_length, self.adapter):
             assert ended.is_a(ValueError), ended
@@ -543,11 +545,13 @@ class ErrorTests(AdapterSuite):
         outs = [out for _, _, out in outcomes]
         assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
 
+    @core
     def test_a_call_that_all_ranks_refuse_leaves_the_ring_as_it_is(self, world: World) -> None:
         endings, outs = zip(*world.run(refuse_together, self.adapter), strict=True)
         assert all(ended.is_a(TypeError) for ended in endings), endings
         assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
 
+    @core
     @pytest.mark.parametrize("name", UNSHARDED)
     def test_ranks_that_unshard_otherwise_are_told(self, world: World, name: str) -> None:
         for ended, afterwards in world.run(unshard_otherwise, self.adapter, name):
@@ -556,23 +560,27 @@ class ErrorTests(AdapterSuite):
             assert ended.seconds < AT_ONCE, ended
             assert afterwards == [0, 0, 1, 1, 2, 2, 3, 3]
 
+    @core
     def test_a_rank_that_refuses_to_unshard_is_told(self, world: World) -> None:
         for rank, ended in enumerate(world.run(refuse_to_unshard, self.adapter)):
             assert ended.is_a(IndexError if rank == ODD_RANK else RingMismatchError), ended
             assert "Dimension out of range" in ended.message or "index out of range" in ended.message, ended
             assert ended.seconds < AT_ONCE, ended
 
+    @core
     def test_what_was_unsharded_is_not_differentiated_twice(self, world: World) -> None:
         for ended in world.run(differentiate_twice, self.adapter):
             assert ended.is_a(RuntimeError), ended
             assert "once_differentiable" in ended.message, ended
 
+    @core
     def test_a_rank_that_differentiates_alone_is_told_in_time(self, world: World) -> None:
         ended = world.run(backward_alone, self.adapter, SHORT)[ODD_RANK]
         assert ended.is_a(RingPeerError), ended
         assert "unshard (backward of call" in ended.message, ended
         assert ended.seconds < SHORT + A_MOMENT, ended
 
+    @core
     def test_unsharding_and_attending_are_told_from_each_other(self, world: World) -> None:
         for ended in world.run(unshard_or_attend, self.adapter, SHORT):
             assert ended.is_a(RingMismatchError), ended
@@ -580,7 +588,6 @@ class ErrorTests(AdapterSuite):
             assert "unshard" in ended.message, ended
             assert ended.seconds < SHORT + A_MOMENT, ended
 
-    @pytest.mark.slow
     def test_a_rank_that_stays_away_is_told_in_time(self, world: World) -> None:
         endings = world.run(stay_away, self.adapter, SHORT)
         for rank in (0, 1, 3):
@@ -596,7 +603,6 @@ class ErrorTests(AdapterSuite):
         outs = world.run(attend_on_a_new_ring, self.adapter, FOUR)
         assert difference(torch.cat(outs, 1), expected(_CASE, gradients=False).out) <= 1e-10
 
-    @pytest.mark.slow
     @requires("several rings per world")
     def test_a_rank_may_stay_away_at_any_time(self, world: World) -> None:
         first_call, _, backward, _ = world.run(stay_away_otherwise, self.adapter, SHORT)

@@ -232,17 +232,25 @@ class FaultTests(AdapterSuite):
             assert difference(torch.cat(renewed, 1), expected(CASE, gradients=False).out) <= FP64_TOLERANCE
         self.check_undisturbed(outcomes, others)
 
-    @pytest.mark.parametrize("hop", range(4))
+    @pytest.mark.parametrize(
+        "hop",
+        [hop if hop == 1 else pytest.param(hop, marks=pytest.mark.matrix(reason="another hop")) for hop in range(4)],
+    )
     def test_a_rank_raises(self, world: World, hop: int) -> None:
-        """The others need not wait it out: closed connections tell them, but for those that gloo leaves waiting.
+        """Closed connections tell the other ranks at once, before the ring's timeout.
 
-        It forgets an operation that it was carrying out when the connection went, which happens once in a hundred times
-        on a busy machine; the wait's own limit ends it.
+        On a busy machine, gloo forgets about one in a hundred operations that were under way when the connection
+        closed. The timeout then ends the wait. So a rank may wait for it in 2 of 8 tries: at one try in a hundred this
+        test fails once in 20,000 runs, at 60 in a hundred 19 times in 20.
         """
-        for _ in range(3):
-            if max(self.check_raised(world, hop)) < TIMEOUT:
-                return
-        pytest.fail("in three tries some rank waited as long as the ring allows")
+        tries, late = 8, []
+        for number in range(tries):
+            seconds = max(self.check_raised(world, hop))
+            if seconds >= TIMEOUT:
+                late.append(f"{seconds:.1f} s in try {number + 1}")
+            assert len(late) <= 2, f"some rank waited for the ring's timeout of {TIMEOUT} s: {late}"
+            if number + 1 - len(late) == tries - 2:
+                break
 
     def check_raised(self, world: World, hop: int) -> list[float]:
         """Seconds after which each of the other ranks was told."""

@@ -22,7 +22,7 @@ from ring_backends.testing.calls import (
     local_call,
     whole,
 )
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.rings import FOUR, RingSpec, every_ring_and_layout, every_size_and_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
@@ -117,6 +117,7 @@ def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
 
 
 class GradientTests(AdapterSuite):
+    @core
     @every_ring_and_layout
     @given(case=attention_cases(max_n=60, dtypes=[torch.float64]))
     @examples(6)
@@ -131,6 +132,7 @@ class GradientTests(AdapterSuite):
     ) -> None:
         check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
 
+    @core
     @pytest.mark.parametrize(
         "needed", [("query",), ("key",), ("value",), ("key", "value"), ("query", "value")], ids="-".join
     )
@@ -142,6 +144,7 @@ class GradientTests(AdapterSuite):
             else:
                 assert parts == (None,) * 4, name
 
+    @core
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1)], ids=str)
     def test_backwards_in_any_order(self, world: World, order: tuple[int, ...]) -> None:
         cases = (_CASE, replace(_CASE, is_causal=False, segment_lengths=(24, 13), seed=5))
@@ -150,20 +153,24 @@ class GradientTests(AdapterSuite):
             got = whole(results, case.seq_len, "contiguous")
             check_results(got, expected(case), FP64_TOLERANCE, f"{case}, backwards {order}")
 
+    @core
     def test_gradients_accumulate(self, world: World) -> None:
         by_input = zip(*world.run(accumulated_gradients, self.adapter), strict=True)
         for name, wanted, parts in zip(_NAMES, expected(_CASE)[2:], by_input, strict=True):
             assert difference(torch.cat(parts, 1) / 2, wanted) <= FP64_TOLERANCE, name
 
+    @core
     def test_query_key_and_value_may_be_one_tensor(self, world: World) -> None:
         for together, apart in world.run(one_tensor_for_all, self.adapter):
             assert difference(together, apart) <= FP64_TOLERANCE
 
+    @core
     def test_a_second_derivative_is_refused(self, world: World) -> None:
         for outcome in world.run_collect(differentiate_twice, self.adapter):
             assert outcome.raised(RuntimeError), outcome
             assert "derivative" in outcome.message, outcome
 
+    @core
     def test_calls_without_gradients(self, world: World) -> None:
         for (out, needs_grad), *others in world.run(without_gradients, self.adapter):
             assert needs_grad

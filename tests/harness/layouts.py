@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, difference, expected, local_call, new_attention
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.models import DenseAttention
 from ring_backends.testing.rings import (
     FOUR,
@@ -204,6 +204,7 @@ class LayoutTests(AdapterSuite):
             if len(rings.rings) * rings.size == 4:  # the rings tile the world
                 assert (place.data_size, place.data_rank) == (len(rings.rings), where[0])
 
+    @core
     @pytest.mark.parametrize(
         ("dim", "dtype"), [(0, torch.float64), (1, torch.bfloat16), (2, torch.int64), (-2, torch.float32)]
     )
@@ -223,6 +224,7 @@ class LayoutTests(AdapterSuite):
                     assert cut.again.dtype == dtype
                     assert cut.part_bytes == cut.part.nbytes, "a shard keeps the whole tensor alive"
 
+    @core
     @pytest.mark.parametrize("dim", [1, -1])
     @every_ring_and_layout
     def test_shard_and_unshard_backward(self, world: World, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
@@ -250,9 +252,11 @@ class LayoutTests(AdapterSuite):
             for (name, _), got, want in zip(model.named_parameters(), sums, wanted, strict=True):
                 assert difference(got, want) <= 1e-10 * float(want.abs().max()), name
 
+    @core
     def test_layouts_of_one_ring_share_its_group_and_traffic(self, world: World) -> None:
         assert world.run(layouts_share, self.adapter) == [[True] * 8] * 4
 
+    @core
     def test_a_copied_model_keeps_the_ring(self, world: World) -> None:
         for has_the_ring, out, same in world.run(deep_copied, self.adapter):
             assert has_the_ring
@@ -264,6 +268,7 @@ class LayoutTests(AdapterSuite):
         assert all("initialize()" in message for message in messages), messages
         assert difference(torch.cat(outs, 1), wanted) <= 1e-10
 
+    @core
     @pytest.mark.parametrize("rings", [ONE], ids=str)
     def test_an_unpickled_ring_of_one_works(self, world: World, rings: RingSpec) -> None:
         wanted = expected(_CASE, gradients=False)

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 
 NUM_RANKS = 2
 
@@ -44,7 +44,8 @@ WAYS: dict[str, int] = {
 }
 """How a rank leaves, and with which exit code."""
 
-_ALWAYS = ("return", "exception", "failed ring")
+_IN_MATRIX = pytest.mark.matrix(reason="starves the ranks of a processor for ten seconds")
+_MARKS = {"return": (), **dict.fromkeys(("exception", "failed ring"), _IN_MATRIX)}
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -144,11 +145,10 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
         pytest.fail(f"exit codes {codes}, where all should be {WAYS[way]}:\n{log.read_text()[-10_000:]}")
 
 
+@core
 class LeavingTests(AdapterSuite):
     @requires("training")
-    @pytest.mark.parametrize(
-        "way", [pytest.param(way, marks=[] if way in _ALWAYS else pytest.mark.slow) for way in WAYS]
-    )
+    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, pytest.mark.slow)) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
         """Every third run that is left alone by what this package does at the end of a process has another one."""
         if not Path("/proc/self/task").is_dir():

@@ -22,7 +22,7 @@ from ring_backends.testing.calls import (
     expected,
     whole,
 )
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.rings import FOUR, every_layout
 from ring_backends.testing.strategies import AttentionCase
@@ -94,6 +94,7 @@ def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
     )
 
 
+@core
 class NumberTests(AdapterSuite):
     def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
         answers = ask(world, self.adapter, FOUR, layout, [case])[0][0]

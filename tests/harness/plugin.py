@@ -12,8 +12,23 @@ from ring_backends.testing.world import World
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "slow: one of a long row of alike cases; left out by -m 'not slow'")
-    config.addinivalue_line("markers", "soak: minutes of steps, or of faults; run on its own by -m soak")
+    config.addinivalue_line("markers", "core: decided by code that all adapters share")
+    config.addinivalue_line("markers", "matrix(reason): run in the matrix of environments, not by the quick command")
+    config.addinivalue_line("markers", "slow: one of many similar cases; run by hand, with -m slow")
+    config.addinivalue_line("markers", "soak: takes minutes; run by hand, with -m soak")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        suite = item.cls if isinstance(item, pytest.Function) else None
+        if (
+            suite is not None
+            and issubclass(suite, AdapterSuite)
+            and suite.core_in_matrix
+            and item.get_closest_marker("core")
+        ):
+            item.add_marker(pytest.mark.matrix(reason="core behaviour, which the quick command runs by one adapter"))
 
 
 @pytest.fixture(scope="session")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.ring.ring import Ring
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_here
 from ring_backends.testing.world import World
 
@@ -131,6 +131,7 @@ def soak(
     return held, losses, state.full_state_dict()
 
 
+@core
 class SoakTests(AdapterSuite):
     @requires("training")
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")

@@ -16,7 +16,7 @@ from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
-from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.cuts import fine_cuts
 from ring_backends.testing.recording import Event, no_collectives, recorded
@@ -140,6 +140,7 @@ def a_collective_where_none_is_allowed(adapter: str) -> None:
 
 
 class TrafficTests(AdapterSuite):
+    @core
     @every_size_and_layout
     @given(case=attention_cases(max_n=50, dtypes=[torch.float64, torch.bfloat16]))
     @examples(6)
@@ -148,10 +149,12 @@ class TrafficTests(AdapterSuite):
     ) -> None:
         check_promise(world, self.adapter, rings, layout, case)
 
+    @core
     @in_every_layout("name", EDGE_CASES)
     def test_ranks_send_what_the_schedule_says_of_edge_cases(self, world: World, layout: LayoutKind, name: str) -> None:
         check_promise(world, self.adapter, FOUR, layout, EDGE_CASES[name])
 
+    @core
     @pytest.mark.parametrize("rings", [TWO, THREE, FOUR], ids=str)
     def test_segments_within_the_shards_send_nothing(self, world: World, rings: RingSpec) -> None:
         case = replace(_FULL, segment_lengths=(4, 12 // rings.size), dilation_rates=(1, 2), masked="random")
