@@ -32,7 +32,7 @@ def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int
     else:
         with started(folder, backend, num_ranks, *options) as process:
             try:
-                process.communicate(timeout=120)
+                process.communicate(timeout=240)
             finally:
                 _kill(process)
         assert process.returncode == 0, (folder / "errors.log").read_text()

@@ -45,7 +45,11 @@ WAYS: dict[str, int] = {
 """How a rank leaves, and with which exit code."""
 
 _IN_MATRIX = pytest.mark.matrix(reason="starves the ranks of a processor for ten seconds")
-_MARKS = {"return": (), **dict.fromkeys(("exception", "failed ring"), _IN_MATRIX)}
+_MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
+    "return": (),
+    "exception": (_IN_MATRIX,),
+    "failed ring": (_IN_MATRIX,),
+}
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -148,7 +152,7 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
 @core
 class LeavingTests(AdapterSuite):
     @requires("training")
-    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, pytest.mark.slow)) for way in WAYS])
+    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, (pytest.mark.slow,))) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
         """Every third run that is left alone by what this package does at the end of a process has another one."""
         if not Path("/proc/self/task").is_dir():
