@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import random
@@ -51,6 +52,22 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Alive:
+    """The Python objects of a process, once the garbage is collected."""
+
+    tensors: int
+    tensor_bytes: int
+    objects: int
+
+    @classmethod
+    def now(cls) -> Alive:
+        gc.collect()
+        objects = gc.get_objects()
+        tensors = [x for x in objects if issubclass(type(x), Tensor)]
+        return cls(len(tensors), sum(x.untyped_storage().nbytes() for x in tensors), len(objects))
+
+
+@dataclass(frozen=True)
 class _Step:
     """What all ranks draw alike."""
 
@@ -97,8 +114,8 @@ class _Model(nn.Module):
 
 def soak(
     adapter: str, rings: RingSpec, num_steps: int, options: Mapping[str, Any]
-) -> tuple[list[Held], list[float], dict[str, Tensor]]:
-    """Train; what this rank held after every step, its losses, and the parameters at the end."""
+) -> tuple[list[Held], list[Alive], list[float], dict[str, Tensor]]:
+    """Train; what this rank holds after every step and every quarter, its losses, and the parameters at the end."""
     ring = ring_here(adapter, rings)
     assert ring is not None
     torch.manual_seed(0)
@@ -109,9 +126,9 @@ def soak(
 
     state = backend(adapter).parallelize(model, make_optimizer, ring, **options)
     alike, of_ring = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
-    # All that there are come in the first quarter, so that whatever is remembered of them is known by its end.
+    # Every quarter makes the same steps, so that nothing new is cached after the first.
     steps = [_Step.draw(alike) for _ in range(num_steps // 4)]
-    held, losses = [], []
+    held, alive, losses = [], [], []
     for step in itertools.islice(itertools.cycle(steps), num_steps):
         ring = ring.with_layout(LAYOUTS[step.which % len(LAYOUTS)])
         call: dict[str, Any] = {"is_causal": step.is_causal, "seq_len": step.seq_len}
@@ -128,7 +145,9 @@ def soak(
         state.step()
         held.append(Held.now())
         losses.append(float(loss.detach()))
-    return held, losses, state.full_state_dict()
+        if len(losses) % len(steps) == 0:
+            alive.append(Alive.now())
+    return held, alive, losses, state.full_state_dict()
 
 
 @core
@@ -148,16 +167,19 @@ class SoakTests(AdapterSuite):
     def check_soak(self, world: World, rings: RingSpec, num_steps: int) -> None:
         by_rank = world.run(soak, self.adapter, rings, num_steps, dict(self.framework_options), timeout=1100)
         quarter = num_steps // 4
-        for held, losses, _ in by_rank:
+        for held, alive, losses, _ in by_rank:
             second, last = held[quarter : 2 * quarter], held[-quarter:]
-            grown = statistics.median(h.resident_bytes for h in last) / statistics.median(
-                h.resident_bytes for h in second
-            )
-            assert grown < 1.02
+            resident = [statistics.median(h.resident_bytes for h in held) for held in (second, last)]
+            steps_between = num_steps - 2 * quarter
+            assert resident[1] - resident[0] < 2**21 + 2**10 * steps_between, f"{resident} bytes are resident"
+            _, middle, _, end = alive
+            assert (end.tensors, end.tensor_bytes) == (middle.tensors, middle.tensor_bytes), alive
+            # Beyond what this test records of every step, at most one object per two steps.
+            assert end.objects - middle.objects < 1.5 * steps_between + len(alive), alive
             for what in ("files", "threads", "groups"):
                 assert max(getattr(h, what) for h in last) <= max(getattr(h, what) for h in second), what
             assert all(loss < 1e6 for loss in losses)  # NaN is not
-        first, *others = (parameters for _, _, parameters in by_rank)
+        first, *others = (parameters for *_, parameters in by_rank)
         for parameters in others:
             for name, numbers in first.items():
                 assert torch.equal(numbers, parameters[name]), name

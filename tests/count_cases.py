@@ -1,0 +1,48 @@
+"""Count the test cases of each file, for tables in the documentation.
+
+``python tests/count_cases.py tests/test_native.py -k "lost or late"`` takes the arguments of pytest. The table has a
+column for the quick command's cases, and columns for those marked ``matrix``, ``slow`` and ``soak``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections import Counter, defaultdict
+
+import pytest
+
+SETS = ("quick", "matrix", "slow", "soak")
+
+
+class CountCases:
+    """A pytest plugin that counts what a session collects, by file and set."""
+
+    def __init__(self) -> None:
+        self.by_file: defaultdict[str, Counter[str]] = defaultdict(Counter)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        for item in session.items:
+            marked = [name for name in SETS if item.get_closest_marker(name)]
+            self.by_file[item.nodeid.partition("::")[0]][marked[-1] if marked else "quick"] += 1
+
+
+def main(arguments: list[str]) -> int:
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    counts, output = CountCases(), io.StringIO()
+    with contextlib.redirect_stdout(output):
+        status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *arguments], plugins=[counts])
+    if status:
+        print(output.getvalue(), file=sys.stderr)
+        return int(status)
+    print(f"| file | {' | '.join(SETS)} | all |\n|---|{'---:|' * (len(SETS) + 1)}")
+    total = sum(counts.by_file.values(), Counter[str]())
+    for file, cases in [*sorted(counts.by_file.items()), ("all", total)]:
+        print(f"| {file} | {' | '.join(str(cases[name]) for name in SETS)} | {cases.total()} |")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
