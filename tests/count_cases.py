@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.redirect_stdout(output):
         status = pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", *arguments], plugins=[counts])
     if status:
-        print(output.getvalue(), file=sys.stderr)
+        print(*output.getvalue().splitlines()[-30:], sep="\n", file=sys.stderr)
         return int(status)
     print(f"| file | {' | '.join(SETS)} | all |\n|---|{'---:|' * (len(SETS) + 1)}")
     total = sum(counts.by_file.values(), Counter[str]())

@@ -116,7 +116,7 @@ def test_another_order_is_another_configuration() -> None:
         assert "the order of their fields, at place 1 (rank 0: b, rank 1: c)" in str(error)
 
 
-def test_lists_are_told_by_what_differs() -> None:
+def test_differing_lists_are_shown_by_their_differences() -> None:
     names = [f"block {index}" for index in range(100)]
     told = describe_differences({0: {"parts": names}, 1: {"parts": names[:-1]}})
     assert "parts (rank 0: ['block 99'], rank 1: [])" in told

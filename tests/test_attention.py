@@ -15,7 +15,7 @@ from torch import Tensor
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
 from ring_backends.engine import call
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import (
     dense_attention,
     reference_attention,
@@ -23,7 +23,7 @@ from ring_backends.testing.reference import (
     reference_phantom_counts,
 )
 from ring_backends.testing.strategies import AttentionCase, attention_cases
-from ring_backends.testing.threads import ThreadRing, ThreadRingDilatedAttention, run_in_threads
+from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
 Results = dict[str, Tensor]

@@ -55,7 +55,7 @@ def test_no_tile_is_computed_twice(run: Any) -> None:
         torch.testing.assert_close(grad, right, rtol=0, atol=0)
 
 
-def test_kept_are_out_and_lse() -> None:
+def test_the_kept_tensors_are_out_and_lse() -> None:
     """Of every call, and nothing that its tiles made."""
     kept: list[tuple[Any, tuple[int, ...]]] = []
     with keep_attention()[0] as forward:
@@ -66,7 +66,7 @@ def test_kept_are_out_and_lse() -> None:
     assert kept == 2 * of_call
 
 
-def test_dropout_is_that_of_the_forward_that_was() -> None:
+def test_recomputation_repeats_the_dropout_of_the_forward() -> None:
     """Even where torch is told not to put its generator back, out of which the seed came."""
     attention = native.RingDilatedAttention(*BRANCHES, dropout_p=0.4)
     grads = []
@@ -81,7 +81,7 @@ def test_dropout_is_that_of_the_forward_that_was() -> None:
         torch.testing.assert_close(kept, right, rtol=0, atol=0)
 
 
-def test_what_remembers_is_of_one_call() -> None:
+def test_remembered_tensors_belong_to_one_call() -> None:
     remembering = remember_attention(region)
     remembering(*inputs())
     with pytest.raises(RuntimeError, match=r"called a second time.*checkpoint\(remember_attention\(block\), x\)"):

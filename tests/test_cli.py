@@ -108,7 +108,7 @@ def test_train_help_names_the_options_of_the_contract() -> None:
         (["--seed", "-1"], "--seed"),
     ],
 )
-def test_what_the_parser_refuses(arguments: list[str], named: str) -> None:
+def test_errors_of_the_parser(arguments: list[str], named: str) -> None:
     refused = invoke("train", *arguments)
     assert refused.exit_code == 2
     assert named in refused.stderr
@@ -139,7 +139,7 @@ def test_what_the_parser_refuses(arguments: list[str], named: str) -> None:
         (["--seq-len", "1000000000"], "--text: .* with seq_len = 1,000,000,000: at least 2,000,000,002"),
     ],
 )
-def test_what_cannot_work_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
+def test_an_error_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
     refused = invoke("train", *arguments)
     assert refused.exit_code == 2
     assert re.fullmatch(f"ring-backends train: error: {line}.*\n", refused.stderr), refused.stderr
@@ -154,7 +154,7 @@ def test_what_cannot_work_is_one_line_that_names_the_option(arguments: list[str]
         (["--kernel", "fast"], "--kernel: kernel = 'fast'"),
     ],
 )
-def test_what_a_rank_refuses_is_one_line_too(arguments: list[str], line: str) -> None:
+def test_an_error_of_a_rank_is_one_line(arguments: list[str], line: str) -> None:
     refused = invoke("train", *SMALL, "--steps", "1", *arguments)
     assert refused.exit_code == 2
     assert re.fullmatch(f"ring-backends train: error: {line}.*\n", refused.stderr), refused.stderr
@@ -387,7 +387,7 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
     assert "RANK" not in os.environ
 
 
-def test_an_error_in_a_rank_is_told_once() -> None:
+def test_an_error_in_a_rank_is_reported_once() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0: invalid literal|rank 1: invalid literal") as raised:
         launch(int, ("x",), 2)
     assert raised.value.failure.status == 2

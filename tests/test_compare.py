@@ -37,7 +37,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.ring_schedule import RingSchedule
-from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
 from ring_backends.testing.world import World
@@ -393,7 +393,7 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
         (["--json", "no/such/directory.json"], "--json: json = 'no/such/directory.json'"),
     ],
 )
-def test_what_cannot_work_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
+def test_an_error_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
     refused = invoke(*arguments)
     assert refused.exit_code == 2
     assert re.fullmatch(f"ring-backends compare: error: {line}.*\n", refused.stderr), refused.stderr

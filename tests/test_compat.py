@@ -92,7 +92,7 @@ def after_a_failure() -> tuple[bool, list[Tensor]]:
     return next(reversed(compat._rings.values())) is not ring, results
 
 
-def test_a_ring_that_failed_is_made_anew(pair: World) -> None:
+def test_a_failed_ring_is_replaced(pair: World) -> None:
     for is_new, results in pair.run(after_a_failure):
         assert is_new
         check(results, expected(False))
@@ -136,7 +136,7 @@ def test_dropout() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_what_it_does_not_take() -> None:
+def test_unsupported_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="RingDilatedAttentionV2 has no argument enable_magic"):
         compat.RingDilatedAttentionV2([4], [1], enable_magic=True)
     with pytest.raises(ValueError, match=r"dropout_p = 1\.5"):

@@ -33,31 +33,23 @@ from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.checkpoint_errors import sign
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, TwoLayers
 from ring_backends.testing.rings import BY_HOSTS, FOUR, TWO, RingSpec, ring_here, rows_of_ranks
-from ring_backends.testing.saving import SavingTests, save_and_load, sign
-from ring_backends.testing.stepping import (
-    SteppingTests,
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.suite import AdapterTests, AllTrainingTests
+from ring_backends.testing.traffic import planned_hops
+from ring_backends.testing.training import train_in_bf16
+from ring_backends.testing.training_checkpoints import save_and_load
+from ring_backends.testing.training_runs import Recipe, State, check_moves, check_ranks, train, train_alone
+from ring_backends.testing.training_steps import (
     check_states,
     train_two_layers,
     train_two_layers_alone,
     train_with_hooks,
 )
-from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.together import TogetherTests, check_experts, train_experts
-from ring_backends.testing.traffic import planned_hops
-from ring_backends.testing.training import (
-    Recipe,
-    State,
-    TrainingTests,
-    check_moves,
-    check_ranks,
-    train,
-    train_alone,
-    train_in_bf16,
-)
+from ring_backends.testing.unequal_ranks import check_experts, train_experts
 from ring_backends.testing.world import World
 
 ADAPTER = "ring_backends.adapters.deepspeed"
@@ -108,21 +100,21 @@ def check_stage(
 
 
 @slow
-class TestZeRO1(TrainingTests, TogetherTests, SteppingTests, SavingTests):
+class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
 
 
 @slow
-class TestZeRO2(TrainingTests, TogetherTests, SteppingTests, SavingTests):
+class TestZeRO2(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(2))
 
 
 @slow
-class TestZeRO3(TrainingTests, TogetherTests, SteppingTests, SavingTests):
+class TestZeRO3(AllTrainingTests):
     adapter = ADAPTER
     without = MappingProxyType(
         {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
@@ -152,13 +144,13 @@ class TestZeRO:
     def test_ranks_may_use_different_parameters(self, world: World, stage: int, accumulate: bool) -> None:
         check_experts(world.run(train_experts, ADAPTER, (8, 10), accumulate, zero(stage)), (8, 10), accumulate)
 
-    def test_ranks_that_call_different_modules_are_told(self, world: World) -> None:
+    def test_ranks_that_call_different_modules_are_reported(self, world: World) -> None:
         for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), False, zero(3)):
             assert outcome.raised(RingMismatchError), outcome
             assert "experts.0" in outcome.message, outcome
             assert "experts.1" in outcome.message, outcome
 
-    def test_ranks_that_use_different_parameters_of_a_module_are_told(self, world: World) -> None:
+    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
         for outcome in world.run_collect(train_two_weights):
             assert outcome.raised(RingMismatchError), outcome
             told = (
@@ -172,7 +164,7 @@ class TestZeRO:
         check_states(by_rank, train_two_layers_alone("nothing"))
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_other_parameters_in_a_reentrant_checkpoint_are_told(self, world: World, stage: int) -> None:
+    def test_other_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
         """They are behind no loss, and known when their gradients are there; with ZeRO 3, when they are gathered."""
         for outcome in world.run_collect(train_in_a_reentrant_checkpoint, stage):
             assert outcome.raised(RingMismatchError), outcome
@@ -184,13 +176,13 @@ class TestZeRO:
             assert moved == pytest.approx(12.0)
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_other_parameters_beside_a_reentrant_checkpoint_are_told(self, world: World, stage: int) -> None:
+    def test_other_parameters_beside_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
         for outcome in world.run_collect(train_beside_a_reentrant_checkpoint, stage):
             assert outcome.raised(RingMismatchError), outcome
             assert "use_reentrant=False" in outcome.message, outcome
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_gradients_of_another_loss_are_told(self, world: World, stage: int) -> None:
+    def test_gradients_of_another_loss_are_reported(self, world: World, stage: int) -> None:
         for ended in world.run(train_through_another, stage, True):
             assert ended.error == "no error", ended
         for ended in world.run(train_through_another, stage, False):
@@ -651,7 +643,7 @@ class TestMpu:
         check_stage(mpu_world, TWO, zero(3, mesh_param=(2, 2)), Recipe(dtype=torch.float32, steps=3, rate=0.02), 1e-4)
         mpu_world.run(forget_groups)
 
-    def test_what_names_no_ring_is_refused(self, mpu_world: World) -> None:
+    def test_groups_without_a_ring_are_refused(self, mpu_world: World) -> None:
         for two, unknown, size, *arranged in mpu_world.run(bad_groups):
             assert two.is_a(ValueError), two
             assert "group" in two.message
@@ -1005,7 +997,7 @@ class TestUlysses:
         for states in world.run(train_with_trades, zero(stage)):
             check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")
 
-    def test_what_cannot_be_traded_is_refused(self, world: World) -> None:
+    def test_unsupported_exchanges_are_refused(self, world: World) -> None:
         told = (
             (ValueError, "ulysses_size = 0"),
             (ValueError, "ulysses_size = 3"),
@@ -1022,7 +1014,7 @@ class TestUlysses:
                 assert ended.is_a(error), ended
                 assert text in ended.message, ended
 
-    def test_ranks_that_disagree_are_told_at_once(self, world: World) -> None:
+    def test_ranks_that_disagree_are_reported_at_once(self, world: World) -> None:
         for batch, autocast in world.run(disagree_with_trades):
             assert batch.error == autocast.error == "RingMismatchError", (batch, autocast)
             assert "batch (rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 3)" in batch.message

@@ -8,7 +8,7 @@ import torch
 from ring_backends.training.describe import describe_options
 
 
-def test_what_is_a_ranks_own_is_not_compared() -> None:
+def test_values_of_one_rank_are_not_compared() -> None:
     def options(rank: int) -> dict[str, object]:
         return {
             "device_ids": [rank],

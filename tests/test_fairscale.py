@@ -19,22 +19,22 @@ from torch import Tensor, nn
 
 from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.testing import training
+from ring_backends.testing import training_runs
 from ring_backends.testing.calls import local_call
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, make_model
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.traffic import schedule_of
-from ring_backends.testing.training import (
+from ring_backends.testing.training import reduced_and_promised
+from ring_backends.testing.training_runs import (
     Recipe,
     State,
     Trainer,
     check_ranks,
     every_mesh,
     loss_sum,
-    reduced_and_promised,
     train,
     train_alone,
 )
@@ -243,7 +243,7 @@ def train_checkpointed(rings: RingSpec, recipe: Recipe, what: str) -> list[State
             checkpoint_wrapper(module)
         return model
 
-    with mock.patch.object(training, "make_model", checkpointed):
+    with mock.patch.object(training_runs, "make_model", checkpointed):
         return train(ADAPTER, rings, "zigzag", recipe, {})
 
 
@@ -359,7 +359,7 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
     def on_gpu(*args: Any) -> nn.Module:
         return make_model(*args).cuda()
 
-    with mock.patch.object(training, "make_model", on_gpu):
+    with mock.patch.object(training_runs, "make_model", on_gpu):
         trainer = Trainer(ADAPTER, rings, "contiguous", recipe, options)
         other = Trainer(ADAPTER, rings, "contiguous", replace(recipe, seed=99), options)
     states = [trainer.state.full_state_dict()]
@@ -376,10 +376,10 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
 
 def step_on_gpu(trainer: Trainer, step: int) -> None:
     micro_batches = [(tokens.cuda(), labels.cuda()) for tokens, labels in trainer.micro_batches(step)]
-    positions = trainer.ring.positions(training.CASE.seq_len).cuda()
-    count = trainer.state.global_count(sum(int((labels != training.IGNORED).sum()) for _, labels in micro_batches))
+    positions = trainer.ring.positions(training_runs.CASE.seq_len).cuda()
+    count = trainer.state.global_count(sum(int((labels != training_runs.IGNORED).sum()) for _, labels in micro_batches))
     for tokens, labels in micro_batches:
-        logits = trainer.state.model(tokens, positions, training.CASE.seq_len)
+        logits = trainer.state.model(tokens, positions, training_runs.CASE.seq_len)
         trainer.state.backward(trainer.state.loss(loss_sum(logits, labels), 0, step_token_count=count))
     trainer.state.step()
 
@@ -561,8 +561,11 @@ class TestFairScale(AdapterTests):
         def second_batches(rings: RingSpec, layout: Any, step: int, accumulation_steps: int) -> Any:
             return batches(rings, layout, step + 1, accumulation_steps)
 
-        batches = training.batches
-        with mock.patch.object(training, "make_model", loaded), mock.patch.object(training, "batches", second_batches):
+        batches = training_runs.batches
+        with (
+            mock.patch.object(training_runs, "make_model", loaded),
+            mock.patch.object(training_runs, "batches", second_batches),
+        ):
             states = train_alone(TWO, "contiguous", FromCheckpoint(optimizer="adam", rate=0.02, steps=1))
         for name, tensor in states[-1].items():
             torch.testing.assert_close(wanted[name], tensor, rtol=1e-9, atol=1e-9)

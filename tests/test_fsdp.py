@@ -37,26 +37,16 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing import together, training
+from ring_backends.testing import training_runs, unequal_ranks
 from ring_backends.testing.compiled import Graphs
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import Block, BlocksOfExperts, Experts, OneParameter, make_model
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
-from ring_backends.testing.saving import SavingTests, Stretch, five_steps, load_and_go_on
-from ring_backends.testing.stepping import SteppingTests
-from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.together import TogetherTests, check_experts, train_experts
+from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
-from ring_backends.testing.training import (
-    Recipe,
-    State,
-    Trainer,
-    TrainingTests,
-    check_moves,
-    check_ranks,
-    train,
-    train_alone,
-)
+from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_go_on
+from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
+from ring_backends.testing.unequal_ranks import check_experts, train_experts
 from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # which the adapter needs
@@ -82,13 +72,13 @@ class TestFSDP(AdapterTests):
 
 
 @pytest.mark.slow
-class TestHSDP(TrainingTests, TogetherTests, SteppingTests, SavingTests):
+class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
 
 
 @pytest.mark.slow
-class TestFSDP1(TrainingTests, TogetherTests, SteppingTests, SavingTests):
+class TestFSDP1(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
     without = MappingProxyType(
@@ -116,7 +106,7 @@ def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_that_call_different_blocks_are_told(world: World, strategy: str) -> None:
+def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: str) -> None:
     for outcome in world.run_collect(train_experts_as_blocks, strategy):
         assert outcome.raised(RingMismatchError), outcome
         assert "experts.0" in outcome.message, outcome
@@ -125,7 +115,7 @@ def test_ranks_that_call_different_blocks_are_told(world: World, strategy: str) 
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_ranks_whose_losses_depend_on_different_blocks_are_told(world: World, strategy: str) -> None:
+def test_ranks_whose_losses_depend_on_different_blocks_are_reported(world: World, strategy: str) -> None:
     """All ranks call all blocks, and one rank cuts the gradient off behind one of them."""
     for outcome in world.run_collect(cut_a_gradient_off, strategy):
         assert outcome.raised(RingMismatchError), outcome
@@ -154,14 +144,14 @@ def interrupt_a_load(path: str) -> str:
     return "no error"
 
 
-def test_a_load_that_is_interrupted_says_nothing_against_the_checkpoint(world: World, tmp_path: Path) -> None:
+def test_an_interrupted_load_does_not_blame_the_checkpoint(world: World, tmp_path: Path) -> None:
     told = world.run(interrupt_a_load, str(tmp_path / "checkpoint"))
     assert told == ["RingPeerError", "KeyboardInterrupt", "RingPeerError", "RingPeerError"]
 
 
 def train_experts_as_blocks(strategy: str) -> None:
     """Every expert is sharded by itself, and gathered when it is called."""
-    with mock.patch.object(together, "BlocksOfExperts", Experts):
+    with mock.patch.object(unequal_ranks, "BlocksOfExperts", Experts):
         train_experts(ADAPTER, (8, 10), False, {"strategy": strategy})
 
 
@@ -244,7 +234,7 @@ def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]
             use_orig_params=True,
         )
 
-    with mock.patch.object(training, "make_model", wrapped):
+    with mock.patch.object(training_runs, "make_model", wrapped):
         return train(ADAPTER, rings, "zigzag", recipe, {})
 
 
@@ -268,7 +258,7 @@ def begin_differently(strategy: str) -> list[State]:
         return model
 
     options = {} if strategy in ("NO_SHARD", "HYBRID_SHARD") else {"strategy": strategy}
-    with mock.patch.object(training, "make_model", odd):
+    with mock.patch.object(training_runs, "make_model", odd):
         return train(ADAPTER, TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02, steps=2), options)
 
 
@@ -302,7 +292,7 @@ def test_a_compiled_block_is_one_graph_with_the_hops_of_the_schedule(world: Worl
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_compiled, recipe, strategy)
     check_ranks([states for states, _ in by_rank], train_alone(FOUR, "zigzag", recipe), 1e-6)
-    case = replace(training.CASE, batch=training.BATCH, dtype=torch.float32, is_causal=True)
+    case = replace(training_runs.CASE, batch=training_runs.BATCH, dtype=torch.float32, is_causal=True)
     for rank, (_, (forward, backward)) in enumerate(by_rank):  # one graph for both blocks
         assert forward["post_hop"] == planned_hops(case, FOUR, "zigzag", rank, backward=False) > 0
         assert backward["post_hop"] == planned_hops(case, FOUR, "zigzag", rank, backward=True)
@@ -325,7 +315,7 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
         )
         return model
 
-    with mock.patch.object(training, "make_model", checkpointed):
+    with mock.patch.object(training_runs, "make_model", checkpointed):
         return train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy})
 
 
@@ -519,9 +509,7 @@ def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float
 
 
 @every_strategy
-def test_a_parameter_that_is_not_used_does_not_keep_from_going_on(
-    world: World, tmp_path: Path, strategy: Strategy
-) -> None:
+def test_training_resumes_with_an_unused_parameter(world: World, tmp_path: Path, strategy: Strategy) -> None:
     for wanted, resumed in world.run(save_and_load_partly_used, str(tmp_path / "checkpoint"), strategy):
         assert resumed == wanted
 
@@ -543,7 +531,7 @@ def save_over(path: str, leftover: str) -> list[str]:
 
 
 @pytest.mark.parametrize("leftover", ["file", ".replaced", ".unfinished"])
-def test_saving_over_what_is_left(world: World, tmp_path: Path, leftover: str) -> None:
+def test_saving_over_leftovers(world: World, tmp_path: Path, leftover: str) -> None:
     assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
 
 
@@ -555,7 +543,7 @@ def load_what_is_no_checkpoint(missing: str, foreign: str, unwritable: str) -> l
     return [*loads, ending(partial(trainer.state.save, unwritable))]
 
 
-def test_what_is_no_checkpoint_is_refused_by_name(world: World, tmp_path: Path) -> None:
+def test_other_files_are_refused_as_checkpoints(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path / name) for name in ("missing", "foreign", "file/checkpoint")]
     for missing, foreign, unwritable in world.run(load_what_is_no_checkpoint, *paths):

@@ -22,7 +22,7 @@ from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_atten
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.cli import app
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
-from ring_backends.testing.errors import SHORT, Ended, ending
+from ring_backends.testing.failing_calls import SHORT, Ended, ending
 from ring_backends.testing.rings import TWO, new_ring, ring_here
 from ring_backends.testing.world import World
 
@@ -468,7 +468,7 @@ def one_refuses() -> Ended:
     return ending(lambda: model(x[0] if ring.rank == 1 else x))
 
 
-def test_the_other_rank_is_told(pair: World) -> None:
+def test_the_other_rank_raises(pair: World) -> None:
     told, refused = pair.run(one_refuses)
     assert refused.is_a(ValueError), refused
     assert told.is_a(RingMismatchError), told
@@ -485,7 +485,7 @@ def layers_in_another_order() -> Ended:
     return ending(lambda: [layer.self_attn(x) for layer in (layers[::-1] if ring.rank == 1 else layers)])
 
 
-def test_layers_are_told_from_each_other(pair: World) -> None:
+def test_layers_are_distinguished(pair: World) -> None:
     for ended in pair.run(layers_in_another_order):
         assert ended.is_a(RingMismatchError), ended
         assert "order of calls" in ended.message, ended
@@ -626,7 +626,7 @@ class Custom:
         (torchscale_state(), [*said_branches(((8, 10), (1, 4))), "--seq-len", "11"], "10 and dilation rate 4 on 11"),
     ],
 )
-def test_what_convert_refuses(saved: Any, options: list[str], told: str, tmp_path: Path) -> None:
+def test_convert_refuses_unusable_files(saved: Any, options: list[str], told: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source.pt", tmp_path / "target.pt"
     if isinstance(saved, bytes):
         source.write_bytes(saved)

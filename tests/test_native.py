@@ -17,10 +17,10 @@ from ring_backends.ring import transfer
 from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
 from ring_backends.testing.correctness import EDGE_CASES
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.stepping import train_with_hooks
 from ring_backends.testing.suite import AdapterTests
+from ring_backends.testing.training_steps import train_with_hooks
 from ring_backends.testing.world import World
 
 

@@ -187,7 +187,7 @@ def test_a_branch_within_each_shard_waits_for_nobody() -> None:
     assert cost.seconds(PLAIN).tolist() == pytest.approx([2 * 25**2 * 16 / 1e9] * 4)
 
 
-def test_the_slowest_rank_is_the_call() -> None:
+def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
     cost = full(128, 4, causal=True)
     seconds = cost.seconds(PLAIN)
     assert int(seconds.argmax()) == 3
@@ -352,7 +352,7 @@ def planned(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
     return json.loads((tmp_path / "plan.json").read_text()), shown.stdout
 
 
-def test_the_command_tells_what_the_model_does(tmp_path: Path) -> None:
+def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
     arguments = ["--seq-len", "4096", "--ring-size", "4", "--heads", "2", "--head-dim", "4", "--dtype", "fp32"]
     arguments += ["--segment-lengths", "4096", "--dilation-rates", "1", "--no-causal", "--memory", "1GB"]
     found, shown = planned(tmp_path, *arguments, *GIVEN)
@@ -434,7 +434,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix(reason="probes the machine twice")
-def test_what_info_measures_plan_reads(tmp_path: Path) -> None:
+def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
     file = tmp_path / "info.json"
     runner = CliRunner(env={"COLUMNS": "200"})
     shown = runner.invoke(app, ["info", "--probe", "--dtype", "fp32", "--json", str(file)])

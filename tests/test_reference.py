@@ -288,7 +288,7 @@ def test_shares_no_code_with_the_package():
 
 @settings(max_examples=50, deadline=None)
 @given(case=attention_cases())
-def test_a_case_says_what_it_is_and_repeats_itself(case):
+def test_the_repr_of_a_case_makes_the_same_case(case):
     assert eval(repr(case), {"AttentionCase": AttentionCase, "torch": torch}) == case
     for first, again in zip(case.tensors(), case.tensors(), strict=True):
         assert first is again is None or torch.equal(first, again)

@@ -22,7 +22,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
-from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 

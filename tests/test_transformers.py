@@ -18,7 +18,7 @@ import transformers
 from ring_backends import Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
-from ring_backends.testing.errors import SHORT, Ended, ending
+from ring_backends.testing.failing_calls import SHORT, Ended, ending
 from ring_backends.testing.rings import TWO, new_ring, ring_here
 from ring_backends.testing.world import World
 
@@ -153,7 +153,7 @@ def call(model: Any, **changes: Any) -> None:
     ],
     ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
 )
-def test_what_is_not_supported_is_refused_by_name(changes: dict[str, Any], told: str) -> None:
+def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], told: str) -> None:
     register(native.RingDilatedAttention(*DILATED))
     model = make_model("llama", "ring_dilated")
     if changes.get("past_key_values") == "full":
@@ -191,7 +191,7 @@ def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, E
     ],
     ids=["no shard_inputs", "encoder-decoder", "convolutions", "angles by length"],
 )
-def test_what_a_ring_cannot_do_is_refused_by_name(
+def test_models_that_a_ring_cannot_run_are_refused_by_name(
     pair: World, changes: dict[str, Any], config: dict[str, Any], told: str
 ) -> None:
     for first, right in pair.run(call_here, changes, config):
@@ -213,7 +213,7 @@ def layers_in_another_order() -> Ended:
     return ending(lambda: model(**local))
 
 
-def test_layers_are_told_from_each_other(pair: World) -> None:
+def test_layers_are_distinguished(pair: World) -> None:
     for ended in pair.run(layers_in_another_order):
         assert ended.is_a(RingMismatchError), ended
         assert "order of calls" in ended.message, ended

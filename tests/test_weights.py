@@ -14,7 +14,7 @@ from torch import Tensor
 from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -55,7 +55,7 @@ def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(attention_cases(max_n=40, dropout_ps=[0.0]))
-def test_with_the_values_they_make_up_the_output(case: AttentionCase) -> None:
+def test_weights_times_values_are_the_output(case: AttentionCase) -> None:
     case = replace(case, dtype=torch.float64)
     positions = tuple(range(case.seq_len))
     check(weights_of(case, Ring(), positions), case, positions)
@@ -90,7 +90,7 @@ def ask_for_others() -> Ended:
     return ending(lambda: weights_of(CASE, ring, (ring.rank,)))
 
 
-def test_ranks_that_ask_for_other_positions_are_told(pair: World) -> None:
+def test_ranks_that_ask_for_other_positions_are_reported(pair: World) -> None:
     for ended in pair.run(ask_for_others):
         assert ended.is_a(RingMismatchError), ended
         assert "positions (rank 0: [0], rank 1: [1])" in ended.message
@@ -103,7 +103,7 @@ def test_positions() -> None:
         weights_of(CASE, Ring(), (1.0,))
 
 
-def test_a_nan_is_where_it_is_seen_and_autocast_computes_in_fp32() -> None:
+def test_nan_reaches_only_dependent_rows_and_autocast_computes_in_fp32() -> None:
     case = replace(CASE, is_causal=True, dtype=torch.float32)
     spoiled = replace(case, spoiled=(("key", 30, float("nan")),))
     clean, weights = (weights_of(one, Ring(), CHOSEN) for one in (case, spoiled))

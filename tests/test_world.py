@@ -114,7 +114,7 @@ def test_tensors_come_back_whole(pair):
             assert tensor.requires_grad == expected[name].requires_grad
 
 
-def test_what_a_rank_finds(pair):
+def test_the_environment_of_a_rank(pair):
     for rank, (threads, backend, environment) in enumerate(pair.run(settings_of_a_rank)):
         assert (threads, backend) == (1, "gloo")
         assert environment[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
@@ -190,14 +190,14 @@ def test_a_hang_ends_in_stacks_and_the_next_call_in_new_ranks(pair):
             os.kill(process_id, 0)
 
 
-def test_a_death_is_told_and_the_next_call_has_new_ranks(pair):
+def test_a_death_is_reported_and_the_next_call_has_new_ranks(pair):
     returned, died = pair.run_collect(abort_on_rank, 1)
     assert returned.status == "returned"
     assert (died.status, died.message) == ("died", "was killed by SIGABRT")
     assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 
 
-def test_a_rank_lost_between_calls_is_told(pair):
+def test_a_rank_lost_between_calls_is_reported(pair):
     pair.run(end_soon, ranks=[1])
     time.sleep(0.5)
     with pytest.warns(RuntimeWarning, match="rank 1 exited with status 3"):
@@ -205,7 +205,7 @@ def test_a_rank_lost_between_calls_is_told(pair):
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_is_told_too(pair):
+def test_a_stopped_rank_is_reported_too(pair):
     pair.run(process_ids)  # the first call of all imports this module, which takes its time
     stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.errors import ending
+from ring_backends.testing.failing_calls import ending
 from ring_backends.testing.faults import BOUND, CASE, call_whole
 from ring_backends.testing.hosts import Hosts, NoHostsError
 from ring_backends.testing.rings import backend

@@ -23,10 +23,10 @@ from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_here
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training import Recipe, check_ranks, train, train_alone
+from ring_backends.testing.training_runs import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.world import World
 
 _CASE = AttentionCase(
@@ -155,7 +155,7 @@ class ArrangementTests(AdapterSuite):
         assert found == [(2, 2, 0), (2, 2, 1), (2, 2, 0), (2, 2, 1)]
 
     @requires("automatic ring size")
-    def test_ranks_that_ask_for_different_rings_are_told(self, world: World) -> None:
+    def test_ranks_that_ask_for_different_rings_are_reported(self, world: World) -> None:
         for in_size, in_layout in world.run(ask_for_different_things, self.adapter):
             assert in_size.is_a(RingMismatchError), in_size
             assert "seq_len (rank 0: 401, rank 1: 401, rank 2: 60, rank 3: 401)" in in_size.message

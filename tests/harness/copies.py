@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.errors import A_MOMENT, SHORT, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
@@ -107,7 +107,7 @@ def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[fl
 class CopyTests(AdapterSuite):
     @core
     @pytest.mark.parametrize("how", COPIES)
-    def test_copies_of_a_module_are_told_apart(self, world: World, how: str) -> None:
+    def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
         outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
         for ended in endings:
@@ -116,7 +116,7 @@ class CopyTests(AdapterSuite):
             assert ended.seconds < SHORT + A_MOMENT, ended
 
     @core
-    def test_a_copy_on_one_rank_is_its_own_business(self, world: World) -> None:
+    def test_a_copy_on_one_rank_does_not_affect_the_others(self, world: World) -> None:
         outs = world.run(copy_on_one_rank, self.adapter)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
 

@@ -36,7 +36,7 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.errors import Ended, ending
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World

@@ -154,14 +154,14 @@ def soak(
 class SoakTests(AdapterSuite):
     @requires("training")
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
-    def test_nothing_piles_up(self, world: World) -> None:
+    def test_memory_and_handles_do_not_grow(self, world: World) -> None:
         self.check_soak(world, TWO, 120)
 
     @requires("training")
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
     @pytest.mark.soak
     @pytest.mark.timeout(1200)
-    def test_nothing_piles_up_in_2000_steps(self, world: World) -> None:
+    def test_memory_and_handles_do_not_grow_in_2000_steps(self, world: World) -> None:
         self.check_soak(world, FOUR, 2000)
 
     def check_soak(self, world: World, rings: RingSpec, num_steps: int) -> None:

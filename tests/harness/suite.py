@@ -6,45 +6,59 @@
 
 from __future__ import annotations
 
+from ring_backends.testing.activation_checkpointing import ActivationCheckpointTests
 from ring_backends.testing.arrangement import ArrangementTests
-from ring_backends.testing.checkpointing import CheckpointTests
-from ring_backends.testing.command import CommandTests
+from ring_backends.testing.bad_arguments import BadArgumentTests
+from ring_backends.testing.checkpoint_errors import CheckpointErrorTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.copies import CopyTests
 from ring_backends.testing.correctness import CorrectnessTests
-from ring_backends.testing.errors import ErrorTests
 from ring_backends.testing.faults import FaultTests
 from ring_backends.testing.gradients import GradientTests
 from ring_backends.testing.layouts import LayoutTests
-from ring_backends.testing.leaving import LeavingTests
-from ring_backends.testing.numbers import NumberTests
-from ring_backends.testing.saving import SavingTests
+from ring_backends.testing.lost_peers import LostPeerTests
+from ring_backends.testing.mismatches import MismatchTests
+from ring_backends.testing.process_exit import ProcessExitTests
 from ring_backends.testing.soak import SoakTests
-from ring_backends.testing.stepping import SteppingTests
-from ring_backends.testing.together import TogetherTests
+from ring_backends.testing.special_values import SpecialValueTests
 from ring_backends.testing.traffic import TrafficTests
+from ring_backends.testing.train_command import TrainCommandTests
 from ring_backends.testing.training import TrainingTests
+from ring_backends.testing.training_checkpoints import TrainingCheckpointTests
+from ring_backends.testing.training_mismatches import TrainingMismatchTests
+from ring_backends.testing.training_steps import TrainingStepTests
+from ring_backends.testing.unequal_ranks import UnequalRankTests
+
+
+class AllTrainingTests(
+    TrainingTests,
+    UnequalRankTests,
+    TrainingMismatchTests,
+    TrainingStepTests,
+    TrainingCheckpointTests,
+    CheckpointErrorTests,
+):
+    """Everything about training, for a further strategy of a framework."""
 
 
 class AdapterTests(
-    LeavingTests,
-    CommandTests,
+    ProcessExitTests,
+    TrainCommandTests,
     CompileTests,
-    TrainingTests,
-    TogetherTests,
-    SteppingTests,
-    SavingTests,
+    AllTrainingTests,
     CopyTests,
     SoakTests,
     FaultTests,
-    ErrorTests,
+    BadArgumentTests,
+    MismatchTests,
+    LostPeerTests,
     TrafficTests,
     ArrangementTests,
     LayoutTests,
     ContiguityTests,
-    NumberTests,
-    CheckpointTests,
+    SpecialValueTests,
+    ActivationCheckpointTests,
     GradientTests,
     CorrectnessTests,
 ):

@@ -18,7 +18,7 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
-from ring_backends.testing.cuts import fine_cuts
+from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.recording import Event, no_collectives, recorded
 from ring_backends.testing.rings import (
     FOUR,

@@ -4,7 +4,7 @@ A thread of gloo comes back into the interpreter after its collective is over fo
 finalized by then, the process ends with SIGABRT. Such a thread is seldom so late; here it is if it is starved, and gets
 a processor only when nothing else wants it.
 
-``python -m ring_backends.testing.leaving MODULE WAY STARVED COUNT`` lets two ranks do something and leave, COUNT times,
+``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` runs two ranks COUNT times, lets them leave,
 and prints their exit codes.
 """
 
@@ -139,7 +139,7 @@ def main(adapter: str, way: str, starved: bool, count: int) -> None:
 
 def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: Path) -> None:
     """Let the ranks leave so often; every one of them has to end with the same exit code."""
-    command = [sys.executable, "-m", "ring_backends.testing.leaving", adapter, way, str(starved), str(count)]
+    command = [sys.executable, "-m", "ring_backends.testing.process_exit", adapter, way, str(starved), str(count)]
     log = folder / "log"
     with log.open("w") as output:
         done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True, timeout=280)
@@ -150,7 +150,7 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
 
 
 @core
-class LeavingTests(AdapterSuite):
+class ProcessExitTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, (pytest.mark.slow,))) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:

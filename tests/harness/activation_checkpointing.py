@@ -204,7 +204,7 @@ def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: Layo
 
 
 @core
-class CheckpointTests(AdapterSuite):
+class ActivationCheckpointTests(AdapterSuite):
     @pytest.mark.parametrize("how", [*RECOMPUTING, *KEEPING])
     @every_size_and_layout
     def test_activation_checkpointing(self, world: World, rings: RingSpec, layout: LayoutKind, how: str) -> None:

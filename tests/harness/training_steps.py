@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.errors import AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.models import Normalized, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
-from ring_backends.testing.together import ODD_RANK, State, rows_of, sgd
+from ring_backends.testing.unequal_ranks import ODD_RANK, State, rows_of, sgd
 from ring_backends.testing.world import World
 
 STEPS, NUM_RANKS, COUNT = 3, 4, 10
@@ -184,7 +184,7 @@ def lose_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
     return ending(state.full_state_dict)
 
 
-class SteppingTests(AdapterSuite):
+class TrainingStepTests(AdapterSuite):
     @requires("training")
     def test_gradients_may_come_in_another_order(self, world: World) -> None:
         arguments = train_two_layers, self.adapter, "nothing", True, dict(self.framework_options)
@@ -200,7 +200,7 @@ class SteppingTests(AdapterSuite):
         check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
 
     @requires("training", "frozen parameters")
-    def test_what_is_frozen_later_is_refused_or_right(self, world: World) -> None:
+    def test_parameters_frozen_later_are_refused_or_handled(self, world: World) -> None:
         by_rank = world.run(freeze_later, self.adapter, dict(self.framework_options))
         if by_rank[0][0].error == "no error":
             check_states([states for _, states in by_rank], train_two_layers_alone("frozen"))
@@ -219,7 +219,7 @@ class SteppingTests(AdapterSuite):
 
     @requires("training")
     @pytest.mark.parametrize("kind", LOSSES)
-    def test_a_loss_that_cannot_be_is_told(self, world: World, kind: str) -> None:
+    def test_invalid_losses_are_reported(self, world: World, kind: str) -> None:
         error, told, _ = LOSSES[kind]
         for rank, ended in enumerate(world.run(lose_oddly, self.adapter, kind, dict(self.framework_options))):
             assert ended.is_a(error if rank == ODD_RANK else RingMismatchError), ended
@@ -227,7 +227,7 @@ class SteppingTests(AdapterSuite):
             assert ended.seconds < AT_ONCE, ended
 
     @requires("training")
-    def test_an_error_in_a_backward_is_told(self) -> None:
+    def test_an_error_in_a_backward_is_reported(self) -> None:
         """With ranks of its own, since the connections of the frameworks' groups are closed."""
         with World(4, preload=[self.adapter]) as ranks:
             endings = ranks.run(raise_in_a_backward, self.adapter, dict(self.framework_options))
@@ -242,7 +242,7 @@ class SteppingTests(AdapterSuite):
 
     @requires("training")
     @pytest.mark.parametrize("what", [refuse_to_parallelize, lose_a_buffer])
-    def test_what_one_rank_refuses_is_told(self, world: World, what: Callable[..., Ended]) -> None:
+    def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:
         for rank, ended in enumerate(world.run(what, self.adapter, dict(self.framework_options))):
             assert ended.is_a(ValueError if rank == ODD_RANK else RingMismatchError), ended
             assert ("max_grad_norm = -1.0" if what is refuse_to_parallelize else "running_mean") in ended.message, ended
@@ -250,7 +250,7 @@ class SteppingTests(AdapterSuite):
 
     @requires("training", "gradient clipping")
     @pytest.mark.parametrize("kind", OPTIMIZERS)
-    def test_optimizers_that_cannot_be_are_refused(self, world: World, kind: str) -> None:
+    def test_invalid_optimizers_are_refused(self, world: World, kind: str) -> None:
         error, told, _ = OPTIMIZERS[kind]
         for ended in world.run(optimize_oddly, self.adapter, kind, dict(self.framework_options)):
             assert ended.is_a(error), ended

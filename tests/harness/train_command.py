@@ -97,8 +97,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/test_cli.py trains by the command")
+
+
 @core
-class CommandTests(AdapterSuite):
+class TrainCommandTests(AdapterSuite):
+    @_IN_MATRIX
     @requires("training", "save and load")
     def test_train_stopped_and_resumed_has_the_losses_of_one_rank(self, tmp_path: Path) -> None:
         wanted = train(tmp_path, "native", 1, "--steps", str(STEPS))
@@ -112,9 +116,7 @@ class CommandTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("kill", "num_kills"),
         [
-            pytest.param(
-                kill_while_it_saves, 1, id="while it saves", marks=pytest.mark.matrix(reason="starts eight processes")
-            ),
+            pytest.param(kill_while_it_saves, 1, id="while it saves", marks=_IN_MATRIX),
             pytest.param(kill_while_it_saves, 4, id="while it saves, again and again", marks=pytest.mark.slow),
             pytest.param(kill_at_a_step, 4, id="at any step", marks=pytest.mark.slow),
         ],

@@ -95,7 +95,7 @@ def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
 
 
 @core
-class NumberTests(AdapterSuite):
+class SpecialValueTests(AdapterSuite):
     def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
         answers = ask(world, self.adapter, FOUR, layout, [case])[0][0]
         return whole([answer.results for answer in answers], case.seq_len, layout)
@@ -108,7 +108,7 @@ class NumberTests(AdapterSuite):
         "what", [pytest.param(what, marks=pytest.mark.slow) if "no order" in what else what for what in SPOILED]
     )
     @every_layout
-    def test_who_has_no_part_in_a_number_does_not_feel_it(
+    def test_nan_and_infinity_reach_only_dependent_results(
         self, world: World, layout: LayoutKind, what: str, name: str, number: float
     ) -> None:
         case = SPOILED[what]
@@ -128,7 +128,7 @@ class NumberTests(AdapterSuite):
 
     @pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
     @every_layout
-    def test_what_an_ignored_key_holds_does_not_matter(self, world: World, layout: LayoutKind, number: float) -> None:
+    def test_contents_of_an_ignored_key_do_not_matter(self, world: World, layout: LayoutKind, number: float) -> None:
         case = replace(_CASE, masked="random")
         mask = case.tensors()[-1]
         assert mask is not None

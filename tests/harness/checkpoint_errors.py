@@ -1,7 +1,4 @@
-"""Checkpoints: training goes on from one as if nothing had been, and what is none is refused on every rank.
-
-Whatever is wrong with a checkpoint, and on whichever rank it shows, no rank goes on from it alone.
-"""
+"""Checkpoint errors: a checkpoint that is damaged, missing or in the way is refused on every rank."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ import stat
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,69 +21,13 @@ import torch.distributed as dist
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.errors import Ended, ending
-from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
-from ring_backends.testing.training import Precision, Recipe, State, Trainer, every_precision
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.rings import TWO
+from ring_backends.testing.training_checkpoints import ADAM, ODD_RANK
+from ring_backends.testing.training_runs import Recipe, Trainer
 from ring_backends.testing.world import World
 from ring_backends.training import checkpoint_files
 from ring_backends.training.checkpoint_files import MANIFEST
-
-ODD_RANK = 1
-ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-
-
-class Stretch(NamedTuple):
-    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
-
-    step_count: int
-    losses: list[float]
-    state: State
-
-
-def five_steps(trainer: Trainer) -> Stretch:
-    step_count = trainer.state.step_count
-    losses = [trainer.step(step) for step in range(step_count, step_count + 5)]
-    return Stretch(step_count, losses, trainer.state.full_state_dict())
-
-
-def save_and_load(
-    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
-) -> tuple[Stretch, Stretch]:
-    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
-    for step in range(2):
-        trainer.step(step)
-    trainer.state.save(path)
-    uninterrupted = five_steps(trainer)
-    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
-
-
-def load_and_go_on(
-    adapter: str,
-    rings: RingSpec,
-    recipe: Recipe,
-    path: str,
-    options: Mapping[str, Any],
-    batches_of: RingSpec | None = None,
-) -> Stretch:
-    """The five steps after a checkpoint, in a run that began elsewhere."""
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
-    trainer.step(7)
-    trainer.state.load(path)
-    return five_steps(trainer)
-
-
-def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
-    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
-    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
-    trainer.state.save(path)
-    saved = trainer.state.full_state_dict()
-    ((tokens, labels),) = trainer.micro_batches(0)
-    trainer.state.backward(trainer.loss(tokens, labels, None))
-    refused = ending(lambda: trainer.state.load(path))
-    trainer.state.step()
-    trainer.state.load(path)
-    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
 
 
 class _Intruder:
@@ -158,34 +98,6 @@ def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple
         endings.append(ending(partial(trainer.state.load, path)))
     trainer.state.load(whole)
     return endings, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
-
-
-def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:
-    """Save with a setting of another kind, on one rank alone or on all; the settings that are loaded then; whether
-    there is a checkpoint."""
-    numpy = import_module("numpy")  # by this, since the types of those who do not have it are checked too
-    settings: dict[str, Any] = {"number of NumPy": numpy.float64(0.25), "object": object(), "object on one rank": 0.25}
-    setting = object() if "one rank" in kind and dist.get_rank() == ODD_RANK else settings[kind]
-    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
-    trainer.step(0)
-    name = "lr" if kind == "number of NumPy" else "decay"
-    for group in trainer.state.optimizer.param_groups:
-        group[name] = setting
-    ended = ending(lambda: trainer.state.save(path))
-    dist.barrier()
-    if ended.error != "no error":
-        return ended, [], Path(path).exists()
-    resumed = Trainer(adapter, TWO, "contiguous", ADAM, options)
-    resumed.state.load(path)
-    return ended, [group[name] for group in resumed.state.optimizer.param_groups], Path(path).exists()
-
-
-def load_another_optimizer(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
-    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
-    trainer.step(0)
-    trainer.state.save(path)
-    other = Trainer(adapter, TWO, "contiguous", replace(ADAM, optimizer="momentum"), options)
-    return ending(lambda: other.state.load(path))
 
 
 def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[dict[str, Ended], set[int], bool]:
@@ -285,37 +197,9 @@ def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tup
     return saved, ending(lambda: trainer.state.load(Path(folder, "0", "checkpoint"))), trainer.state.step_count
 
 
-class SavingTests(AdapterSuite):
+class CheckpointErrorTests(AdapterSuite):
     @requires("training", "save and load")
-    @every_precision
-    @pytest.mark.parametrize(
-        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
-    )
-    def test_training_goes_on_from_a_checkpoint(
-        self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
-    ) -> None:
-        recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
-        path = str(tmp_path / "checkpoint")
-        options = dict(self.framework_options)
-        for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
-            assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
-            assert resumed.losses == uninterrupted.losses
-            assert len(set(resumed.losses)) == 5
-            assert list(resumed.state) == list(uninterrupted.state)
-            for name, tensor in uninterrupted.state.items():
-                assert torch.equal(resumed.state[name], tensor), name
-        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
-
-    @requires("training", "save and load")
-    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
-        options = dict(self.framework_options)
-        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
-            assert refused.is_a(RuntimeError), refused
-            assert "load() after 1 backward calls" in refused.message
-            assert restored
-
-    @requires("training", "save and load")
-    def test_what_is_no_whole_checkpoint_is_refused_and_runs_nothing(self, world: World, tmp_path: Path) -> None:
+    def test_damaged_checkpoints_are_refused_and_run_no_code(self, world: World, tmp_path: Path) -> None:
         for endings, restored in world.run(load_spoiled, self.adapter, str(tmp_path), dict(self.framework_options)):
             for how, ended in zip(SPOILED, endings, strict=True):
                 assert ended.is_a(ValueError), (how, ended)
@@ -323,43 +207,8 @@ class SavingTests(AdapterSuite):
             assert restored
         assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
 
-    @requires("training", "save and load", "another ring size")
-    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
-        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
-        uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
-        elsewhere = replace(recipe, seed=99)
-        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
-            assert resumed.step_count == 2
-            assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
-
     @requires("training", "save and load")
-    @pytest.mark.parametrize("kind", ["number of NumPy", "object", "object on one rank"])
-    def test_what_is_saved_can_be_loaded(self, world: World, tmp_path: Path, kind: str) -> None:
-        pytest.importorskip("numpy")
-        path = str(tmp_path / "checkpoint")
-        for ended, settings, exists in world.run(
-            save_a_setting, self.adapter, path, kind, dict(self.framework_options)
-        ):
-            if kind == "number of NumPy":
-                assert ended.error == "no error", ended
-                assert {(setting, type(setting)) for setting in settings} == {(0.25, float)}
-            else:
-                assert ended.is_a(ValueError), ended
-                assert "param_groups[0]['decay'] is a builtins.object" in ended.message, ended
-            assert exists == (kind == "number of NumPy")
-
-    @requires("training", "save and load")
-    def test_the_state_of_another_optimizer_is_refused(self, world: World, tmp_path: Path) -> None:
-        path = str(tmp_path / "checkpoint")
-        for ended in world.run(load_another_optimizer, self.adapter, path, dict(self.framework_options)):
-            assert ended.is_a(ValueError), ended
-            assert f"path = '{path}'" in ended.message, ended
-            assert "state of a Adam" in ended.message, ended
-            assert "made a SGD" in ended.message, ended
-
-    @requires("training", "save and load")
-    def test_damage_is_told_to_every_rank(self, world: World, tmp_path: Path) -> None:
+    def test_damage_is_reported_on_every_rank(self, world: World, tmp_path: Path) -> None:
         by_rank = world.run(load_damaged, self.adapter, str(tmp_path), dict(self.framework_options), timeout=240)
         for endings, counts, restored in by_rank:
             for what, ended in endings.items():
@@ -379,7 +228,7 @@ class SavingTests(AdapterSuite):
             assert is_there
 
     @requires("training", "save and load")
-    def test_ranks_that_see_different_checkpoints_are_told(self, world: World, tmp_path: Path) -> None:
+    def test_ranks_that_see_different_checkpoints_are_reported(self, world: World, tmp_path: Path) -> None:
         for name in ("usual", "odd"):
             (tmp_path / name).mkdir()
         outcomes = world.run(load_from_own_folders, self.adapter, str(tmp_path), dict(self.framework_options))
@@ -391,7 +240,7 @@ class SavingTests(AdapterSuite):
             assert step_count == 0
 
     @requires("training", "save and load")
-    def test_ranks_that_save_to_different_places_are_told(self, world: World, tmp_path: Path) -> None:
+    def test_ranks_that_save_to_different_places_are_reported(self, world: World, tmp_path: Path) -> None:
         """Unless rank 0 alone writes; what is there before is not lost."""
         (tmp_path / "0").mkdir()
         for saved, loaded, step_count in world.run(
@@ -404,7 +253,7 @@ class SavingTests(AdapterSuite):
                 assert step_count == 0
 
     @requires("training", "save and load")
-    def test_where_there_is_no_checkpoint(self, world: World, tmp_path: Path) -> None:
+    def test_a_missing_checkpoint_is_an_error(self, world: World, tmp_path: Path) -> None:
         for ended in world.run(load_nothing, self.adapter, str(tmp_path / "none"), dict(self.framework_options)):
             assert ended.is_a(ValueError), ended
             assert ended.is_a(FileNotFoundError), ended

@@ -1,0 +1,72 @@
+"""What tests of failing calls share: a small case, how a call ended on a rank, and the seconds it may take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_backends.testing.calls import local_call
+from ring_backends.testing.rings import RingSpec, new_ring
+from ring_backends.testing.strategies import AttentionCase
+
+SMALL_CASE = AttentionCase(
+    seq_len=16,
+    segment_lengths=(16,),
+    dilation_rates=(1,),
+    batch=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    dtype=torch.float64,
+)
+
+
+SHORT = 3.0
+"""Seconds that a ring waits for its peers where the test waits it out. A call that all ranks make takes less."""
+
+
+A_MOMENT = 3.0
+"""Seconds that a busy machine may take beyond what it is told to wait."""
+
+
+AT_ONCE = 20.0
+"""Seconds. Far below the 60 that these rings wait for a peer, far above what a busy machine takes."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How something ended on a rank."""
+
+    error: str = "no error"
+    bases: tuple[str, ...] = ()
+    message: str = ""
+    seconds: float = 0.0
+
+    def is_a(self, error_class: type[Exception]) -> bool:
+        return error_class.__name__ in self.bases
+
+
+def ending(function: Callable[..., Any]) -> Ended:
+    start = time.monotonic()
+    try:
+        function()
+    except Exception as error:
+        bases = tuple(base.__name__ for base in type(error).__mro__)
+        return Ended(type(error).__name__, bases, str(error), time.monotonic() - start)
+    return Ended(seconds=time.monotonic() - start)
+
+
+ODD_RANK = 1
+
+
+def attend_on_a_new_ring(adapter: str, rings: RingSpec) -> Tensor:
+    ring = new_ring(adapter, rings, timeout=timedelta(seconds=60))
+    assert ring is not None
+    out: Tensor = local_call(adapter, ring, SMALL_CASE)()
+    return out.detach()

@@ -1,0 +1,171 @@
+"""Training checkpoints: training resumes from one as if it had not stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
+from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, every_precision
+from ring_backends.testing.world import World
+
+ODD_RANK = 1
+
+
+ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+
+
+class Stretch(NamedTuple):
+    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
+
+    step_count: int
+    losses: list[float]
+    state: State
+
+
+def five_steps(trainer: Trainer) -> Stretch:
+    step_count = trainer.state.step_count
+    losses = [trainer.step(step) for step in range(step_count, step_count + 5)]
+    return Stretch(step_count, losses, trainer.state.full_state_dict())
+
+
+def save_and_load(
+    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
+) -> tuple[Stretch, Stretch]:
+    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
+    for step in range(2):
+        trainer.step(step)
+    trainer.state.save(path)
+    uninterrupted = five_steps(trainer)
+    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
+
+
+def load_and_go_on(
+    adapter: str,
+    rings: RingSpec,
+    recipe: Recipe,
+    path: str,
+    options: Mapping[str, Any],
+    batches_of: RingSpec | None = None,
+) -> Stretch:
+    """The five steps after a checkpoint, in a run that began elsewhere."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
+    trainer.step(7)
+    trainer.state.load(path)
+    return five_steps(trainer)
+
+
+def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
+    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
+    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
+    trainer.state.save(path)
+    saved = trainer.state.full_state_dict()
+    ((tokens, labels),) = trainer.micro_batches(0)
+    trainer.state.backward(trainer.loss(tokens, labels, None))
+    refused = ending(lambda: trainer.state.load(path))
+    trainer.state.step()
+    trainer.state.load(path)
+    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+
+
+def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:
+    """Save with a setting of another kind, on one rank alone or on all; the settings that are loaded then; whether
+    there is a checkpoint."""
+    numpy = import_module("numpy")  # by this, since the types of those who do not have it are checked too
+    settings: dict[str, Any] = {"number of NumPy": numpy.float64(0.25), "object": object(), "object on one rank": 0.25}
+    setting = object() if "one rank" in kind and dist.get_rank() == ODD_RANK else settings[kind]
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    trainer.step(0)
+    name = "lr" if kind == "number of NumPy" else "decay"
+    for group in trainer.state.optimizer.param_groups:
+        group[name] = setting
+    ended = ending(lambda: trainer.state.save(path))
+    dist.barrier()
+    if ended.error != "no error":
+        return ended, [], Path(path).exists()
+    resumed = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    resumed.state.load(path)
+    return ended, [group[name] for group in resumed.state.optimizer.param_groups], Path(path).exists()
+
+
+def load_another_optimizer(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
+    trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
+    trainer.step(0)
+    trainer.state.save(path)
+    other = Trainer(adapter, TWO, "contiguous", replace(ADAM, optimizer="momentum"), options)
+    return ending(lambda: other.state.load(path))
+
+
+class TrainingCheckpointTests(AdapterSuite):
+    @requires("training", "save and load")
+    @every_precision
+    @pytest.mark.parametrize(
+        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
+    )
+    def test_training_goes_on_from_a_checkpoint(
+        self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
+    ) -> None:
+        recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
+        path = str(tmp_path / "checkpoint")
+        options = dict(self.framework_options)
+        for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
+            assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
+            assert resumed.losses == uninterrupted.losses
+            assert len(set(resumed.losses)) == 5
+            assert list(resumed.state) == list(uninterrupted.state)
+            for name, tensor in uninterrupted.state.items():
+                assert torch.equal(resumed.state[name], tensor), name
+        assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
+
+    @requires("training", "save and load")
+    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
+        options = dict(self.framework_options)
+        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
+            assert refused.is_a(RuntimeError), refused
+            assert "load() after 1 backward calls" in refused.message
+            assert restored
+
+    @requires("training", "save and load", "another ring size")
+    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
+        uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
+        elsewhere = replace(recipe, seed=99)
+        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
+            assert resumed.step_count == 2
+            assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
+
+    @requires("training", "save and load")
+    @pytest.mark.parametrize("kind", ["number of NumPy", "object", "object on one rank"])
+    def test_saved_settings_can_be_loaded(self, world: World, tmp_path: Path, kind: str) -> None:
+        pytest.importorskip("numpy")
+        path = str(tmp_path / "checkpoint")
+        for ended, settings, exists in world.run(
+            save_a_setting, self.adapter, path, kind, dict(self.framework_options)
+        ):
+            if kind == "number of NumPy":
+                assert ended.error == "no error", ended
+                assert {(setting, type(setting)) for setting in settings} == {(0.25, float)}
+            else:
+                assert ended.is_a(ValueError), ended
+                assert "param_groups[0]['decay'] is a builtins.object" in ended.message, ended
+            assert exists == (kind == "number of NumPy")
+
+    @requires("training", "save and load")
+    def test_the_state_of_another_optimizer_is_refused(self, world: World, tmp_path: Path) -> None:
+        path = str(tmp_path / "checkpoint")
+        for ended in world.run(load_another_optimizer, self.adapter, path, dict(self.framework_options)):
+            assert ended.is_a(ValueError), ended
+            assert f"path = '{path}'" in ended.message, ended
+            assert "state of a Adam" in ended.message, ended
+            assert "made a SGD" in ended.message, ended
