@@ -1,0 +1,193 @@
+"""What the tests of the DeepSpeed adapter share."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.activation_checkpointing import remember_attention
+from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.testing.calls import local_call
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
+from ring_backends.testing.world import World
+
+pytest.importorskip("deepspeed")
+
+
+ADAPTER = "ring_backends.adapters.deepspeed"
+
+
+_FP32 = "DeepSpeed reduces gradients and keeps optimizer states in fp32"
+
+
+WITHOUT = MappingProxyType(
+    {
+        "fp64 parameters": _FP32,
+        "fp64 clipping": _FP32,
+        "another ring size": "DeepSpeed's checkpoints hold the shards of so many ranks",
+        "copies of a wrapped model": "an engine holds process groups",
+    }
+)
+
+
+SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
+"""By default every ZeRO engine has buffers of gigabytes."""
+
+
+slow = pytest.mark.slow
+
+
+def slow_but(*quick: Any, of: Iterable[Any] = range(4)) -> list[Any]:
+    """Values of a parameter, by default the ZeRO stages, of which all but a few are slow."""
+    return [value if value in quick else pytest.param(value, marks=slow) for value in of]
+
+
+def zero(stage: int, **options: Any) -> dict[str, Any]:
+    """Options of ``parallelize``."""
+    return {"zero_stage": stage, "config": {"zero_optimization": SMALL_BUFFERS}, **options}
+
+
+def check_stage(
+    world: World,
+    rings: RingSpec,
+    options: Mapping[str, Any],
+    recipe: Recipe,
+    tolerance: float,
+    function: Any = train,
+) -> None:
+    """The same moves as in one process, and the very same numbers on all ranks."""
+    by_rank = world.run(function, ADAPTER, rings, "zigzag", recipe, dict(options))
+    check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, f"{options} of {rings}")
+
+
+HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2), num_heads=4, num_kv_heads=4)
+
+
+def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None) -> Any:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    model = OneParameter().float() if model is None else model
+    return backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options)
+
+
+NEEDS: Any = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
+"""What ``ring_size="auto"`` wants to know."""
+
+
+class SmallModel(nn.Module):
+    """Tokens [batch, local seq] to logits, with rotary positions."""
+
+    def __init__(self, ring: Any) -> None:
+        super().__init__()
+        from ring_backends.adapters import deepspeed as backend
+
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(11, 32)
+        attention = backend.RingDilatedAttention([8, 32], [1, 3], ring=ring)
+        self.layer = RingDilatedMultiheadAttention(32, 4, attention, num_kv_heads=2, rotary=True)
+        self.head = nn.Linear(32, 11)
+
+    def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
+        logits: Tensor = self.head(self.layer(self.embedding(tokens), is_causal=True, seq_len=seq_len))
+        return logits
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1024.0)
+
+
+def one_step(state: Any, ring: Any) -> list[State]:
+    states = [state.full_state_dict()]
+    tokens, labels = (ring.shard(x) for x in a_batch())
+    state.backward(state.loss(loss_sum(state.model(tokens, 32), labels), (labels >= 0).sum()))
+    state.step()
+    return [*states, state.full_state_dict()]
+
+
+def one_step_alone() -> list[State]:
+    model = SmallModel(None)
+    states = [copy.deepcopy(model.state_dict())]
+    optimizer = sgd(model.parameters())
+    tokens, labels = a_batch()
+    (loss_sum(model(tokens, 32), labels) / (labels >= 0).sum()).backward()
+    optimizer.step()
+    return [*states, model.state_dict()]
+
+
+def a_batch() -> tuple[Tensor, Tensor]:
+    """Tokens and labels [2, 32]; the last quarter has no labels."""
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(11, (2, 32), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, 24:] = -100
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    return tokens, labels
+
+
+def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in backward."""
+
+    def __init__(self, layer: nn.Module, how: str) -> None:
+        super().__init__()
+        self.layer = layer
+        self.how = how
+
+    def forward(self, x: Tensor, **options: Any) -> Any:
+        if self.how == "deepspeed":
+            from deepspeed import checkpointing
+
+            return checkpointing.checkpoint(partial(self.layer, **options), x)
+        return checkpoint(partial(self.layer, **options), x, use_reentrant=self.how == "reentrant")
+
+
+def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
+    """Gradients of two checkpointed calls of attention, and the messages of this rank in the forward, and in all."""
+    from deepspeed import checkpointing
+    from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
+
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    call = local_call(ADAPTER, ring, HOPS)
+    inputs = [call.query, call.key, call.value]
+    run = non_reentrant_checkpoint if "non-reentrant" in how else checkpointing.checkpoint
+    ring.traffic.reset()
+    out = call.query
+    for _ in range(2):
+        region: Any = partial(call.attention, **call.options)
+        if "remembered" in how:
+            region = remember_attention(region)
+        out = region(out, call.key, call.value) if how == "plain" else run(region, out, call.key, call.value)
+    forward = ring.traffic.messages
+    out.backward(call.grad_out)
+    return [x.grad for x in inputs], forward, ring.traffic.messages  # type: ignore[misc]
+
+
+def rename(name: str) -> str:
+    return name.replace("layer.", "layer.layer.", 1)
+
+
+def train_checkpointed(how: str, options: dict[str, Any]) -> list[State]:
+    """One step on a ring of four ranks, with the attention layer computed twice."""
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, FOUR)
+    model = SmallModel(ring)
+    model.layer = Checkpointed(model.layer, how)  # type: ignore[assignment]
+    return one_step(backend.parallelize(model, sgd, ring, **options), ring)

@@ -1,0 +1,57 @@
+"""What the tests of the FairScale adapter share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.rings import backend
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.training_runs import (
+    Recipe,
+    State,
+    train,
+)
+
+ADAPTER = "ring_backends.adapters.fairscale"
+
+
+CASE = AttentionCase(
+    seq_len=61,
+    segment_lengths=(7, 30, 61),
+    dilation_rates=(1, 2, 3),
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    dtype=torch.float64,
+)
+
+
+class GroupedRecipe(Recipe):
+    """Two parameter groups with rates and decays of their own."""
+
+    def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+        matrices, vectors = [], []
+        for parameter in parameters:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
+        groups = [{"params": matrices, "weight_decay": 0.3}, {"params": vectors, "lr": 3 * self.rate}]
+        return torch.optim.SGD(groups, lr=self.rate, momentum=0.5, nesterov=True)
+
+
+def train_here(*args: Any) -> list[State]:
+    """As the suite does, with arguments of this module's classes."""
+    return train(*args)
+
+
+def parallelize_one_parameter(ring: Any, make_optimizer: Any = None, model: Any = None, **options: Any) -> Ended:
+    if make_optimizer is None:
+        make_optimizer = sgd
+    model = OneParameter() if model is None else model
+    return ending(lambda: backend(ADAPTER).parallelize(model, make_optimizer, ring, **options))
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)

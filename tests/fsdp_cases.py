@@ -1,0 +1,39 @@
+"""What the tests of the FSDP adapter share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.rings import RingSpec, ring_here
+
+pytest.importorskip("numpy")  # which the adapter needs
+
+from ring_backends.adapters import fsdp
+
+ADAPTER = "ring_backends.adapters.fsdp"
+
+
+STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
+
+
+every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
+
+
+COPIES = {"copies of a wrapped model": "FSDP's modules refuse it"}
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model: nn.Module | None = None) -> Ended:
+    ring = ring_here(ADAPTER, rings)
+    assert ring is not None
+    return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))

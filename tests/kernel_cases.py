@@ -1,0 +1,266 @@
+"""Tiles for the tests of kernels, and the check of a kernel against a dense softmax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ring_backends.kernels import (
+    Kernel,
+)
+from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
+from ring_backends.kernels.aten_cuda import (
+    AtenCudaCudnnKernel,
+    AtenCudaEfficientKernel,
+    AtenCudaFlashKernel,
+)
+from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels.merge import statistics_dtype
+
+CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
+
+
+CUDA_KERNELS = [AtenCudaFlashKernel(), AtenCudaEfficientKernel(), AtenCudaCudnnKernel()]
+
+
+PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def kernel_id(value: object) -> str | None:
+    if isinstance(value, MathKernel):
+        return f"math-block{value.block}"
+    return value.name if isinstance(value, Kernel) else None
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int = 2
+    kv_heads: int = 2
+    repeats: int = 2
+    seq_q: int = 9
+    seq_k: int = 9
+    seq_older: int = 5
+    head_dim: int = 8
+    is_causal: bool = True
+    masked: bool = False
+    layout: str = "contiguous"
+    seed: int = 0
+
+    @property
+    def scale(self) -> float:
+        return 1.3 * self.head_dim**-0.5
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x.contiguous(),
+    "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "head_dim outside": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
+    "every second element": lambda x: torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2],
+    "odd offset": lambda x: torch.nn.functional.pad(x, (1, 7))[..., 1:-7],
+}
+
+
+def rows_outside(lse: Tensor) -> Tensor:
+    """The memory layout in which the CPU operator returns its LSE."""
+    return lse.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = True) -> Case:
+    is_causal = draw(st.booleans())
+    seq_q = draw(st.integers(1, 33))
+    return Case(
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 3)),
+        repeats=draw(st.integers(1, 3)),
+        seq_q=seq_q,
+        seq_k=seq_q if is_causal else draw(st.integers(1, 33)),
+        seq_older=draw(st.integers(1, 17)),
+        head_dim=draw(head_dims),
+        is_causal=is_causal,
+        masked=masks and draw(st.booleans()),
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """query, key, value, grad_out in `dtype` (values, not yet laid out) and the key mask of all keys."""
+    generator = torch.Generator().manual_seed(case.seed)
+    heads, seq_k = case.kv_heads * case.repeats, case.seq_k + case.seq_older
+
+    def normal(num_heads: int, seq: int) -> Tensor:
+        x = torch.randn(case.batch, num_heads, seq, case.head_dim, generator=generator, dtype=torch.float64)
+        return x.to(dtype)
+
+    query, key, value = normal(heads, case.seq_q), normal(case.kv_heads, seq_k), normal(case.kv_heads, seq_k)
+    key_mask = torch.rand(case.batch, case.kv_heads, seq_k, generator=generator) < 0.4
+    # Rows that see nothing (first head), only the older tile (last head), or nothing at the start (causal).
+    key_mask[0, 0] = True
+    key_mask[-1, -1, : case.seq_k] = True
+    key_mask[..., 0] = True
+    return query, key, value, normal(heads, case.seq_q), key_mask & case.masked
+
+
+def hidden_pairs(case: Case, key_mask: Tensor) -> Tensor:
+    """[B, Hq, Sq, Sk + older]: which pairs do not see each other."""
+    future = torch.zeros(case.seq_q, key_mask.shape[-1], dtype=torch.bool)
+    if case.is_causal:
+        future[:, : case.seq_k] = torch.ones(case.seq_q, case.seq_k, dtype=torch.bool).triu(1)
+    return key_mask.repeat_interleave(case.repeats, 1)[:, :, None, :] | future
+
+
+def dense(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Plain attention and its LSE, in the dtype of the inputs."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    blind = hidden.all(-1, keepdim=True)
+    scores = (query @ key.transpose(-1, -2) * scale).masked_fill(hidden & ~blind, -torch.inf)
+    out = scores.softmax(-1).masked_fill(blind, 0.0) @ value
+    return out, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), -torch.inf)
+
+
+def dense_with_grads(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
+) -> dict[str, Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    out, lse = dense(*leaves, hidden, scale)
+    grads = torch.autograd.grad(out, leaves, grad_out)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+
+
+def magnitudes(
+    query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
+) -> dict[str, float]:
+    """How large the terms are that each result sums up: what one rounding is relative to."""
+    repeats = query.shape[1] // key.shape[1]
+    q, do = query.abs(), grad_out.abs()
+    k, v = (x.abs().repeat_interleave(repeats, 1) for x in (key, value))
+    _, lse = dense(query, key, value, hidden, scale)
+    signed = query @ key.repeat_interleave(repeats, 1).transpose(-1, -2) * scale
+    p = torch.exp(signed - lse.unsqueeze(-1)).masked_fill(hidden, 0.0)
+    ds = p * (do @ v.transpose(-1, -2) + (do * (p @ v)).sum(-1, keepdim=True)) * scale
+    return {
+        "out": (p @ v).max().item(),
+        "lse": (q @ k.transpose(-1, -2) * scale).max().item() + 1.0,
+        "dq": (ds @ k).max().item(),
+        "dk": (ds.transpose(-1, -2) @ q).max().item() * repeats,
+        "dv": (p.transpose(-1, -2) @ do).max().item() * repeats,
+    }
+
+
+def tile_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    hidden: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients' formula, with P from the LSE; rows with an infinite LSE have P = 0."""
+    repeats = query.shape[1] // key.shape[1]
+    k, v = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+    p = torch.exp(query @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1))
+    p = p.masked_fill(hidden | lse.isinf().unsqueeze(-1), 0.0)
+    ds = p * (grad_out @ v.transpose(-1, -2) - (grad_out * out).sum(-1, keepdim=True)) * scale
+    dk, dv = ds.transpose(-1, -2) @ query, p.transpose(-1, -2) @ grad_out
+    return ds @ k, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
+
+
+def largest(x: Tensor) -> float:
+    return x.masked_fill(~x.isfinite(), 0.0).abs().max().item()
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Largest deviation; infinities must sit where they are expected, and a NaN is an infinite error."""
+    actual, expected = actual.cpu().double(), expected.double()
+    assert actual.shape == expected.shape
+    same = actual == expected
+    return torch.where(same, 0.0, (actual - expected).abs()).nan_to_num(nan=torch.inf).max().item()
+
+
+def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
+    """out, lse, dq, dk, dv of both tiles under one softmax, merged in fp64."""
+    *tensors, key_mask = make_inputs(case, dtype)
+    query, key, value, grad_out = (LAYOUTS[case.layout](x.to(device)) for x in tensors)
+    key_mask = key_mask.to(device)
+    versions = [x._version for x in (query, key, value, grad_out, key_mask)]
+    tiles: list[dict[str, Any]] = []
+    for keys, is_causal in ((slice(0, case.seq_k), case.is_causal), (slice(case.seq_k, None), False)):
+        mask = key_mask[:, :, keys] if case.masked else None
+        options = {"is_causal": is_causal, "scale": case.scale, "key_mask": mask}
+        tiles.append({"key": key[:, :, keys], "value": value[:, :, keys], "options": options})
+
+    outs, lses = [], []
+    for tile in tiles:
+        out, lse = kernel.forward(query, tile["key"], tile["value"], **tile["options"])
+        assert out.dtype == dtype
+        assert lse.dtype == statistics_dtype(dtype)
+        outs.append(out.double())
+        lses.append(lse.double())
+    lse = torch.logaddexp(*lses)
+    shift = lse.masked_fill(lse == -torch.inf, 0.0)
+    out = sum(
+        tile_out * torch.exp(tile_lse - shift).unsqueeze(-1) for tile_out, tile_lse in zip(outs, lses, strict=True)
+    )
+    assert isinstance(out, Tensor)
+
+    grads = []
+    for tile in tiles:
+        grads.append(
+            kernel.backward(
+                grad_out,
+                query,
+                tile["key"],
+                tile["value"],
+                LAYOUTS[case.layout](out.to(dtype)),
+                rows_outside(lse.to(statistics_dtype(dtype))),
+                **tile["options"],
+            )
+        )
+        assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for grad in grads[-1])
+    assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "an input was edited"
+    (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
+    return {
+        "out": out,
+        "lse": lse,
+        "dq": dq1.double() + dq2.double(),
+        "dk": torch.cat([dk1, dk2], dim=2),
+        "dv": torch.cat([dv1, dv2], dim=2),
+    }
+
+
+def check(kernel: Kernel, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:
+    *tensors, key_mask = make_inputs(case, dtype)
+    hidden = hidden_pairs(case, key_mask)
+    exact = [x.double() for x in tensors]
+    expected = dense_with_grads(*exact, hidden, case.scale)
+    actual = run_tiles(kernel, case, dtype, device)
+    errors = {name: error(actual[name], expected[name]) for name in expected}
+    if dtype == torch.float64:
+        limits = dict.fromkeys(expected, 1e-10)
+    else:
+        plain = dense_with_grads(*tensors, hidden, case.scale)
+        # The backward is given the merged out, of tiles rounded to dtype: what that costs is not its doing.
+        rounded = actual["out"].cpu().to(dtype).double()
+        grads = tile_backward(exact[3], *exact[:3], rounded, expected["lse"], hidden, case.scale)
+        given = {name: error(grad, expected[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)}
+        sizes = magnitudes(*exact, hidden, case.scale)
+        limits = {
+            name: 2.0 * error(plain[name], expected[name])
+            + given.get(name, 0.0)
+            + torch.finfo(dtype).eps * largest(expected[name])
+            + 8.0 * torch.finfo(torch.float32).eps * sizes[name]
+            for name in expected
+        }
+    assert all(errors[name] <= limits[name] for name in expected), (kernel.name, errors, limits)
+
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -1,0 +1,166 @@
+"""The CUDA kernels: on a model of torch's operators on any machine, and on a GPU where there is one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernel_cases import CUDA, CUDA_KERNELS, cases, check, dense, kernel_id, tile_backward
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_backends.kernels import (
+    Kernel,
+    KernelInputs,
+    available_kernels,
+)
+from ring_backends.kernels.math import MathKernel
+
+
+class CudaOperators(TorchDispatchMode):
+    """The CUDA attention operators on CPU tensors: what they demand of their arguments, and what they return.
+
+    Demands and oddities are those of torch's attention.cu, attention_backward.cu, flash_api.cpp and MHA.cpp.
+    """
+
+    def __init__(self, cudnn_lse_dims: int) -> None:
+        super().__init__()
+        self.cudnn_lse_dims = cudnn_lse_dims
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__.removesuffix(".default")
+        if not name.startswith("_scaled_dot_product_"):
+            return func(*args, **(kwargs or {}))
+        self.calls.append(name)
+        return getattr(self, name.removeprefix("_scaled_dot_product_"))(*args, **(kwargs or {}))
+
+    def flash_attention(self, q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
+        demand_vectors(q, k, v)
+        out, lse = dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
+        return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+    def flash_attention_backward(
+        self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale
+    ):
+        demand_vectors(do, q, k, v, out)
+        assert lse.is_contiguous()
+        assert lse.shape == q.shape[:3]
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
+        return tuple(grad.to(q.dtype) for grad in grads)
+
+    def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
+        demand_vectors(q, k, v)
+        hidden = self.efficient_hidden(q, k, bias, causal)
+        out, lse = dense(q.float(), k.float(), v.float(), hidden, scale)
+        out = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, torch.nan)
+        padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % 32), value=torch.nan)
+        return out.to(q.dtype).transpose(1, 2).contiguous().transpose(1, 2), padded, None, None
+
+    def efficient_attention_backward(
+        self, do, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale
+    ):
+        demand_vectors(do, q, k, v, out)
+        # The operator takes only batch and head strides of out, and computes the rest.
+        assert out.transpose(1, 2).is_contiguous()
+        assert lse.shape[2] >= q.shape[2]
+        assert all(stride % 8 == 0 for stride in lse.stride()[:2])
+        assert lse.stride(2) == 1
+        hidden = self.efficient_hidden(q, k, bias, causal)
+        grads = tile_backward(*floats(do, q, k, v, out), lse[:, :, : q.shape[2]], hidden, scale)
+        return *(grad.to(q.dtype) for grad in grads), None
+
+    @staticmethod
+    def efficient_hidden(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
+        assert q.shape[1] == k.shape[1]
+        hidden = causal_pairs(q, k, causal)
+        if bias is None:
+            return hidden
+        assert bias.dtype == q.dtype
+        assert bias.shape == (*q.shape[:3], k.shape[2])
+        assert bias.stride(3) == 1
+        assert all(stride % 8 == 0 for stride in bias.stride()[:3])
+        assert bias.untyped_storage().nbytes() // bias.element_size() % 16 == 0
+        return hidden | (bias == -torch.inf)
+
+    def cudnn_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, debug=False, *, scale):
+        self.demand_cudnn(q, k, v)
+        out, lse = dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
+        lse = lse if self.cudnn_lse_dims == 3 else lse.unsqueeze(-1)
+        return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
+
+    def cudnn_attention_backward(
+        self, do, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
+    ):
+        self.demand_cudnn(q, k, v)
+        assert do.is_contiguous()
+        assert out.is_contiguous()
+        assert lse.is_contiguous()
+        assert lse.shape == (q.shape[:3] if self.cudnn_lse_dims == 3 else (*q.shape[:3], 1))
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        lse = lse.reshape(q.shape[:3])
+        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
+        return tuple(grad.to(q.dtype) for grad in grads)
+
+    @staticmethod
+    def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
+        demand_vectors(q, k, v)
+        assert q.is_contiguous()
+        assert k.is_contiguous()
+        assert v.is_contiguous()
+        assert q.shape[1] == k.shape[1]
+        assert k.shape[2] > 1
+
+
+def demand_vectors(*tensors: Tensor) -> None:
+    """One dtype, contiguous last dim, and every vector of 16 bytes at an aligned address."""
+    for x in tensors:
+        assert x.dtype == tensors[0].dtype
+        assert x.stride(-1) == 1
+        vector = 16 // x.element_size()
+        assert x.shape[-1] % vector == 0
+        assert all(offset % vector == 0 for offset in (x.storage_offset(), *x.stride()[:-1]))
+
+
+def floats(*tensors: Tensor) -> list[Tensor]:
+    return [x.float() for x in tensors]
+
+
+def causal_pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    hidden = torch.zeros(*q.shape[:3], k.shape[2], dtype=torch.bool)
+    return hidden | torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).triu(1) if causal else hidden
+
+
+CUDA_CASES = {kernel.name: cases(head_dims=st.sampled_from([8, 16, 24]), masks=False) for kernel in CUDA_KERNELS}
+
+
+CUDA_CASES["aten_cuda_efficient"] = cases(head_dims=st.sampled_from([8, 16, 24]))
+
+
+@pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=kernel_id)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataObject) -> None:
+    case = data.draw(CUDA_CASES[kernel.name])
+    dtype = data.draw(st.sampled_from(kernel.dtypes))
+    with CudaOperators(cudnn_lse_dims=data.draw(st.sampled_from([3, 4]))) as model:
+        check(kernel, case, dtype)
+    if min(case.seq_k, case.seq_older) > 1:
+        assert len([name for name in model.calls if name.endswith("_backward")]) == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernel", [*CUDA_KERNELS, MathKernel()], ids=kernel_id)
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_kernels_on_a_gpu(kernel: Kernel, data: st.DataObject) -> None:
+    dtypes = [x for x in kernel.dtypes if not kernel.not_supported_reasons(KernelInputs(CUDA, x, head_dim=8))]
+    if not dtypes:
+        pytest.skip(f"{kernel.name}: {available_kernels()[kernel.name]}")
+    case = data.draw(CUDA_CASES.get(kernel.name, cases(head_dims=st.integers(1, 20))))
+    check(kernel, case, data.draw(st.sampled_from(dtypes)), device="cuda")

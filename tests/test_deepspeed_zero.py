@@ -1,0 +1,284 @@
+"""ZeRO 0 to 3: some cases of the long matrices of test_deepspeed.py, and what only ZeRO does."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.errors import RingMismatchError
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import TwoLayers
+from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.training import train_in_bf16
+from ring_backends.testing.training_checkpoints import save_and_load
+from ring_backends.testing.training_runs import Recipe, check_moves, train_alone
+from ring_backends.testing.training_steps import (
+    check_states,
+    train_two_layers,
+    train_two_layers_alone,
+    train_with_hooks,
+)
+from ring_backends.testing.unequal_ranks import check_experts, train_experts
+from ring_backends.testing.world import World
+
+pytest.importorskip("deepspeed")
+
+from deepspeed_cases import (
+    ADAPTER,
+    SMALL_BUFFERS,
+    check_stage,
+    count_checkpointed,
+    one_step_alone,
+    parallelize_here,
+    rename,
+    slow,
+    slow_but,
+    train_checkpointed,
+    zero,
+)
+
+
+class TestZeRO:
+    """A few cases of what the classes above do in full, and what is ZeRO's own."""
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_gradients_are_those_of_the_whole_batch(self, world: World, stage: int) -> None:
+        check_stage(world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_replicas_stay_the_same(self, world: World, stage: int) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=3)
+        check_stage(world, FOUR, zero(stage), recipe, 1e-4)
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_clipped_micro_batches(self, world: World, stage: int) -> None:
+        recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
+        check_stage(world, TWO, zero(stage), recipe, 1e-5)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
+    def test_ranks_may_use_different_parameters(self, world: World, stage: int, accumulate: bool) -> None:
+        check_experts(world.run(train_experts, ADAPTER, (8, 10), accumulate, zero(stage)), (8, 10), accumulate)
+
+    def test_ranks_that_call_different_modules_are_reported(self, world: World) -> None:
+        for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), False, zero(3)):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "experts.0" in outcome.message, outcome
+            assert "experts.1" in outcome.message, outcome
+
+    def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
+        for outcome in world.run_collect(train_two_weights):
+            assert outcome.raised(RingMismatchError), outcome
+            told = (
+                "parameters in the order of their gradients (rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
+            )
+            assert told in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_may_come_in_another_order(self, world: World, stage: int) -> None:
+        by_rank = world.run(train_two_layers, ADAPTER, "nothing", True, zero(stage))
+        check_states(by_rank, train_two_layers_alone("nothing"))
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_other_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
+        """They are behind no loss, and known when their gradients are there; with ZeRO 3, when they are gathered."""
+        for outcome in world.run_collect(train_in_a_reentrant_checkpoint, stage):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "layers.0" in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", [0, 1, 2])
+    def test_hooks_of_parameters_run_once(self, world: World, stage: int) -> None:
+        for moved in world.run(train_with_hooks, ADAPTER, zero(stage)):
+            assert moved == pytest.approx(12.0)
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_other_parameters_beside_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
+        for outcome in world.run_collect(train_beside_a_reentrant_checkpoint, stage):
+            assert outcome.raised(RingMismatchError), outcome
+            assert "use_reentrant=False" in outcome.message, outcome
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_gradients_of_another_loss_are_reported(self, world: World, stage: int) -> None:
+        for ended in world.run(train_through_another, stage, True):
+            assert ended.error == "no error", ended
+        for ended in world.run(train_through_another, stage, False):
+            assert ended.is_a(RuntimeError), ended
+            assert "came from a backward that was not this state's" in ended.message, ended
+
+    def test_a_parameter_that_is_not_contiguous_is_refused_by_name(self, world: World) -> None:
+        for ended in world.run(transpose_a_parameter):
+            assert ended.is_a(ValueError), ended
+            assert "parameter layers.0.weight of strides (1, 4)" in ended.message, ended
+
+    @pytest.mark.parametrize("stage", range(4))
+    def test_a_step_with_nan_is_counted_for_what_it_was(self, world: World, stage: int) -> None:
+        for before, counts, told, after in world.run(step_with_nan, zero(stage)):
+            if stage == 0:  # which takes it, as the other adapters do
+                assert counts == (2, 0)
+                assert math.isnan(after)
+                assert told == []
+            else:
+                assert counts == (1, 1)
+                assert after == before
+                assert told in ([], [SKIPPED])
+        assert stage == 0 or world.run(step_with_nan, zero(stage))[0][2] == [SKIPPED]
+
+    @pytest.mark.parametrize("stage", range(4))
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+    def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
+        for moved, default in world.run(train_under_default_dtype, zero(stage), dtype):
+            assert moved == 3.0
+            assert default == dtype
+
+    def test_training_goes_on_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
+        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+        path = str(tmp_path / "checkpoint")
+        for uninterrupted, resumed in world.run(save_and_load, ADAPTER, TWO, recipe, path, zero(3)):
+            assert resumed.losses == uninterrupted.losses
+
+    @slow
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_offloaded_optimizer_states(self, world: World, stage: int) -> None:
+        options = zero(stage)
+        options["config"] = {
+            "zero_optimization": SMALL_BUFFERS | {"offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        check_stage(world, TWO, options, Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize("stage", slow_but(0, 3))
+    @pytest.mark.parametrize("how", slow_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
+    def test_activation_checkpointing(self, world: World, stage: int, how: str) -> None:
+        for states in world.run(train_checkpointed, how, zero(stage)):
+            wanted = [{rename(name): tensor for name, tensor in state.items()} for state in one_step_alone()]
+            check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
+
+    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+        """DeepSpeed makes those of the forward twice; not where the attention is remembered."""
+        ways = ("plain", "deepspeed", "remembered", "non-reentrant", "remembered, non-reentrant")
+        plain, *others = (world.run(count_checkpointed, how) for how in ways)
+        for rank, (wanted, forward, messages) in enumerate(plain):
+            assert forward > 0
+            for how, by_rank in zip(ways[1:], others, strict=True):
+                grads, *sent = by_rank[rank]
+                for grad, right in zip(grads, wanted, strict=True):
+                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-5)
+                again = 0 if "remembered" in how else forward
+                assert sent == [forward, messages + again], (how, rank)
+
+    @pytest.mark.parametrize("told_by", slow_but("model", of=("config", "model")))
+    @pytest.mark.parametrize("stage", slow_but(2))
+    def test_bf16_parameters(self, world: World, stage: int, told_by: str) -> None:
+        """Over fp32 masters, as DeepSpeed has it."""
+        options = zero(stage)
+        if told_by == "config":
+            options["config"]["bf16"] = {"enabled": True}
+        recipe = Recipe(dtype=torch.float32 if told_by == "config" else torch.bfloat16)
+        rounded = [
+            {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
+        ]
+        for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
+            assert seen == {torch.bfloat16}
+            check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {told_by}")
+
+
+class TwoWeights(nn.Module):
+    """Of which a rank uses one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weights[dist.get_rank() % 2]
+
+
+def train_two_weights() -> None:
+    from ring_backends.adapters import deepspeed as backend
+
+    ring = ring_here(ADAPTER, TWO)
+    state = backend.parallelize(TwoWeights(), lambda x: torch.optim.SGD(x, lr=1.0), ring, zero_stage=3)
+    state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
+
+
+def train_in_a_reentrant_checkpoint(stage: int) -> None:
+    """Each rank uses one of two layers, in a part that is computed again in the backward."""
+    state = parallelize_here(zero(stage), TwoLayers())
+
+    def run(x: Tensor) -> Tensor:
+        out: Tensor = state.model(x, 0, [dist.get_rank() % 2])
+        return out
+
+    x = torch.ones(2, 4, requires_grad=True)
+    state.backward(state.loss(checkpoint(run, x, use_reentrant=True).sum(), 2))
+    state.step()
+
+
+def train_beside_a_reentrant_checkpoint(stage: int) -> None:
+    """Each rank uses one of two layers, and all of them the other model's, which is computed again in the backward."""
+    model = nn.ModuleDict({"own": TwoLayers(), "shared": nn.Linear(4, 4)})
+    state = parallelize_here(zero(stage), model)
+    x = torch.ones(2, 4, requires_grad=True)
+    shared = checkpoint(state.model.module["shared"], x, use_reentrant=True)
+    own = state.model.module["own"](x.detach(), 0, [dist.get_rank() % 2])
+    state.backward(state.loss((shared + own).sum(), 2))
+
+
+def train_through_another(stage: int, is_frozen: bool) -> Ended:
+    """A loss of one state goes through the model of another one, which is trained by a loss of its own after it."""
+    first, second = (parallelize_here(zero(stage), TwoLayers()) for _ in range(2))
+    x = torch.ones(1, 4)
+    second.model.requires_grad_(not is_frozen)
+    first.backward(first.loss(second.model.module(first.model(x, 0), 0).sum(), 1))
+    first.step()
+    second.model.requires_grad_(True)
+    return ending(lambda: second.backward(second.loss(second.model(x, 0).sum(), 1)))
+
+
+def transpose_a_parameter() -> Ended:
+    model = TwoLayers()
+    weight = model.get_parameter("layers.0.weight")
+    weight.data = weight.data.T
+    return ending(lambda: parallelize_here(zero(1), model))
+
+
+SKIPPED = (
+    "DeepSpeed has skipped the step after step 1, since the gradient has a NaN or an infinity: the parameters are as "
+    "before, and step_count stays 1; skipped_steps is 1."
+)
+
+
+def step_with_nan(options: Mapping[str, Any]) -> tuple[float, tuple[int, int], list[str], float]:
+    """The parameter after a step, the counts after one more whose gradient is NaN, what was told, and the parameter."""
+    state = parallelize_here(options)
+    values, told = [], []
+    for gradient in (1.0, math.nan):
+        state.backward(state.loss(state.model(torch.tensor([gradient])).sum(), 1))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            state.step()
+        told += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+        values.append(float(state.full_state_dict()["weight"]))
+    return values[0], (state.step_count, state.skipped_steps), told, values[1]
+
+
+def train_under_default_dtype(options: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, torch.dtype]:
+    """How far a parameter moves whose gradient is 3, and the default dtype afterwards."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        state = parallelize_here(options)
+        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=torch.float32)).sum(), 1))
+        state.step()
+        return -float(state.full_state_dict()["weight"]), torch.get_default_dtype()
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,97 @@
+"""FairScale's FullyShardedDataParallel: trains on GPUs, and says why it does not run on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fairscale_cases import ADAPTER
+from test_fairscale_training import parallelize_with
+from torch import nn
+
+from ring_backends.testing import training_runs
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.models import make_model
+from ring_backends.testing.rings import RingSpec
+from ring_backends.testing.training_runs import (
+    Recipe,
+    State,
+    Trainer,
+    check_ranks,
+    loss_sum,
+    train_alone,
+)
+from ring_backends.testing.world import World
+
+
+def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[list[State], list[State]]:
+    """FairScale's FSDP over all ranks, a GPU each: states of a run, and of one that went on from its first step."""
+    torch.cuda.set_device(dist.get_rank())
+    group = dist.new_group(backend="nccl")
+    options = {"strategy": "fsdp", "process_group": group, "process_group_reduce_scatter": group}
+
+    def on_gpu(*args: Any) -> nn.Module:
+        return make_model(*args).cuda()
+
+    with mock.patch.object(training_runs, "make_model", on_gpu):
+        trainer = Trainer(ADAPTER, rings, "contiguous", recipe, options)
+        other = Trainer(ADAPTER, rings, "contiguous", replace(recipe, seed=99), options)
+    states = [trainer.state.full_state_dict()]
+    step_on_gpu(trainer, 0)
+    states.append(trainer.state.full_state_dict())
+    trainer.state.save(path)
+    step_on_gpu(trainer, 1)
+    states.append(trainer.state.full_state_dict())
+    other.state.load(path)
+    resumed = [other.state.full_state_dict()]
+    step_on_gpu(other, 1)
+    return states, [*resumed, other.state.full_state_dict()]
+
+
+def step_on_gpu(trainer: Trainer, step: int) -> None:
+    micro_batches = [(tokens.cuda(), labels.cuda()) for tokens, labels in trainer.micro_batches(step)]
+    positions = trainer.ring.positions(training_runs.CASE.seq_len).cuda()
+    count = trainer.state.global_count(sum(int((labels != training_runs.IGNORED).sum()) for _, labels in micro_batches))
+    for tokens, labels in micro_batches:
+        logits = trainer.state.model(tokens, positions, training_runs.CASE.seq_len)
+        trainer.state.backward(trainer.state.loss(loss_sum(logits, labels), 0, step_token_count=count))
+    trainer.state.step()
+
+
+class TestFairScaleFSDP(AdapterSuite):
+    adapter = ADAPTER
+
+    def test_fsdp_says_why_it_does_not_run_on_a_cpu(self, world: World) -> None:
+        for ended in world.run(parallelize_with, {"strategy": "fsdp"}):
+            assert ended.is_a(ValueError), ended
+            assert "strategy = 'fsdp'" in ended.message
+            assert "parameters on cpu" in ended.message
+            assert "strategy='sharded_ddp'" in ended.message
+            assert torch.cuda.is_available() or "torch.cuda.stream" in ended.message
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="FairScale's FSDP needs a GPU")
+    @pytest.mark.parametrize(
+        ("recipe", "tolerance"),
+        [
+            (Recipe(dtype=torch.float32, steps=2, rate=0.05), 1e-4),
+            (Recipe(dtype=torch.float32, steps=2, rate=0.05, accumulation_steps=2, max_grad_norm=0.1), 1e-4),
+            (Recipe(model="tied", dtype=torch.float32, steps=2, rate=0.05, optimizer="momentum"), 1e-4),
+            (Recipe(model="odd", dtype=torch.float32, steps=2, rate=0.02, optimizer="adam"), 1e-2),
+        ],
+        ids=["sgd", "accumulated and clipped", "tied", "adam"],
+    )
+    def test_fsdp_on_gpus(self, tmp_path: Path, recipe: Recipe, tolerance: float) -> None:
+        size = min(4, torch.cuda.device_count())
+        rings = RingSpec("all", (tuple(range(size)),), "size")
+        with World(size) as gpus:
+            by_rank = gpus.run(train_fully_sharded, str(tmp_path / "checkpoint.pt"), rings, recipe)
+        check_ranks([states for states, _ in by_rank], train_alone(rings, "contiguous", recipe), tolerance)
+        for states, resumed in by_rank:
+            for state, other in zip(states[1:], resumed, strict=True):
+                assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())

@@ -1,0 +1,339 @@
+"""Training by FairScale: OSS with ShardedDataParallel, its options, optimizers and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, sgd, train_here
+from torch import Tensor, nn
+
+from ring_backends.activation_checkpointing import remember_attention
+from ring_backends.testing import training_runs
+from ring_backends.testing.calls import local_call
+from ring_backends.testing.capabilities import AdapterSuite
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import OneParameter, make_model
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.training_runs import (
+    Recipe,
+    State,
+    Trainer,
+    check_ranks,
+    every_mesh,
+    train,
+    train_alone,
+)
+from ring_backends.testing.world import World
+
+
+class ForgetfulSGD(torch.optim.SGD):
+    """Keeps an argument to itself."""
+
+    def __init__(self, parameters: Any, lr: float, slowness: float = 1.0) -> None:
+        super().__init__(parameters, lr=lr / slowness)
+        self.slowness = slowness
+
+
+def parallelize_with(options: Mapping[str, Any]) -> Ended:
+    return parallelize_one_parameter(ring_here(ADAPTER, FOUR), **options)
+
+
+def parallelize_over_data_alone() -> list[Ended]:
+    """Reduced over the data ranks of each ring rank: by both parts of FairScale, and by one of them."""
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    group = [dist.new_group([0, 2]), dist.new_group([1, 3])][ring.rank]
+    options = [{"group": group, "process_group": group}, {"group": group}, {"process_group": group}]
+    return [parallelize_one_parameter(ring, **chosen) for chosen in options]
+
+
+def optimizers_that_cannot_be_sharded() -> dict[str, Ended]:
+    ring = ring_here(ADAPTER, FOUR)
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
+    return {
+        "an argument lost": parallelize_one_parameter(ring, lambda parameters: ForgetfulSGD(parameters, 0.1, 3.0)),
+        "no optimizer": parallelize_one_parameter(ring, lambda parameters: "SGD"),
+        "two dtypes": parallelize_one_parameter(ring, model=mixed),
+    }
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"lr": 0.1, "momentum": 0.5},
+    "Adam": {"lr": 0.1, "betas": (0.5, 0.6), "amsgrad": True},
+    "AdamW": {"lr": 0.1, "weight_decay": 0.3},
+    "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.2},
+    "Adafactor": {"lr": 0.1, "beta2_decay": -0.5},
+    "NAdam": {"lr": 0.1, "decoupled_weight_decay": True},
+    "RMSprop": {"lr": 0.1, "centered": True},
+}
+
+
+def step_of(name: str) -> tuple[str, list[Tensor]]:
+    """The class that OSS shards, and a model of three layers after two steps."""
+    ring = ring_here(ADAPTER, FOUR)
+    model = three_layers()
+    state = backend(ADAPTER).parallelize(
+        model, lambda parameters: getattr(torch.optim, name)(parameters, **OPTIMIZERS[name]), ring
+    )
+    for _ in range(2):
+        state.backward(state.loss(state.model(torch.ones(2, 5)).square().sum(), 1))
+        state.step()
+    return type(state.optimizer.optim).__name__, list(state.full_state_dict().values())
+
+
+def three_layers() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+
+
+def train_checkpointed(rings: RingSpec, recipe: Recipe, what: str) -> list[State]:
+    """Train with FairScale's activation checkpointing around every block, every block and the head, or the model."""
+    from fairscale.nn import checkpoint_wrapper
+
+    def checkpointed(*args: Any) -> nn.Module:
+        model: Any = make_model(*args)
+        blocks = [model] if what == "model" else [*model.blocks]
+        for module in [*blocks, model.head] if what == "blocks and head" else blocks:
+            checkpoint_wrapper(module)
+        return model
+
+    with mock.patch.object(training_runs, "make_model", checkpointed):
+        return train(ADAPTER, rings, "zigzag", recipe, {})
+
+
+class Remembering(nn.Module):
+    """A block whose attention is kept by FairScale's activation checkpointing, which computes it again: it hands on its
+    arguments as they are, and so a function made for the one call."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.inner = CallsWhatItGets(block)
+
+    def forward(self, *args: Any) -> Any:
+        return self.inner(remember_attention(self.inner.block), *args)
+
+
+class CallsWhatItGets(nn.Module):
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, function: Any, *args: Any) -> Any:
+        return function(*args)
+
+
+def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
+    """Gradients of two blocks, and the messages of this rank in the forward, and in forward and backward."""
+    from fairscale.nn import checkpoint_wrapper
+
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    call = local_call(ADAPTER, ring, CASE)
+    attention, options = call.attention, call.options
+
+    class Attends(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones((), dtype=CASE.dtype))
+
+        def forward(self, query: Tensor) -> Any:
+            return attention(query * self.scale, call.key.detach(), call.value.detach(), **options)
+
+    blocks: list[nn.Module] = [Attends(), Attends()]
+    if how == "fairscale":
+        blocks = [checkpoint_wrapper(block) for block in blocks]
+    if how == "remembered":
+        blocks = [Remembering(block) for block in blocks]
+        for block in blocks:
+            checkpoint_wrapper(block.inner)  # type: ignore[arg-type]
+    ring.traffic.reset()
+    out = call.query
+    for block in blocks:
+        out = block(out)
+    forward = ring.traffic.messages
+    out.backward(call.grad_out)
+    grads = [call.query.grad, *(parameter.grad for block in blocks for parameter in block.parameters())]
+    return grads, forward, ring.traffic.messages  # type: ignore[return-value]
+
+
+def clip_one_parameter(dtype: torch.dtype) -> tuple[float, float]:
+    """How far a parameter moves whose gradient is clipped to 0.5, and one that is not clipped; three ranks own none."""
+    moved = []
+    for max_grad_norm in (0.5, 100.0):
+        ring = ring_here(ADAPTER, FOUR)
+        state = backend(ADAPTER).parallelize(OneParameter().to(dtype), sgd, ring, max_grad_norm=max_grad_norm)
+        state.backward(state.loss(state.model(torch.tensor([3.0], dtype=dtype)).sum(), 1))
+        state.step()
+        moved.append(-float(state.full_state_dict()["weight"]))
+    return moved[0], moved[1]
+
+
+def backward_in_eval_mode() -> Ended:
+    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32), {})
+    trainer.state.model.eval()
+    ((tokens, labels),) = trainer.micro_batches(0)
+    return ending(lambda: trainer.state.backward(trainer.loss(tokens, labels, 20)))
+
+
+def unused_on_some_ranks() -> tuple[list[float], list[float]]:
+    """The moves of two parameters, of which rank 0 uses the first alone."""
+    ring = ring_here(ADAPTER, FOUR)
+    model = nn.ModuleList([OneParameter(), OneParameter()])
+    state = backend(ADAPTER).parallelize(_Branching(model), sgd, ring, reduce_buffer_size=0)
+    state.backward(state.model(torch.tensor([1.0])).sum())
+    state.step()
+    moved = [-float(tensor) for tensor in state.full_state_dict().values()]
+    return moved, [1.0, 3 / 4]
+
+
+class _Branching(nn.Module):
+    def __init__(self, branches: nn.ModuleList) -> None:
+        super().__init__()
+        self.branches = branches
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = self.branches[:1] if dist.get_rank() == 0 else self.branches
+        return torch.stack([branch(x) for branch in used]).sum(0)
+
+
+def save_one_step(path: str, recipe: Recipe) -> State:
+    trainer = Trainer(ADAPTER, TWO, "contiguous", recipe, {})
+    trainer.step(0)
+    trainer.state.save(path)
+    trainer.step(1)
+    return trainer.state.full_state_dict()
+
+
+class TestFairScaleTraining(AdapterSuite):
+    adapter = ADAPTER
+
+    @pytest.mark.parametrize("reduce_buffer_size", [0, pytest.param(200, marks=pytest.mark.slow)])
+    @every_mesh
+    def test_gradients_outside_of_buckets(self, world: World, rings: RingSpec, reduce_buffer_size: int) -> None:
+        """All reduced one by one, or the small ones in buckets: fp32 gradients, and fp64 steps of micro-batches."""
+        options = {"reduce_buffer_size": reduce_buffer_size, "broadcast_buffers": False}
+        for recipe, tolerance in (
+            (Recipe(dtype=torch.float32), 1e-6),
+            (Recipe(accumulation_steps=2, max_grad_norm=0.1, rate=1.0, steps=3), 1e-9),
+        ):
+            by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, options)
+            check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
+
+    @pytest.mark.parametrize("what", ["blocks", pytest.param("blocks and head", marks=pytest.mark.slow), "model"])
+    @pytest.mark.parametrize("rings", [pytest.param(FOUR, marks=pytest.mark.slow), TWO], ids=str)
+    def test_activation_checkpointing(self, world: World, rings: RingSpec, what: str) -> None:
+        for recipe, tolerance in (
+            (Recipe(dtype=torch.float32), 1e-6),
+            (Recipe(accumulation_steps=2, rate=0.1, steps=2), 1e-9),
+        ):
+            by_rank = world.run(train_checkpointed, rings, recipe, what)
+            check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
+
+    def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
+        """FairScale makes those of the forward twice; not where the attention is remembered."""
+        plain, twice, kept = (world.run(count_checkpointed, how) for how in ("plain", "fairscale", "remembered"))
+        for rank, (wanted, forward, messages) in enumerate(plain):
+            for way in (twice, kept):
+                for grad, right in zip(way[rank][0], wanted, strict=True):
+                    torch.testing.assert_close(grad, right, rtol=0, atol=1e-12)
+            assert kept[rank][1:] == (forward, messages)
+            assert twice[rank][1:] == (forward, messages + forward)
+            assert forward > 0
+
+    def test_parameter_groups_stay_as_they_are(self, world: World) -> None:
+        recipe = GroupedRecipe(rate=0.01, steps=3)
+        by_rank = world.run(train_here, self.adapter, TWO, "zigzag", recipe, {})
+        check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), 1e-10)
+
+    @pytest.mark.parametrize("name", OPTIMIZERS)
+    def test_optimizers_are_built_again(self, world: World, name: str) -> None:
+        model = three_layers()
+        optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(2, 5)).square().sum().backward()
+            optimizer.step()
+        for made_by, parameters in world.run(step_of, name):
+            assert made_by == name
+            for got, wanted in zip(parameters, model.parameters(), strict=True):
+                torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
+
+    def test_optimizers_that_cannot_be_built_again_are_refused(self, world: World) -> None:
+        for endings in world.run(optimizers_that_cannot_be_sharded):
+            assert endings["an argument lost"].is_a(ValueError), endings
+            assert "takes slowness" in endings["an argument lost"].message
+            assert endings["no optimizer"].is_a(TypeError), endings
+            assert endings["two dtypes"].is_a(ValueError), endings
+            assert "torch.bfloat16 and torch.float32" in endings["two dtypes"].message
+
+    @pytest.mark.parametrize(
+        ("options", "told"),
+        [
+            ({"strategy": "zero"}, "strategy = 'zero'"),
+            ({"find_unused_parameters": True}, "find_unused_parameters"),
+            ({"bucket_cap_mb": 25}, "bucket_cap_mb"),
+        ],
+    )
+    def test_unknown_options_are_refused(self, world: World, options: dict[str, Any], told: str) -> None:
+        for ended in world.run(parallelize_with, options):
+            assert ended.is_a(ValueError), ended
+            assert told in ended.message
+
+    def test_a_reducer_that_lets_replicas_drift_is_refused(self, world: World) -> None:
+        for both, *one in world.run(parallelize_over_data_alone):
+            assert both.is_a(RuntimeError), both
+            assert "drift" in both.message
+            for ended in one:
+                assert ended.is_a(ValueError), ended
+                assert "group and process_group differ" in ended.message
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+    def test_clipping_where_some_ranks_own_no_parameter(self, world: World, dtype: torch.dtype) -> None:
+        for clipped, whole in world.run(clip_one_parameter, dtype):
+            assert clipped == pytest.approx(0.5, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
+            assert whole == pytest.approx(3.0)
+
+    def test_a_backward_in_eval_mode_is_refused(self, world: World) -> None:
+        for ended in world.run(backward_in_eval_mode):
+            assert ended.is_a(RuntimeError), ended
+            assert "eval mode" in ended.message
+
+    def test_a_parameter_that_a_rank_does_not_use(self, world: World) -> None:
+        for moved, wanted in world.run(unused_on_some_ranks):
+            assert moved == pytest.approx(wanted)
+
+    def test_a_checkpoint_is_one_of_plain_torch(self, world: World, tmp_path: Path) -> None:
+        """A single process without FairScale goes on from it."""
+        recipe = Recipe(optimizer="adam", rate=0.02, steps=1)
+        wanted = world.run(save_one_step, str(tmp_path / "checkpoint.pt"), recipe)[0]
+        state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)
+        assert state["step"] == 1
+
+        class FromCheckpoint(Recipe):
+            def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
+                optimizer = super().make_optimizer(parameters)
+                optimizer.load_state_dict(state["optimizer"])
+                return optimizer
+
+        def loaded(*args: Any) -> nn.Module:
+            model = make_model(*args)
+            model.load_state_dict(state["model"])
+            return model
+
+        def second_batches(rings: RingSpec, layout: Any, step: int, accumulation_steps: int) -> Any:
+            return batches(rings, layout, step + 1, accumulation_steps)
+
+        batches = training_runs.batches
+        with (
+            mock.patch.object(training_runs, "make_model", loaded),
+            mock.patch.object(training_runs, "batches", second_batches),
+        ):
+            states = train_alone(TWO, "contiguous", FromCheckpoint(optimizer="adam", rate=0.02, steps=1))
+        for name, tensor in states[-1].items():
+            torch.testing.assert_close(wanted[name], tensor, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,166 @@
+"""Checkpoints of the FSDP adapter."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import OneParameter
+from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_go_on
+from ring_backends.testing.training_runs import Recipe, Trainer
+from ring_backends.testing.world import World
+
+pytest.importorskip("numpy")  # which the adapter needs
+
+from fsdp_cases import ADAPTER, every_strategy, sgd
+
+from ring_backends.adapters import fsdp
+from ring_backends.adapters.fsdp import training as fsdp_training
+from ring_backends.adapters.fsdp.sharding import Strategy
+from ring_backends.training.checkpoint_files import MANIFEST
+
+
+def interrupt_a_load(path: str) -> str:
+    """Ctrl-C on one rank while the others read too: what each of them raises."""
+    state = fsdp.parallelize(OneParameter(), sgd, ring_here(ADAPTER, TWO))
+    state.save(path)
+    interrupted = mock.patch.object(fsdp_training.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
+    with interrupted if dist.get_rank() == 1 else contextlib.nullcontext():
+        try:
+            state.load(path)
+        except BaseException as error:
+            return type(error).__name__
+    return "no error"
+
+
+def test_an_interrupted_load_does_not_blame_the_checkpoint(world: World, tmp_path: Path) -> None:
+    told = world.run(interrupt_a_load, str(tmp_path / "checkpoint"))
+    assert told == ["RingPeerError", "KeyboardInterrupt", "RingPeerError", "RingPeerError"]
+
+
+def save_after_two_steps(path: str, strategy: str) -> Stretch:
+    trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {"strategy": strategy})
+    for step in range(2):
+        trainer.step(step)
+    trainer.state.save(path)
+    trainer.state.save(path)  # over the one that is there
+    return five_steps(trainer)
+
+
+ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), pytest.param("fsdp1", "hsdp", marks=pytest.mark.slow)]
+)
+def test_a_checkpoint_goes_on_by_another_strategy(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+    path = str(tmp_path / "checkpoint")
+    uninterrupted = world.run(save_after_two_steps, path, saved_by)[0]
+    for resumed in world.run(load_and_go_on, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
+        assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
+
+
+class PartlyUsed(nn.Module):
+    """Two layers, of which the loss depends on one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.unused = nn.Linear(4, 4), nn.Linear(4, 4)
+        for number, parameter in enumerate(self.parameters()):
+            nn.init.constant_(parameter, 0.1 * number)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved: torch.Tensor = self.used(x)
+        return moved
+
+
+def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float], list[float]]:
+    """The used layer in the steps after a checkpoint, and in the same steps of a run that loaded it."""
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+
+    def go_on(state: Any, steps: int) -> list[float]:
+        values = []
+        for _ in range(steps):
+            state.backward(state.loss((state.model(torch.ones(4)) - 2).square().sum(), 1))
+            state.step()
+            values.append(float(state.full_state_dict()["used.weight"].sum()))
+        return values
+
+    states = [
+        fsdp.parallelize(PartlyUsed(), lambda x: torch.optim.AdamW(x, lr=0.1), ring, strategy=strategy)
+        for _ in range(2)
+    ]
+    go_on(states[0], 2)
+    states[0].save(path)
+    states[1].load(path)
+    return go_on(states[0], 3), go_on(states[1], 3)
+
+
+@every_strategy
+def test_training_resumes_with_an_unused_parameter(world: World, tmp_path: Path, strategy: Strategy) -> None:
+    for wanted, resumed in world.run(save_and_load_partly_used, str(tmp_path / "checkpoint"), strategy):
+        assert resumed == wanted
+
+
+def save_over(path: str, leftover: str) -> list[str]:
+    """Save where a file or what an interrupted save left is; what lies there afterwards."""
+    if dist.get_rank() == 0:
+        if leftover == "file":
+            Path(path).write_text("a checkpoint of another kind")
+        else:
+            (Path(path + leftover) / "inside").mkdir(parents=True)
+            Path(path + leftover, MANIFEST).touch()
+    dist.barrier()
+    trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
+    trainer.state.save(path)
+    trainer.state.load(path)
+    trainer.state.save(path)
+    return sorted(entry.name for entry in Path(path).parent.iterdir())
+
+
+@pytest.mark.parametrize("leftover", ["file", ".replaced", ".unfinished"])
+def test_saving_over_leftovers(world: World, tmp_path: Path, leftover: str) -> None:
+    assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
+
+
+def load_what_is_no_checkpoint(missing: str, foreign: str, unwritable: str) -> list[Ended]:
+    trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
+    other = Trainer(ADAPTER, FOUR, "zigzag", replace(ADAM, model="odd"), {})
+    other.state.save(foreign)
+    loads = [ending(partial(trainer.state.load, path)) for path in (missing, foreign)]
+    return [*loads, ending(partial(trainer.state.save, unwritable))]
+
+
+def test_other_files_are_refused_as_checkpoints(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    paths = [str(tmp_path / name) for name in ("missing", "foreign", "file/checkpoint")]
+    for missing, foreign, unwritable in world.run(load_what_is_no_checkpoint, *paths):
+        assert missing.is_a(FileNotFoundError), missing
+        assert paths[0] in missing.message
+        assert foreign.is_a(ValueError), foreign
+        assert "another model, without blocks.0" in foreign.message
+        assert unwritable.error != "no error"
+
+
+def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:
+    trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {})
+    trainer.state.save(path)
+    return five_steps(trainer).losses, load_and_go_on(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
+
+
+def test_a_checkpoint_from_before_the_first_step(world: World, tmp_path: Path) -> None:
+    for uninterrupted, resumed in world.run(save_before_the_first_step, str(tmp_path / "checkpoint")):
+        assert resumed == uninterrupted

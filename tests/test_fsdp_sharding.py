@@ -1,0 +1,211 @@
+"""What FSDP shards and over which ranks, models wrapped already, and set-ups that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FSDPModule,
+    FullyShardedDataParallel,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor
+
+from ring_backends.testing import training_runs
+from ring_backends.testing.failing_calls import Ended
+from ring_backends.testing.models import OneParameter, make_model
+from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
+from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
+from ring_backends.testing.world import World
+
+pytest.importorskip("numpy")  # which the adapter needs
+
+from fsdp_cases import ADAPTER, STRATEGIES, parallelize_one_parameter, sgd
+
+from ring_backends.adapters import fsdp
+
+
+def placements(strategy: str) -> set[str]:
+    """How the parameters of a model lie over the ranks."""
+    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32), {"strategy": strategy})
+    found = set()
+    for parameter in trainer.state.model.parameters():
+        assert isinstance(parameter, DTensor)
+        found.add(f"{tuple(parameter.device_mesh.shape)} {parameter.placements}")
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "placement"),
+    [("fsdp2", "(4,) (Shard(dim=0),)"), ("hsdp", "(2, 2) (Replicate(), Shard(dim=0))")],
+)
+def test_parameters_are_sharded_over_data_and_ring(world: World, strategy: str, placement: str) -> None:
+    assert world.run(placements, strategy) == [{placement}] * 4
+
+
+def mesh_by_hosts() -> list[list[int]]:
+    """The ranks of the replicas that HSDP makes of rings by hosts."""
+    recipe = Recipe(dtype=torch.float32)
+    trainer = Trainer(ADAPTER, TWO_BY_HOSTS, "contiguous", recipe, {"strategy": "hsdp"})
+    parameter = next(trainer.state.model.parameters())
+    assert isinstance(parameter, DTensor)
+    ranks: list[list[int]] = parameter.device_mesh.mesh.tolist()
+    return ranks
+
+
+def test_replicas_are_the_rings_that_hosts_make(world: World) -> None:
+    assert world.run(mesh_by_hosts) == [[[0, 2], [1, 3]]] * 4
+
+
+def sharded_parts(strategy: str, blocks: str | None) -> list[str]:
+    """The modules that gather their parameters by themselves; ``blocks`` None lets the adapter find them."""
+    model = make_model("blocks", lambda: fsdp.RingDilatedAttention([8], [1]), torch.float32, 0)
+    chosen = None if blocks is None else [model.get_submodule(blocks)]
+    ring = ring_here(ADAPTER, FOUR)
+    assert ring is not None
+    state = fsdp.parallelize(model, sgd, ring, strategy=strategy, blocks=chosen)  # type: ignore[arg-type]
+    parts = state.model.named_modules()
+    names = [name for name, part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
+    return sorted(name.replace("_fsdp_wrapped_module.", "") for name in names)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_each_block_is_sharded_by_itself(world: World, strategy: str) -> None:
+    assert world.run(sharded_parts, strategy, None) == [["", "blocks.0", "blocks.1"]] * 4
+    assert world.run(sharded_parts, strategy, "blocks.1.projections") == [["", "blocks.1.projections"]] * 4
+
+
+def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]:
+    """Train a model that is a FullyShardedDataParallel before ``parallelize`` sees it."""
+
+    mesh = init_device_mesh("cpu", (2, 2)) if sharding == "HYBRID_SHARD" else None
+
+    def wrapped(*args: Any) -> nn.Module:
+        return FullyShardedDataParallel(
+            make_model(*args),
+            sharding_strategy=ShardingStrategy[sharding],
+            device_id=torch.device("cpu"),
+            device_mesh=mesh,
+            use_orig_params=True,
+        )
+
+    with mock.patch.object(training_runs, "make_model", wrapped):
+        return train(ADAPTER, rings, "zigzag", recipe, {})
+
+
+@pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
+def test_a_model_that_is_wrapped_already(world: World, sharding: str) -> None:
+    recipe = Recipe(dtype=torch.float32)
+    check_ranks(world.run(train_wrapped, TWO, recipe, sharding), train_alone(TWO, "zigzag", recipe), 1e-6, sharding)
+
+
+def begin_differently(strategy: str) -> list[State]:
+    """Two steps of a model that each rank has initialised by its own, with a buffer of one number in many places."""
+
+    def odd(*args: Any) -> nn.Module:
+        model = make_model(*args[:-1], dist.get_rank())
+        model.register_buffer("expanded", torch.full((1, 1), float(dist.get_rank())).expand(64, 64))
+        model.register_buffer("short", torch.arange(6, dtype=torch.int16).view(2, 3).t() + dist.get_rank())
+        if strategy in ("NO_SHARD", "HYBRID_SHARD"):
+            mesh = init_device_mesh("cpu", (2, 2)) if strategy == "HYBRID_SHARD" else None
+            sharding, cpu = ShardingStrategy[strategy], torch.device("cpu")
+            return FullyShardedDataParallel(model, sharding_strategy=sharding, device_id=cpu, device_mesh=mesh)
+        return model
+
+    options = {} if strategy in ("NO_SHARD", "HYBRID_SHARD") else {"strategy": strategy}
+    with mock.patch.object(training_runs, "make_model", odd):
+        return train(ADAPTER, TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02, steps=2), options)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"])
+def test_replicas_that_begin_differently_become_alike(world: World, strategy: str) -> None:
+    by_rank = world.run(begin_differently, strategy)
+    for states in by_rank[1:]:
+        for state, first in zip(states, by_rank[0], strict=True):
+            parameters = [name for name in state if name not in ("expanded", "short")]
+            assert all(torch.equal(state[name], first[name]) for name in parameters)
+    if strategy in STRATEGIES:
+        first = by_rank[-1][0]
+        assert (float(first["expanded"][5, 7]), first["short"].t().flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
+
+
+def shard_over_data_alone() -> dict[str, Ended]:
+    """Gradients reduced over the ranks that hold the same part of a sequence, in every way there is to ask for it."""
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
+    group = mesh.get_group("data")
+
+    def wrap(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+        return FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True, **options)
+
+    ignoring = nn.Sequential(OneParameter(), OneParameter())
+    partly = nn.Sequential(OneParameter(), wrap(OneParameter()))
+    sharded = OneParameter()
+    fully_shard(sharded, mesh=mesh["data"])
+    return {
+        "fully_shard": parallelize_one_parameter(TWO, {"mesh": mesh["data"]}),
+        "fully_shard before": parallelize_one_parameter(TWO, {}, sharded),
+        "fsdp1": parallelize_one_parameter(TWO, {"strategy": "fsdp1", "process_group": group}),
+        "fsdp1 before": parallelize_one_parameter(TWO, {}, wrap(OneParameter(), process_group=group)),
+        "ignored before": parallelize_one_parameter(TWO, {}, wrap(ignoring, ignored_modules=[ignoring[1]])),
+        "a part only": parallelize_one_parameter(TWO, {}, partly),
+    }
+
+
+def test_sharding_over_data_alone_is_refused(world: World) -> None:
+    for endings in world.run(shard_over_data_alone):
+        for ended in endings.values():
+            assert ended.error in ("ValueError", "RuntimeError"), endings
+        assert "replicas would drift apart" in endings["fully_shard"].message
+        assert "fully_shard already" in endings["fully_shard before"].message
+        assert "replicas would drift apart" in endings["fsdp1"].message
+        assert "replicas would drift apart" in endings["fsdp1 before"].message
+        assert "replicas would drift apart" in endings["ignored before"].message
+        assert "nobody would reduce the gradients of the rest" in endings["a part only"].message
+
+
+def ignore_a_parameter(options_of: str) -> Ended:
+    model = OneParameter()
+    options: dict[str, dict[str, Any]] = {
+        "fully_shard": {"ignored_params": {model.weight}},
+        "states": {"strategy": "fsdp1", "ignored_states": [model.weight]},
+        "modules": {"strategy": "fsdp1", "ignored_modules": [model]},
+    }
+    return parallelize_one_parameter(FOUR, options[options_of], model)
+
+
+@pytest.mark.parametrize("options_of", ["fully_shard", "states", "modules"])
+def test_ignored_parameters_are_refused(world: World, options_of: str) -> None:
+    for ended in world.run(ignore_a_parameter, options_of):
+        assert ended.is_a(ValueError), ended
+        assert "replicas would drift apart" in ended.message
+
+
+def options_that_contradict() -> dict[str, Ended]:
+    wrapped = FullyShardedDataParallel(OneParameter(), device_id=torch.device("cpu"))
+    both = {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": torch.bfloat16}
+    return {
+        "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
+        "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
+        "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
+        "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
+        "max_grad_norm = 1.0": parallelize_one_parameter(
+            FOUR, {"strategy": "fsdp1", "max_grad_norm": 1.0}, OneParameter().double()
+        ),
+    }
+
+
+def test_options_that_contradict_are_refused(world: World) -> None:
+    for endings in world.run(options_that_contradict):
+        for told, ended in endings.items():
+            assert ended.error in ("ValueError", "TypeError"), (told, ended)
+            assert told in ended.message

@@ -1,0 +1,170 @@
+"""LongNet's parameters and inputs: names that load, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torchscale_reference import (
+    EMBED_DIM,
+    FFN_DIM,
+    LAYERS,
+    MODELS,
+    POSITIONS,
+    VOCABULARY,
+    attention,
+    close,
+    inputs,
+    make,
+    reference,
+    torchscale_state,
+    with_name,
+)
+
+from ring_backends import RingMismatchError
+from ring_backends.longnet import LongNetEncoder
+from ring_backends.testing.failing_calls import SHORT, Ended, ending
+from ring_backends.testing.rings import TWO, new_ring, ring_here
+from ring_backends.testing.world import World
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_parameters_load_strictly_by_torchscales_names(kind: str) -> None:
+    state = torchscale_state(tokens=kind == "decoder")
+    tables = {"vocab_size": VOCABULARY, "num_positions": POSITIONS, "output_size": VOCABULARY}
+    model = MODELS[kind](
+        EMBED_DIM, 4, FFN_DIM, LAYERS, attention(), dtype=torch.float64, **tables if kind == "decoder" else {}
+    )
+    assert {name: value.shape for name, value in model.state_dict().items()} == {
+        name: value.shape for name, value in state.items()
+    }
+    model.load_state_dict(state, strict=True)
+    close(model(inputs(kind, 37)).detach(), reference(kind, 4, 37))
+
+
+def test_dtype_is_that_of_the_parameters_or_as_asked() -> None:
+    assert make("encoder").layers[0].ffn.fc1.weight.dtype == torch.float64
+    model = make("encoder", dtype=torch.bfloat16)
+    out = model(inputs("encoder", 37).bfloat16())
+    assert out.dtype == torch.bfloat16
+    right = reference("encoder", 4, 37)
+    assert (out - right).norm() < 4 * 2**-8 * right.norm()  # four roundings; two layers make half as much
+
+
+def test_initial_weights_have_magnetos_gain() -> None:
+    torch.manual_seed(0)
+    model = LongNetEncoder(64, 4, 64, 6, attention(), vocab_size=1000)
+    plain = 64**-0.5 / math.sqrt(3)
+    for name, gain in (("self_attn.q_proj", 1.0), ("self_attn.v_proj", math.sqrt(math.log(12))), ("ffn.fc1", 1.5764)):
+        assert model.get_parameter(f"layers.3.{name}.weight").std().item() == pytest.approx(plain * gain, rel=0.05)
+    assert model.embed_tokens is not None
+    assert model.embed_tokens.weight.std().item() == pytest.approx(0.125, rel=0.05)
+
+
+def without(text: str) -> dict[str, Tensor]:
+    return {name: value for name, value in torchscale_state().items() if text not in name}
+
+
+@pytest.mark.parametrize(
+    ("state", "told"),
+    [
+        (with_name("layers.1.moe_layer.gate.wg.weight"), "moe_layer.gate.wg.weight: mixture of experts"),
+        (with_name("layers.0.encoder_attn.k_proj.weight"), "cross attention"),
+        (with_name("layers.0.self_attn.q_proj.A.weight"), "multiway"),
+        (with_name("layers.0.self_attn.xpos.scale"), "xPos"),
+        (with_name("relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
+        (with_name("self_attn_relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
+        (with_name("layernorm_embedding.weight"), "layernorm_embedding"),
+        (with_name("embed_positions._float_tensor"), "not learned"),
+        (with_name("layers.0.self_attn.qkv_proj.weight"), "fused query, key and value"),
+        (with_name("layers.0.self_attn.in_proj_weight"), "fused query, key and value"),
+        (with_name("layers.0.flat_param_0"), "flattened"),
+        (with_name("layers.0.ffn.gate.weight"), "Unexpected key.*ffn.gate.weight"),
+        (with_name("version"), "Unexpected key.*version"),
+        ({**torchscale_state(), "layers.1.ffn.fc2.bias": torch.zeros(3)}, "size mismatch for layers.1.ffn.fc2.bias"),
+        (without("layers.1.self_attn.k_proj"), "Missing key.*layers.1.self_attn.k_proj"),
+        (without("layers.0."), r"has layers \[1\]"),
+        (without("layers."), r"has layers \[\]"),
+        (without("layers.0.ffn.fc1"), "no matrix layers.0.ffn.fc1.weight"),
+        (torchscale_state(subln=False, normalize_output=False), "post-norm or DeepNorm"),
+    ],
+)
+def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor], told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        LongNetEncoder.from_state_dict(state, num_heads=4, attention=attention())
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "told"),
+    [
+        ({"ffn_dim": 0}, ValueError, "ffn_dim = 0"),
+        ({"num_layers": 2.0}, TypeError, r"num_layers = 2\.0"),
+        ({"vocab_size": -1}, ValueError, "vocab_size = -1"),
+        ({"num_heads": 5}, ValueError, "num_heads = 5 must divide it"),
+        ({"activation": "swish"}, ValueError, "activation = 'swish'"),
+        ({"tied": True, "output_size": 7}, ValueError, "vocab_size = None and output_size = 7"),
+        ({"attention": torch.nn.Identity()}, TypeError, "attention = Identity"),
+    ],
+)
+def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], told: str) -> None:
+    sizes = {"embed_dim": EMBED_DIM, "num_heads": 4, "ffn_dim": FFN_DIM, "num_layers": 1, "attention": attention()}
+    with pytest.raises(error, match=told):
+        LongNetEncoder(**{**sizes, **options})
+
+
+@pytest.mark.parametrize(
+    ("kind", "x", "options", "error", "told"),
+    [
+        ("encoder", inputs("decoder", 5), {}, TypeError, "the model has no embed_tokens"),
+        ("encoder", inputs("decoder", 5).bool(), {}, TypeError, "torch.bool"),
+        ("encoder", inputs("encoder", 5)[0], {}, ValueError, r"x has shape \(5, 24\)"),
+        ("encoder", inputs("encoder", 5)[..., :7], {}, ValueError, "embed_dim = 24"),
+        ("encoder", inputs("encoder", 5).float(), {}, TypeError, "float32"),
+        (
+            "encoder",
+            inputs("encoder", 5),
+            {"seq_len": 9},
+            ValueError,
+            "x has 5 local rows: this rank holds 9 of",
+        ),
+        ("decoder", inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
+    ],
+)
+def test_inputs_that_do_not_fit(kind: str, x: Tensor, options: Any, error: type[Exception], told: str) -> None:
+    model = LongNetEncoder(EMBED_DIM, 4, FFN_DIM, 1, attention(), dtype=torch.float64) if x.dim() == 3 else make(kind)
+    with pytest.raises(error, match=told):
+        model(x, **options)
+
+
+def one_refuses() -> Ended:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    model, x = make("encoder", ring=ring), ring.shard(inputs("encoder", 20))
+    return ending(lambda: model(x[0] if ring.rank == 1 else x))
+
+
+def test_the_other_rank_raises(pair: World) -> None:
+    told, refused = pair.run(one_refuses)
+    assert refused.is_a(ValueError), refused
+    assert told.is_a(RingMismatchError), told
+    assert "x has shape" in told.message
+
+
+def layers_in_another_order() -> Ended:
+    """Attention of the layers, which all are of one shape: in order, and then backwards on rank 1."""
+    ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
+    assert ring is not None
+    layers, x = list(make("encoder", ring=ring).layers), ring.shard(inputs("encoder", 20))
+    for layer in layers:
+        layer.self_attn(x)
+    return ending(lambda: [layer.self_attn(x) for layer in (layers[::-1] if ring.rank == 1 else layers)])
+
+
+def test_layers_are_distinguished(pair: World) -> None:
+    for ended in pair.run(layers_in_another_order):
+        assert ended.is_a(RingMismatchError), ended
+        assert "order of calls" in ended.message, ended
