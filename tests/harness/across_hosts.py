@@ -1,4 +1,4 @@
-"""Rings over several hosts, and over bad networks between them. Not part of AdapterTests: it needs root, and time."""
+"""Rings over several hosts and bad networks. Not part of AdapterTests, because it needs root and minutes."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
 
 NEEDS_HOSTS = "RING_BACKENDS_NEEDS_HOSTS"
-"""In the environment: tests that find that no hosts can be made fail, instead of being skipped."""
+"""In the environment: where no hosts can be made, tests fail instead of being skipped."""
 
 PORT = "29517"
 TIMEOUT = 6.0
-"""Seconds that a ring waits for its peers where they will not come."""
+"""Timeout in seconds of rings whose peers are lost."""
 
 PATIENCE = 120.0
-"""Seconds that a rank may take to start, or to end. What the contract bounds, the rank itself measures."""
+"""Seconds in which a rank has to start or to end. The ranks themselves measure what the contract bounds."""
 
 _LARGE = replace(CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
-"""Hops of 256 KiB between four, which take a tenth of a second at 20 Mbit/s."""
+"""Hops of 256 KiB on four ranks, each a tenth of a second at 20 Mbit/s."""
 
 Setting = Callable[[Hosts], None]
 
@@ -70,7 +70,7 @@ NETWORKS: dict[str, Setting] = {
 
 
 def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, max_calls: int) -> None:
-    """One rank: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say which. Its account is ``folder/RANK.json``."""
+    """Run one rank, given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It reports in ``folder/RANK.json``."""
     torch.set_num_threads(1)
     module, rank = backend(adapter), int(os.environ["RANK"])
     # What a process does for the first time takes seconds on a busy machine, so the first call's ring is a patient one.
@@ -119,7 +119,7 @@ class Ranks:
         ]
 
     def wait_for_calls(self, number: int, seconds: float = PATIENCE) -> None:
-        """Until every rank has made so many."""
+        """Wait until every rank has made this many calls."""
         deadline = time.monotonic() + seconds
         while any(self._calls(rank) < number for rank in range(self.size)):
             assert time.monotonic() < deadline, self.said()
@@ -133,7 +133,7 @@ class Ranks:
             return 0
 
     def account(self, rank: int, deadline: float) -> dict[str, Any]:
-        """How a rank ended, which it has to have done by ``deadline``, of the monotonic clock."""
+        """The report of a rank, which has to end by ``deadline`` of the monotonic clock."""
         process = self.processes[rank]
         process.join(max(0.1, deadline - time.monotonic()))
         assert not process.is_alive(), f"rank {rank} did not end in time\n{self.said()}"
@@ -142,13 +142,13 @@ class Ranks:
         return account
 
     def results(self) -> Results:
-        """Of the first call of all ranks."""
+        """The results of the first call of all ranks."""
         parts = [Results(*torch.load(self.folder / f"{rank}.pt")) for rank in range(self.size)]
         length = sum(part.out.shape[1] for part in parts)
         return whole(parts, length, "contiguous")
 
     def said(self) -> str:
-        """What ranks printed, and their accounts, of those that have ended."""
+        """The output and reports of all ranks."""
         files = [self.folder / f"{rank}.{kind}" for rank in range(self.size) for kind in ("log", "json")]
         return "\n".join(f"--- {file.name}:\n{file.read_text()}" for file in files if file.exists())
 
@@ -158,7 +158,7 @@ _slow = pytest.mark.slow
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts]:
-    """As many as the test's parameter ``num_hosts`` says."""
+    """Hosts; the test's parameter ``num_hosts`` is their number."""
     try:
         with Hosts(request.node.callspec.params["num_hosts"], preload=[__name__, *adapters]) as made:
             yield made
@@ -201,7 +201,7 @@ class HostTests(AdapterSuite):
         ],
     )
     def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
-        """In the midst of a step: most of a call's time is that of its hops."""
+        """A host is lost during a step: hops take most of a call's time."""
         hosts.limit("20mbit")
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=TIMEOUT, case=_LARGE, max_calls=1000)
         ranks.wait_for_calls(2)
@@ -217,8 +217,8 @@ class HostTests(AdapterSuite):
             ended = account["ended"]
             assert "RingPeerError" in ended["bases"], account
             assert ended["seconds"] < TIMEOUT + BOUND, account
-            told = rf"rank {rank} waited in step \d+ of (forward|backward)"
-            assert re.search(told, ended["message"]), account
+            pattern = rf"rank {rank} waited in step \d+ of (forward|backward)"
+            assert re.search(pattern, ended["message"]), account
             assert account["left"]["error"] == "no error", account
             assert account["left"]["seconds"] < BOUND, account
 

@@ -189,7 +189,7 @@ def _check_close(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> None:
-    """Computed again, a forward sends once more what it sent; kept, the region sends what it does without."""
+    """A recomputed forward sends twice as much. Kept attention sends as much as without checkpointing."""
     plain = world.run(checkpointed, adapter, rings, layout, "plain")
     again = world.run(checkpointed, adapter, rings, layout, how)
     for rank in (rank for ranks in rings.rings for rank in ranks):
@@ -221,7 +221,7 @@ class ActivationCheckpointTests(AdapterSuite):
             assert kept == plain
 
     def test_kept_attention_in_a_checkpoint_within_another(self, world: World) -> None:
-        """The outer one's recomputation takes what it kept, and so leaves the inner one what that keeps."""
+        """The recomputation of the outer region does not use up what the inner region keeps."""
         for got, wanted, kept, plain in world.run(nested, self.adapter):
             _check_close(got, wanted)
             assert kept == plain

@@ -1,7 +1,6 @@
-"""How rings are arranged: by the hosts that ranks are on, and of the size that the attention's needs ask for.
+"""Rings ordered by host, and rings whose size is chosen for an attention call.
 
-The rule of this file: a ring that was arranged somehow is then used, since its size and order are right only if
-attention, shard and unshard on it are.
+The tests also use these rings, since size and order are right only if attention, shard and unshard are.
 """
 
 from __future__ import annotations

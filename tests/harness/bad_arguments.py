@@ -22,16 +22,16 @@ from ring_backends.testing.world import World
 
 @dataclass(frozen=True)
 class Bad:
-    """A call that is wrong in one thing.
+    """A call with one bad argument.
 
     Attributes:
-        told: what the message has to contain: the argument's name and value.
+        message_parts: what the message has to contain: the argument's name and value.
         options: constructor arguments.
         arguments: call arguments, or functions of the right ones that make wrong ones.
     """
 
     error: type[Exception]
-    told: tuple[str, ...]
+    message_parts: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -209,7 +209,7 @@ class BadArgumentTests(AdapterSuite):
         endings, sent, outs = zip(*world.run(make_bad_call, self.adapter, name), strict=True)
         for ended in endings:
             assert ended.is_a(bad.error), ended
-            for text in bad.told:
+            for text in bad.message_parts:
                 assert text in ended.message, ended
         assert set(sent) == {(0, 0)}
         assert difference(torch.cat(outs, 1), expected(SMALL_CASE, gradients=False).out) <= 1e-10
@@ -219,7 +219,7 @@ class BadArgumentTests(AdapterSuite):
         bad = BAD_RINGS[name]
         for ended in world.run(make_bad_ring, self.adapter, name):
             assert ended.is_a(bad.error), ended
-            for text in bad.told:
+            for text in bad.message_parts:
                 assert text in ended.message, ended
 
     @core

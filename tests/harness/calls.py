@@ -1,7 +1,7 @@
-"""Attention calls on a ring, made by the ranks, and their answers put together and compared by the test.
+"""Attention calls on a ring: the ranks make them, and the test joins and compares their results.
 
-Here an :class:`AttentionCase` becomes one call per rank, each on its own rows. Rings beside each other get different
-numbers, so that what leaks from one into another shows.
+An :class:`AttentionCase` becomes one call per rank, each on its own rows. Each ring of a world gets different numbers,
+so that a leak between rings shows.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ CAPABILITIES: Mapping[str, str] = {
     "rings over chosen ranks": "initialize(group=...) takes a process group of some ranks, rank 0 not needed",
     "device mesh axis": "initialize(group=...) takes one axis of a DeviceMesh",
     "rings by topology": "initialize(ring_order='topology') makes neighbours of ranks on one host",
-    "automatic ring size": "initialize(ring_size='auto') chooses a ring by what it is told of the attention",
+    "automatic ring size": "initialize(ring_size='auto') chooses a ring for an attention call",
     "training": "parallelize() runs on this machine's processors",
     "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",
@@ -41,7 +41,7 @@ CAPABILITIES: Mapping[str, str] = {
     "frozen parameters": "parallelize() takes a model of which some parameters need no gradient",
     "a lost rank": "a rank that dies leaves the others alive to raise RingPeerError",
 }
-"""Every capability, and what it means."""
+"""Every capability with its meaning."""
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 TestOrSuite = TypeVar("TestOrSuite", bound=Callable[..., Any])

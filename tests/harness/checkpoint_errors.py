@@ -31,7 +31,7 @@ from ring_backends.training.checkpoint_files import MANIFEST
 
 
 class _Intruder:
-    """Makes a directory where it is unpickled."""
+    """Makes a directory when it is unpickled."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -41,7 +41,7 @@ class _Intruder:
 
 
 SPOILED = ("cut off", "text", "cut off and signed", "text and signed", "a pickle that acts", "a torch file that acts")
-"""What is signed has the right checksums, as who wants to deceive would give it."""
+"""Signed damage has valid checksums, as an attacker would provide."""
 
 
 def files_of(checkpoint: Path) -> list[Path]:
@@ -50,7 +50,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 
 def spoil(path: Path, how: str, made: str) -> None:
-    """Spoil all files of a checkpoint but those by which it is found."""
+    """Damage all files of a checkpoint, except those that locate it."""
     is_signed = how.endswith(("signed", "acts"))
     for file in files_of(path):
         if file.name == "latest" or (is_signed and file.name == MANIFEST):
@@ -69,7 +69,7 @@ def spoil(path: Path, how: str, made: str) -> None:
 
 
 def sign(path: Path) -> None:
-    """Give a checkpoint the checksums of what is in it."""
+    """Write valid checksums into a damaged checkpoint."""
     if path.is_file():
         content = path.read_bytes().removesuffix(b"\0\0")
         comment = b"sha256=" + hashlib.sha256(content).hexdigest().encode()
@@ -82,7 +82,7 @@ def sign(path: Path) -> None:
 
 
 def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
-    """Loading spoiled checkpoints, and a whole one after them: whether its parameters came back."""
+    """Load damaged checkpoints, then an intact one. Returns the errors, and whether the intact one restores."""
     trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
     trainer.step(0)
     whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
@@ -141,7 +141,7 @@ PLACES = ("pipe", "device", "folder with a thesis")
 
 
 def save_over(adapter: str, folder: str, what: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
-    """Save where something else is; and whether that is still there."""
+    """Save over another file. Returns the error, and whether that file still exists."""
     path = Path(folder, what)
     if dist.get_rank() == 0:
         if what == "pipe":
@@ -160,7 +160,7 @@ def save_over(adapter: str, folder: str, what: str, options: Mapping[str, Any]) 
 
 
 def load_from_own_folders(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, int]:
-    """Two checkpoints of different steps, one of which lies where the odd rank looks; and paths of different names."""
+    """Ranks load by different paths, and by the same relative path in different folders."""
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
     for step, name in enumerate(("usual", "odd")):
         trainer.step(step)
@@ -182,7 +182,7 @@ def load_nothing(adapter: str, path: str, options: Mapping[str, Any]) -> Ended:
 
 
 def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, int]:
-    """Save to a relative path from working directories that differ; then load what rank 0 has there."""
+    """Save to a relative path from different working directories, then load rank 0's checkpoint."""
     trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
     before, there = Path.cwd(), Path(folder, str(min(1, dist.get_rank())))
     trainer.state.save(Path(folder, "0", "checkpoint"))
@@ -241,7 +241,7 @@ class CheckpointErrorTests(AdapterSuite):
 
     @requires("training", "save and load")
     def test_ranks_that_save_to_different_places_are_reported(self, world: World, tmp_path: Path) -> None:
-        """Unless rank 0 alone writes; what is there before is not lost."""
+        """Where rank 0 alone writes, saving succeeds. An earlier checkpoint survives."""
         (tmp_path / "0").mkdir()
         for saved, loaded, step_count in world.run(
             save_elsewhere, self.adapter, str(tmp_path), dict(self.framework_options)

@@ -1,4 +1,4 @@
-"""Under ``torch.compile``: the same numbers, in one graph, with an operator for each hop of the schedule."""
+"""``torch.compile``: the same results from one graph, with one operator for each hop of the schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contiguity: what matters of a tensor is its numbers, not how they lie in memory; and inputs are only read."""
+"""Contiguity: results do not depend on how inputs lie in memory, and inputs are not modified."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies: of attention modules, whose calls are told from the original's, and of models in mixed precision."""
+"""Copies of attention modules, whose calls are distinguished from the original's, and of models in mixed precision."""
 
 from __future__ import annotations
 

@@ -28,20 +28,20 @@ SMALL_CASE = AttentionCase(
 
 
 SHORT = 3.0
-"""Seconds that a ring waits for its peers where the test waits it out. A call that all ranks make takes less."""
+"""Timeout in seconds of rings whose timeout a test waits for. A call that all ranks make takes less."""
 
 
 A_MOMENT = 3.0
-"""Seconds that a busy machine may take beyond what it is told to wait."""
+"""Seconds that a busy machine may take beyond a timeout."""
 
 
 AT_ONCE = 20.0
-"""Seconds. Far below the 60 that these rings wait for a peer, far above what a busy machine takes."""
+"""Seconds. Far below the 60 s timeout of these rings, and far above what a busy machine takes."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How something ended on a rank."""
+    """How a call ended on a rank."""
 
     error: str = "no error"
     bases: tuple[str, ...] = ()

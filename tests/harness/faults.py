@@ -1,7 +1,7 @@
-"""Faults in the middle of a call: what becomes of the other ranks of the ring, of other rings, and of what comes next.
+"""Faults during a call: what happens to the other ranks of the ring, to other rings, and to later calls.
 
-One rank dies, leaves, stops, raises or is late at one hop of one call, after calls in which nothing was wrong. The rule
-of this file: every rank that lives on has to say in time how the call ended, and to be of use afterwards.
+One rank dies, exits, stops, raises or is late at one hop of one call, after good calls. Every surviving rank has to
+raise in time, and to work afterwards.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ CASE = AttentionCase(
     head_dim=8,
     dtype=torch.float64,
 )
-"""Every rank sees every key: a ring of p passes K and V p − 1 times, in backward again, and dK and dV as often."""
+"""Every rank sees every key. A ring of p passes K and V p − 1 times in each direction, and dK and dV as often."""
 
 TIMEOUT, BOUND, LATE = 3.0, 5.0, 1.0
-"""Seconds: that a ring waits for its peers; in which, after that, every rank is told; that a late rank is late."""
+"""Seconds: the timeout of a ring; how long after it every rank raises at the latest; the delay of a late rank."""
 
 ODD_RANK = 1
-"""Of the first ring: who is at fault."""
+"""The rank of the first ring that has the fault."""
 
 CALLS_MEANWHILE = 20
-"""That another ring makes."""
+"""Number of calls that another ring makes during the fault."""
 
 
 Kind = Literal["killed", "exits", "stopped", "raises", "late"]
@@ -91,7 +91,7 @@ class Fault:
 
 
 class Boom(Exception):
-    """What a rank at fault raises."""
+    """The error of a rank that raises."""
 
 
 def num_hops(ring_size: int) -> int:
@@ -100,7 +100,7 @@ def num_hops(ring_size: int) -> int:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a rank tells after a fault.
+    """What a rank reports after a fault.
 
     Attributes:
         results: of the call, or the last of those that another ring made meanwhile; None where it failed.
@@ -116,7 +116,7 @@ class Aftermath:
 
 
 def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
-    """One call after another; in the second, rank 1 of the first ring has the fault."""
+    """Make two calls. In the second, rank 1 of the first ring has the fault."""
     rank = dist.get_rank()
     ring, place = new_ring(adapter, rings, timeout=timedelta(seconds=TIMEOUT)), rings.place(rank)
     assert ring is not None
@@ -128,13 +128,13 @@ def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
             results = call_whole(call)
         return Aftermath(results)
     if place[1] == ODD_RANK:
-        have(fault, call.attention)
+        inject(fault, call.attention)
     made: list[Results] = []
     ended = ending(lambda: made.append(call_whole(call)))
     mock.patch.stopall()
     if fault.kind == "late":
         return Aftermath(made[0], (ended,))
-    if made:  # this rank needed nothing more of the lost one, and is told in the next call
+    if made:  # this rank needed nothing more of the lost rank, and raises in the next call
         ended = ending(lambda: call_whole(call))
     ended_again = ending(lambda: call_whole(call))
     if fault.kind == "raises":  # all are alive
@@ -151,8 +151,8 @@ def call_whole(call: LocalCall) -> Results:
     return Results(*(x.detach() for x in (out, lse, *grads)))
 
 
-def have(fault: Fault, attention: Any) -> None:
-    """Let the next call of ``attention`` on this rank have the fault."""
+def inject(fault: Fault, attention: Any) -> None:
+    """Inject the fault into the next call of ``attention`` on this rank."""
     post, posted = attention.ring_pass, 0
 
     def ring_pass(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
@@ -174,7 +174,7 @@ def _boom(*_: object) -> NoReturn:
 
 
 def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
-    """This rank's output on a new ring of these ranks, who alone make it."""
+    """This rank's output on a new ring of these ranks."""
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
     out: Tensor = local_call(adapter, ring, CASE)()
@@ -198,7 +198,7 @@ _ALWAYS = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
 
 
 def marks_of(loss: tuple[RingSpec, Fault]) -> tuple[pytest.MarkDecorator, ...]:
-    """Most of them are run on their own: each takes ten seconds and a world."""
+    """Most losses are marked slow or soak: each takes ten seconds and a new world."""
     if loss in _ALWAYS:
         return ()
     return (pytest.mark.slow if loss in SOME_LOSSES else pytest.mark.soak,)
@@ -224,7 +224,7 @@ class FaultTests(AdapterSuite):
         for rank in survivors:
             outcome = outcomes[ring[rank]]
             assert outcome.status == "returned", outcome
-            self.check_told(outcome.value, rank)
+            self.check_error(outcome.value, rank)
             assert outcome.value.left.error == "no error", outcome.value.left
             assert outcome.value.left.seconds < BOUND
             renewed.append(outcome.value.renewed)
@@ -253,9 +253,9 @@ class FaultTests(AdapterSuite):
                 break
 
     def check_raised(self, world: World, hop: int) -> list[float]:
-        """Seconds after which each of the other ranks was told."""
+        """Seconds after which each of the other ranks raised."""
         outcomes = world.run_collect(suffer, self.adapter, FOUR, Fault("raises", hop))
-        told = []
+        seconds = []
         for rank, outcome in enumerate(outcomes):
             assert outcome.status == "returned", outcome
             first, again = outcome.value.ended
@@ -265,11 +265,11 @@ class FaultTests(AdapterSuite):
                 assert first.is_a(RingPeerError), first
                 assert f"rank {ODD_RANK} raised Boom: no room for a tile" in first.message, first
                 assert first.seconds < TIMEOUT + BOUND, first
-                told.append(first.seconds)
+                seconds.append(first.seconds)
             assert again.is_a(RingPeerError), again
         renewed = torch.cat([outcome.value.renewed for outcome in outcomes], 1)
         assert difference(renewed, expected(CASE, gradients=False).out) <= FP64_TOLERANCE
-        return told
+        return seconds
 
     @pytest.mark.parametrize(
         ("rings", "hop"),
@@ -286,7 +286,7 @@ class FaultTests(AdapterSuite):
             check_results(got, expected(of_ring(CASE, index)), FP64_TOLERANCE)
         assert by_rank[rings.rings[0][ODD_RANK]].ended[0].seconds >= LATE
 
-    def check_told(self, aftermath: Aftermath, rank: int) -> None:
+    def check_error(self, aftermath: Aftermath, rank: int) -> None:
         first, again = aftermath.ended
         assert first.is_a(RingPeerError), first
         assert first.seconds < TIMEOUT + BOUND, first

@@ -1,4 +1,4 @@
-"""Small tensors cut as finely as huge ones: heads, hops and tiles."""
+"""Split small tensors as finely as large ones, into blocks of heads, hops and tiles."""
 
 from __future__ import annotations
 

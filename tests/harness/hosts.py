@@ -1,7 +1,7 @@
-"""Several hosts on one machine: network namespaces, and a network between them that this process carries itself.
+"""Several hosts on one machine: network namespaces, between which this process carries the packets.
 
-Each host has a TUN device; a thread here takes what one sends and hands it to the one it is for. It can do so late, in
-another order, not always, or not at all, which a kernel without netem cannot. Needs Linux, root, and `ip`.
+Each host has a TUN device. A thread of this process receives its packets and forwards them: late, in another order,
+with losses, or not at all. A kernel without netem cannot do that. Needs Linux, root, and `ip`.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _SEEN = itertools.count()
 
 
 class NoHostsError(RuntimeError):
-    """Namespaces cannot be made here; the message says why."""
+    """This machine cannot make namespaces; the message says why."""
 
 
 class Hosts:
-    """``count`` hosts; a context manager that ends what runs on them.
+    """``count`` hosts, as a context manager that ends their programs.
 
     Attributes:
         delay, jitter: seconds that every packet takes, and at most so many more, by chance, which changes their order.
@@ -78,7 +78,7 @@ class Hosts:
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], said: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a program on a host; what it says goes to a file."""
+        """Start a program on a host, with its output in a file."""
         with said.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], *command],
@@ -94,7 +94,7 @@ class Hosts:
     def call(
         self, host: int, function: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], said: Path
     ) -> BaseProcess:
-        """Call a function on a host, in a process of its own; what it says goes to a file."""
+        """Call a function on a host, in a new process with its output in a file."""
         settings = {**self._environment(host), **environment}
         process = process_context(self._preload).Process(
             target=_call_there, args=(self.names[host], settings, said, function, *args), daemon=True
@@ -107,7 +107,7 @@ class Hosts:
         return {"GLOO_SOCKET_IFNAME": self.device(host)}
 
     def lose(self, host: int) -> None:
-        """A host is gone at once: its programs say nothing any more, not even that they have ended."""
+        """Remove a host at once: its programs send nothing more, not even that they ended."""
         self.cut.add(host)
         for where, process in self._processes:
             if where == host:
@@ -216,7 +216,7 @@ def _call_there(
 
 
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """End a program and all that it has started, or a call, which starts nothing."""
+    """End a program with all that it started, or a call."""
     if isinstance(process, BaseProcess):
         process.kill()
         process.join()

@@ -1,4 +1,4 @@
-"""Layouts: which rows a rank holds, how tensors get there and back, and that a model may hold an attention anywhere."""
+"""Layouts: the rows of a rank, shard and unshard with their gradients, and modules that hold an attention."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from ring_backends.testing.world import Outcome, World
 
 
 def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
-    """Rank 2 of 4 stays away from a call like one before; then the others try again."""
+    """Rank 2 of 4 stays away from the second of two equal calls. Then the others call again."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -39,8 +39,8 @@ def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
     return ending(call), ending(call)
 
 
-def stay_away_otherwise(adapter: str, seconds: float) -> Ended | None:
-    """In one ring of two a rank stays away from the first call, in the other from the backward of it."""
+def stay_away_at_any_time(adapter: str, seconds: float) -> Ended | None:
+    """A rank of the first ring stays away from its first call, a rank of the second ring from the backward."""
     ring, place = new_ring(adapter, TWO, timeout=timedelta(seconds=seconds)), TWO.place(dist.get_rank())
     assert ring is not None
     assert place is not None
@@ -63,7 +63,7 @@ def die(adapter: str) -> None:
 
 
 def backward_alone(adapter: str, seconds: float) -> Ended | None:
-    """One rank alone differentiates what all have unsharded."""
+    """One rank alone calls backward of an unshard."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     whole = ring.unshard(torch.ones(1, 2, requires_grad=True))
@@ -95,7 +95,7 @@ class LostPeerTests(AdapterSuite):
 
     @requires("several rings per world")
     def test_a_rank_may_stay_away_at_any_time(self, world: World) -> None:
-        first_call, _, backward, _ = world.run(stay_away_otherwise, self.adapter, SHORT)
+        first_call, _, backward, _ = world.run(stay_away_at_any_time, self.adapter, SHORT)
         for ended in (first_call, backward):
             assert ended.is_a(RingPeerError), ended
             assert ended.seconds < SHORT + A_MOMENT, ended

@@ -76,7 +76,7 @@ DIFFERENCES = {
 
 
 def disagree(adapter: str, name: str) -> None:
-    """One rank's first call differs from the others'."""
+    """The first call of one rank differs."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     case, difference = SMALL_CASE, DIFFERENCES[name]
@@ -105,7 +105,7 @@ HUNDREDS = 300
 
 
 def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ended]:
-    """All ranks make two kinds of calls, and then one rank makes them the other way round. Then once more, alike."""
+    """All ranks make two kinds of calls. Then one rank makes them in the other order. Then all make an equal call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     other_case = SMALL_CASE
@@ -135,7 +135,7 @@ def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ende
 
 
 def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
-    """One rank's arguments are refused; the others go on to a call that is new to them. Then a call by all."""
+    """One rank passes a bad argument in the first call. Then all ranks call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -143,7 +143,7 @@ def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
 
 
 def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
-    """The same of a call that all ranks have agreed on before. Then once more, and on a new ring."""
+    """The same for a call that all ranks have agreed on. Then one more call, and one on a new ring."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -153,7 +153,7 @@ def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
 
 
 def refuse_together(adapter: str) -> tuple[Ended, Tensor]:
-    """All ranks' arguments are refused, of a call agreed on before; then all make it."""
+    """All ranks pass a bad argument in a call they have agreed on. Then all make the call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -169,8 +169,8 @@ UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 }
 
 
-def unshard_otherwise(adapter: str, name: str) -> tuple[Ended, list[float]]:
-    """One rank unshards something else. Then all the same."""
+def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
+    """One rank passes something else to unshard. Then all ranks pass the same."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     x = torch.full((1, 2, 3), float(ring.rank))
@@ -180,7 +180,7 @@ def unshard_otherwise(adapter: str, name: str) -> tuple[Ended, list[float]]:
 
 
 def refuse_to_unshard(adapter: str) -> Ended:
-    """One rank names a dimension that there is not, in a call that all have made before."""
+    """One rank passes a dimension that does not exist, in a call that all ranks have made before."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     x = torch.ones(1, 2)
@@ -197,7 +197,7 @@ def differentiate_twice(adapter: str) -> Ended:
 
 
 def unshard_or_attend(adapter: str, seconds: float) -> Ended:
-    """One rank unshards while the others attend, both as before."""
+    """One rank calls unshard while the others call attention. All ranks have made both calls before."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     call, x = local_call(adapter, ring, SMALL_CASE), torch.ones(1, 2)
@@ -220,7 +220,7 @@ class MismatchTests(AdapterSuite):
 
     @pytest.mark.parametrize("name", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LATER][1:])])
     def test_ranks_that_disagree_later_are_reported_in_time(self, world: World, name: str) -> None:
-        """What they disagree on was agreed on before, so that no check stands before the first hop."""
+        """The ranks have agreed on both calls before, so no check precedes the first hop."""
         for first, again in world.run(disagree_later, self.adapter, name, SHORT):
             assert first.is_a(RingMismatchError), first
             assert first.seconds < SHORT + A_MOMENT, first
@@ -263,7 +263,7 @@ class MismatchTests(AdapterSuite):
     @core
     @pytest.mark.parametrize("name", UNSHARDED)
     def test_ranks_that_unshard_differently_are_reported(self, world: World, name: str) -> None:
-        for ended, afterwards in world.run(unshard_otherwise, self.adapter, name):
+        for ended, afterwards in world.run(unshard_differently, self.adapter, name):
             assert ended.is_a(RingMismatchError), ended
             assert UNSHARDED[name][0] in ended.message, ended
             assert ended.seconds < AT_ONCE, ended

@@ -1,8 +1,7 @@
-"""The end of a process: a run that is over ends with exit code 0, and one that failed with the code of its failure.
+"""Exit codes: a finished process exits with 0, and a failed one with the code of its failure.
 
-A thread of gloo comes back into the interpreter after its collective is over for everybody else. Where that is being
-finalized by then, the process ends with SIGABRT. Such a thread is seldom so late; here it is if it is starved, and gets
-a processor only when nothing else wants it.
+A thread of gloo returns to the interpreter after its collective has ended. If the interpreter is already being
+finalized, the process ends with SIGABRT. That is rare; here these threads are starved, and run only when their core is idle.
 
 ``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` runs two ranks COUNT times, lets them leave,
 and prints their exit codes.
@@ -42,7 +41,7 @@ WAYS: dict[str, int] = {
     "destroyed group": 0,
     "child of multiprocessing": 0,
 }
-"""How a rank leaves, and with which exit code."""
+"""The ways to end a process, with their exit codes."""
 
 _IN_MATRIX = pytest.mark.matrix(reason="starves the ranks of a processor for ten seconds")
 _MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
@@ -55,7 +54,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def take_part(adapter: str, way: str, starved: bool) -> None:
-    """What a rank does before it leaves: attend, train, and exchange something."""
+    """What a rank does before it exits: attention, training and collectives."""
     backend = import_module(adapter)
     ring = backend.initialize(timeout=TIMEOUT)
     others = [backend.initialize(timeout=TIMEOUT) for _ in range(2 if way == "several rings" else 0)]
@@ -92,7 +91,7 @@ def _no_pass(*_: object) -> NoReturn:
 
 
 def starve_threads_of_gloo() -> None:
-    """From now on they run only when nothing else wants the one core on which all ranks run."""
+    """Pin all threads to one core, and run those of gloo only when that core is idle."""
     core = min(os.sched_getaffinity(0))
     for thread in Path("/proc/self/task").iterdir():
         os.sched_setaffinity(int(thread.name), {core})
@@ -101,7 +100,7 @@ def starve_threads_of_gloo() -> None:
 
 
 def _run_ranks(adapter: str, way: str, starved: bool) -> list[int]:
-    """Fork the ranks off this process, which has imported what they need; their exit codes."""
+    """Fork the ranks from this process, which has imported their modules. Returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -117,7 +116,7 @@ def _run_ranks(adapter: str, way: str, starved: bool) -> list[int]:
 
 
 def _be_a_rank(adapter: str, way: str, starved: bool) -> NoReturn:
-    """Take part and leave, by the way that a script leaves: through the end of the interpreter."""
+    """Run one rank to the end of the interpreter, as a script does."""
     if way == "child of multiprocessing":
         child = multiprocessing.get_context("spawn").Process(target=take_part, args=(adapter, way, starved))
         child.start()
@@ -138,7 +137,7 @@ def main(adapter: str, way: str, starved: bool, count: int) -> None:
 
 
 def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: Path) -> None:
-    """Let the ranks leave so often; every one of them has to end with the same exit code."""
+    """Run the ranks ``count`` times, and check every exit code."""
     command = [sys.executable, "-m", "ring_backends.testing.process_exit", adapter, way, str(starved), str(count)]
     log = folder / "log"
     with log.open("w") as output:
@@ -154,9 +153,9 @@ class ProcessExitTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, (pytest.mark.slow,))) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
-        """Every third run that is left alone by what this package does at the end of a process has another one."""
+        """Without this package's wait at the end of a process, every third run has another exit code."""
         if not Path("/proc/self/task").is_dir():
-            pytest.skip("threads cannot be told apart without /proc")
+            pytest.skip("needs /proc to identify threads")
         check_exit_codes(self.adapter, way, True, 6 if way == "return" else 2, tmp_path)
 
     @requires("training")

@@ -1,9 +1,8 @@
 """What a rank of a test world runs, and how calls and their outcomes travel to it and back.
 
-The rule of this file: functions travel by name and file, not by pickle, so that a test module that pytest
-imported under a name of its own (``--import-mode=importlib``) is found by the ranks as well. Arguments and
-results travel as bytes, tensors included: no shared memory, no file descriptors, nothing whose life ends with
-its rank.
+Functions travel by name and file, not by pickle, so that ranks also find test modules that pytest imported under
+another name (``--import-mode=importlib``). Arguments and results travel as bytes, tensors included. Shared memory and file
+descriptors would end with their rank.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ class Outcome:
     def __str__(self) -> str:
         if self.status == "raised":
             return f"--- rank {self.rank} raised {self.error_type}:\n{self.detail.rstrip()}"
-        told = ": " if self.message else ""
-        return f"--- rank {self.rank} {self.status}{told}{self.message}\n{self.detail}".rstrip()
+        colon = ": " if self.message else ""
+        return f"--- rank {self.rank} {self.status}{colon}{self.message}\n{self.detail}".rstrip()
 
 
 def rank_main(rank: int, size: int, port: int, connection: Connection, stack_file: Path, start_timeout: float) -> None:
@@ -115,7 +114,7 @@ def _end_with_parent() -> None:
 def _outcome_of(rank: int, function: Callable[..., Any], *args: Any) -> bytes:
     try:
         return pickle.dumps(Outcome(rank, "returned", function(*args)))
-    except BaseException as error:  # SystemExit too: whatever it was, the rank lives on and the world is told
+    except BaseException as error:  # SystemExit too: whatever it was, the rank lives on and reports it
         at = error.__traceback__
         while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
             at = at.tb_next

@@ -1,6 +1,6 @@
-"""What happens inside an attention call: hops and tiles in their order, buffers in memory, forbidden collectives.
+"""Record the hops, tiles and buffers of an attention call in their order, and forbid collectives.
 
-Recorded around the adapter's ``ring_pass`` and the kernels, with nothing in either that knows of it.
+The recording wraps the adapter's ``ring_pass`` and the kernels, which need no change for it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ COLLECTIVES = (
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened.
+    """One recorded event.
 
     Attributes:
         what: ``"post"`` of a hop, ``"wait"`` for one, or a ``"tile"``.
@@ -66,7 +66,7 @@ class Event:
 
     @property
     def carries_keys(self) -> bool:
-        """Whether the hop carries K and V: those have even numbers, dK and dV odd ones."""
+        """Whether the hop carries K and V. These have even tags; dK and dV have odd ones."""
         return self.what != "tile" and self.tag % 2 == 0
 
     @property
@@ -77,7 +77,7 @@ class Event:
 
 @dataclass
 class Recording:
-    """Events in their order, and how many tiles each step of a walk is to compute, by its direction."""
+    """Events in their order, and the number of planned tiles per step, by direction."""
 
     events: list[Event] = field(default_factory=list)
     tiles_of_steps: dict[str, list[int]] = field(default_factory=dict)

@@ -1,8 +1,7 @@
 """The dense oracle: dilated attention written down the way it is defined, in fp64, one predicate per line.
 
-The rule of this file: it imports torch and the standard library, and nothing of this package. Whatever is
-tested against it is thereby tested against a second reading of the definition, not against its own helpers.
-It is meant to be read, not to be fast: memory and time are O(n^2) per head.
+It imports torch and the standard library, and nothing of this package. So a test against it compares two independent
+implementations of the definition. It is short rather than fast: memory and time are O(n^2) per head.
 
     covered      position t is covered by branch i for head j    iff (t mod w) mod r == offset(i, j)
     shown        branch i shows key u to query t                 iff both are covered, t // w == u // w,

@@ -1,7 +1,6 @@
 """The rings that the suites ask for, in a world of four ranks, and which rows of a sequence each rank should hold.
 
-The rule of this file: what is expected is written down here a second time, from the definition, and not asked of the
-package under test.
+Expected values are computed here from the definition, not by the package under test.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from ring_backends.schedule.layout import LayoutKind
 
 @dataclass(frozen=True)
 class RingSpec:
-    """Rings beside each other.
+    """One or several rings in a world of ranks.
 
     Attributes:
         rings: the global ranks of each ring, in ring order. A rank that is in none looks on.
@@ -51,7 +50,7 @@ class RingSpec:
 
     @property
     def capability(self) -> str | None:
-        """What an adapter has to be able to do for it."""
+        """The capability that these rings need, or None."""
         if self.how == "group":
             return "rings over chosen ranks"
         if self.how == "mesh axis":
@@ -61,7 +60,7 @@ class RingSpec:
         return "several rings per world" if len(self.rings) > 1 else None
 
     def place(self, global_rank: int) -> tuple[int, int] | None:
-        """(which ring, ring rank in it) of a global rank; None for one that looks on."""
+        """(index of the ring, ring rank) of a global rank; None for a rank without a ring."""
         for index, ranks in enumerate(self.rings):
             if global_rank in ranks:
                 return index, ranks.index(global_rank)
@@ -77,10 +76,10 @@ MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
 MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
 BY_HOSTS = RingSpec("4-by-hosts", ((0, 3, 1, 2),), "hosts", ("a", "b", "c", "a"))
 TWO_BY_HOSTS = RingSpec("2-by-hosts", ((0, 2), (1, 3)), "hosts", ("b", "a", "b", "a"))
-"""Neither ring is that of the ranks' numbers, and in the first no neighbour's place is its rank."""
+"""Rings ordered by host, which differ from rings in the order of ranks."""
 
 ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
-"""In a world of two ranks, as the next one is."""
+"""These are for a world of two ranks."""
 TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
 
 ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS)
@@ -89,7 +88,7 @@ LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
 
 def in_every_layout(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Each value of an argument in each layout; always in one of them, in which neighbours in the list differ."""
+    """Parametrize by value and layout. Each value runs in one layout, alternately; the other is marked slow."""
     pairs = [
         pytest.param(value, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{value}")
         for index, value in enumerate(values)
@@ -119,18 +118,18 @@ def backend(adapter: str) -> Any:
 
 
 def get_ready(adapter: str) -> None:
-    """Import the adapter, which on a busy machine takes its time, before a test counts seconds."""
+    """Import the adapter before a test measures time. On a busy machine the import takes seconds."""
     backend(adapter)
 
 
 @cache
 def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
-    """This rank's ring, made once; None where it looks on. All ranks of the world make this call alike."""
+    """This rank's ring, cached; None for a rank without a ring. All ranks of the world make this call."""
     return new_ring(adapter, rings, timeout=timedelta(seconds=60))
 
 
 def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
-    """A ring that nobody else uses, for tests that break it. All ranks of the world make this call alike."""
+    """A new ring, for tests that break it. All ranks of the world make this call."""
     initialize = backend(adapter).initialize
     group: Any = None
     if rings.how == "size":

@@ -1,4 +1,4 @@
-"""A long run of other lengths, layouts, patterns and masks in every step: nothing piles up, and replicas stay one."""
+"""A long training run with changing lengths, layouts, patterns and masks: memory does not grow, replicas stay equal."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _VOCABULARY, _HEADS, _WIDTH = 13, 4, 32
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds after a step."""
+    """The resources of a process after a step."""
 
     resident_bytes: int
     files: int
@@ -53,7 +53,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Alive:
-    """The Python objects of a process, once the garbage is collected."""
+    """The Python objects of a process after garbage collection."""
 
     tensors: int
     tensor_bytes: int
@@ -69,7 +69,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class _Step:
-    """What all ranks draw alike."""
+    """The random choices of a step, the same on all ranks."""
 
     seq_len: int
     batch: int
@@ -92,7 +92,7 @@ class _Step:
 
 
 class _Model(nn.Module):
-    """One block whose attention is another one from step to step."""
+    """A block with several attentions, one of which each step uses."""
 
     def __init__(self, adapter: str, ring: Ring) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class _Model(nn.Module):
 def soak(
     adapter: str, rings: RingSpec, num_steps: int, options: Mapping[str, Any]
 ) -> tuple[list[Held], list[Alive], list[float], dict[str, Tensor]]:
-    """Train; what this rank holds after every step and every quarter, its losses, and the parameters at the end."""
+    """Train. Returns the resources of every step, the objects of every quarter, the losses and the parameters."""
     ring = ring_here(adapter, rings)
     assert ring is not None
     torch.manual_seed(0)

@@ -1,6 +1,6 @@
-"""Hostile numbers: a NaN or an infinity reaches those who have a part in it, and nobody else; large scores are exact.
+"""Special values: NaN and infinity reach only the results that depend on them, and large scores are exact.
 
-Who has a part in what follows from the definition: from which keys every query sees.
+The definition says which results depend on an input: it says which keys every query sees.
 """
 
 from __future__ import annotations

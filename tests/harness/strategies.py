@@ -1,8 +1,7 @@
 """Hypothesis strategies: branches and whole attention calls, every one of them valid.
 
-The rule of this file: a case is a value, small enough to read in a failure report and to be pasted back into
-a test; its tensors follow from its seed. Invalid combinations are never drawn and thrown away but steered
-clear of, so that shrinking stays quick.
+A case is a small value: a failure report shows it whole, and it can be pasted into a test. Its tensors follow from its
+seed. The strategies draw no invalid combinations, so that shrinking is fast.
 """
 
 from __future__ import annotations
@@ -59,8 +58,8 @@ class AttentionCase:
 
     def __repr__(self) -> str:
         """The call that makes this case, without what has its default value."""
-        told = [f for f in fields(self) if f.name in _ALWAYS_TOLD or getattr(self, f.name) != f.default]
-        return f"AttentionCase({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in told)})"
+        shown = [f for f in fields(self) if f.name in _ALWAYS_SHOWN or getattr(self, f.name) != f.default]
+        return f"AttentionCase({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for ``dilated_attention`` and ``reference_attention``, tensors excepted."""
@@ -129,7 +128,7 @@ class AttentionCase:
         raise ValueError(f'masked = {self.masked!r}: it must be None, "random", "rows" or "all".')
 
 
-_ALWAYS_TOLD = ("seq_len", "segment_lengths", "dilation_rates")
+_ALWAYS_SHOWN = ("seq_len", "segment_lengths", "dilation_rates")
 
 
 @st.composite

@@ -1,4 +1,4 @@
-"""Traffic: what the schedule promises is what is sent, hop before tile, in few buffers, and never by a collective."""
+"""Traffic: ranks send what the schedule states, post hops before tiles, hold few buffers, and call no collective."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> Rin
 
 
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
-    """In how many hops of a forward, or of a backward, a rank sends or receives."""
+    """The number of hops of a forward or backward in which a rank sends or receives."""
     schedule = schedule_of(case, rings, layout)
     sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
     steps = [step for _, step in rank_plan(schedule, ring_rank, **sizes, backward=backward).steps]
@@ -111,7 +111,7 @@ class Walked:
 
 
 def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, cut: bool) -> Walked | None:
-    """A recorded call, after one that the ranks agreed on, with every collective forbidden."""
+    """Record a call for which the ranks have agreed before. Every collective is forbidden."""
     ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
@@ -164,7 +164,7 @@ class TrafficTests(AdapterSuite):
                 assert sent == (0, 0, 0, 0)
 
     def test_full_attention_sends_every_other_shard_once(self, world: World) -> None:
-        """By hand: 12 rows of 4 heads of 8 fp64 components, K and V, three hops; home again takes one hop more."""
+        """By hand: 12 rows of 4 heads of 8 fp64 components, K and V, three hops. dK and dV take three hops too."""
         shard = 12 * 4 * 8 * 8 * 2
         for answer in ask(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
             assert (answer.forward_bytes, answer.forward_messages) == (3 * shard, 3)
@@ -177,7 +177,7 @@ class TrafficTests(AdapterSuite):
             assert answer.forward_bytes == 3 * (4 * 3 * 8 * 8 * 2)
 
     def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
-        """By hand: rank i passes the shards 0 … i on, and the last rank none."""
+        """By hand: rank i sends the shards 0 … i, and the last rank sends none."""
         shard = 12 * 4 * 8 * 8 * 2
         answers = ask(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
         assert [answer.forward_bytes for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
@@ -194,7 +194,7 @@ class TrafficTests(AdapterSuite):
     @pytest.mark.parametrize("case", [_FULL, _MIXED], ids=["full", "mixed"])
     @every_layout
     def test_hops(self, world: World, layout: LayoutKind, case: AttentionCase, is_causal: bool, cut: bool) -> None:
-        """Results, bytes, buffers and order of recorded calls; and no collective in any."""
+        """Checks results, bytes, buffers and the order of recorded calls, which make no collective."""
         case = replace(case, is_causal=is_causal)
         by_rank: list[Walked] = world.run(walk, self.adapter, FOUR, layout, case, cut)
         got = whole([walked.results for walked in by_rank], case.seq_len, layout)
@@ -219,7 +219,7 @@ class TrafficTests(AdapterSuite):
 
 
 def _check_bytes(events: list[Event], counted: int, rank: int) -> None:
-    """The buffers hold what is counted, and hardly more: every slice is filled up to 16 bytes."""
+    """The buffers hold the counted bytes and little more: each slice is padded to 16 bytes."""
     handed = sum(sum(event.sent.values()) for event in events)
     slices = 64 * sum(len(event.sent) for event in events)
     assert counted <= handed <= counted + 16 * slices, f"rank {rank}: {handed} bytes handed over, {counted} counted"
@@ -235,7 +235,7 @@ def _check_buffers(events: list[Event], rank: int) -> None:
 
 
 def _check_waits(events: list[Event], rank: int) -> None:
-    """Every hop is waited for, once, after it was posted."""
+    """Every hop is waited for once, after it was posted."""
     posts = [event.tag for event in events if event.what == "post"]
     waits = [event.tag for event in events if event.what == "wait"]
     assert sorted(posts) == sorted(waits), f"rank {rank} posted {posts} and waited for {waits}"
@@ -247,7 +247,7 @@ def _check_waits(events: list[Event], rank: int) -> None:
 
 
 def _check_order(events: list[Event], tiles_of_steps: list[int], rank: int) -> None:
-    """What the next step needs is posted before the tiles of this step are computed."""
+    """The hop for the next step is posted before the tiles of this step are computed."""
     for event in events:
         if event.what == "post" and event.carries_keys:
             due = sum(tiles_of_steps[: event.step - 1])

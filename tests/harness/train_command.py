@@ -1,4 +1,4 @@
-"""The command line trains by any adapter alike: the same losses as by the native one on a single rank, resumed too."""
+"""``ring-backends train`` by any adapter: the losses equal those of one native rank, also after a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 
 STEPS = 4
 KILLED_STEPS = 6
-"""Of the run that is killed, which saves after each."""
+"""Steps of the run that is killed. It saves after each."""
 
 
 def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int, float]:
@@ -64,7 +64,7 @@ def result(folder: Path) -> dict[str, Any]:
 
 
 def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
-    """When part of a checkpoint is there, or up to 20 ms later."""
+    """Kill the run when part of a checkpoint exists, or up to 20 ms later."""
     unfinished, is_there, deadline = folder / "checkpoint.unfinished", False, time.monotonic() + 200
     while process.poll() is None and not is_there and time.monotonic() < deadline:
         if unfinished.exists():
@@ -78,7 +78,7 @@ def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: 
 
 
 def kill_at_a_step(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
-    """When so large a part of the steps, but at least one, is said to be done, or up to 50 ms later."""
+    """Kill the run after this share of its steps, or up to 50 ms later."""
     assert process.stdout is not None
     watch = threading.Timer(60, _kill, [process])
     watch.start()
@@ -91,7 +91,7 @@ def kill_at_a_step(process: subprocess.Popen[bytes], folder: Path, moment: float
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """Like the end of a machine: all its processes at once, none of which can do anything more."""
+    """Kill all processes of the run at once, as when a machine fails."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

@@ -254,10 +254,10 @@ class TrainingTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("name", BAD_OPTIONS)
     def test_bad_options_are_refused_by_name(self, world: World, name: str) -> None:
-        told, options = BAD_OPTIONS[name]
+        message, options = BAD_OPTIONS[name]
         for ended in world.run(parallelize_badly, self.adapter, FOUR, {**self.framework_options, **options}):
             assert ended.is_a(ValueError) or ended.is_a(TypeError), ended
-            assert told in ended.message, ended
+            assert message in ended.message, ended
 
     @requires("training", "rings over chosen ranks")
     def test_rings_that_do_not_fill_the_world_are_refused(self, world: World) -> None:

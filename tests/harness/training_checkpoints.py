@@ -25,7 +25,7 @@ ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 
 
 class Stretch(NamedTuple):
-    """Steps of one rank: how many came before, the whole batch's loss in each, and the state after all of them."""
+    """Steps of one rank: the number of earlier steps, the loss of the whole batch in each, and the state at the end."""
 
     step_count: int
     losses: list[float]
@@ -41,7 +41,7 @@ def five_steps(trainer: Trainer) -> Stretch:
 def save_and_load(
     adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
 ) -> tuple[Stretch, Stretch]:
-    """Two steps, saved, and five more; and the five from the checkpoint, in a run that began elsewhere."""
+    """Two steps, a save, and five steps more; and the five steps of another run that loads the checkpoint."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options)
     for step in range(2):
         trainer.step(step)
@@ -58,7 +58,7 @@ def load_and_go_on(
     options: Mapping[str, Any],
     batches_of: RingSpec | None = None,
 ) -> Stretch:
-    """The five steps after a checkpoint, in a run that began elsewhere."""
+    """Five steps after a load, in a run that began with other parameters."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
     trainer.step(7)
     trainer.state.load(path)
@@ -66,7 +66,7 @@ def load_and_go_on(
 
 
 def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
-    """load() between backward() and step(); and whether the parameters after the step are those that load() reads."""
+    """Call load() between backward() and step(). Returns the error, and whether a load after the step restores."""
     trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
     trainer.state.save(path)
     saved = trainer.state.full_state_dict()

@@ -23,10 +23,10 @@ from ring_backends.testing.world import World
 
 
 @dataclass(frozen=True)
-class Otherwise:
-    """What one rank does otherwise, and what the error on every rank has to name."""
+class Different:
+    """What one rank does differently, and the field that the error on every rank names."""
 
-    told: str
+    field: str
     usual: Callable[[str, Ring, Mapping[str, Any]], None]
     odd: Callable[[str, Ring, Mapping[str, Any]], None]
 
@@ -65,34 +65,34 @@ def _train(lr: float = 0.5, step_token_count: int = 4, optimizer: Any = torch.op
     return train
 
 
-OTHERWISE: dict[str, Otherwise] = {
-    "accumulation": Otherwise("accumulation_steps", _parallelize(), _parallelize(accumulation_steps=2)),
-    "clipping": Otherwise("max_grad_norm", _parallelize(), _parallelize(max_grad_norm=1.0)),
-    "precision": Otherwise("mixed_precision", _parallelize(), _parallelize(mixed_precision=torch.bfloat16)),
-    "order of parameters": Otherwise(
+DIFFERENCES: dict[str, Different] = {
+    "accumulation": Different("accumulation_steps", _parallelize(), _parallelize(accumulation_steps=2)),
+    "clipping": Different("max_grad_norm", _parallelize(), _parallelize(max_grad_norm=1.0)),
+    "precision": Different("mixed_precision", _parallelize(), _parallelize(mixed_precision=torch.bfloat16)),
+    "order of parameters": Different(
         "parameter layers.0.weight", _parallelize(TwoLayers), _parallelize(lambda: TwoLayers((1, 0)))
     ),
-    "order in the optimizer": Otherwise(
+    "order in the optimizer": Different(
         "number 0 of parameter group 0", _parallelize(TwoLayers), _parallelize(TwoLayers, optimizer=_backwards)
     ),
-    "shape": Otherwise(
+    "shape": Different(
         "blocks.0.experts.1.0.weight",
         _parallelize(lambda: BlocksOfExperts((4, 4))),
         _parallelize(lambda: BlocksOfExperts((4, 5))),
     ),
-    "dtype": Otherwise("weight", _parallelize(), _parallelize(lambda: OneParameter().bfloat16())),
-    "frozen": Otherwise("parameter blocks.0.unused", _parallelize(_experts), _parallelize(_frozen)),
-    "learning rate": Otherwise("lr of parameter group 0", _train(), _train(lr=0.25)),
-    "optimizer": Otherwise("optimizer", _train(), _train(optimizer=torch.optim.Adagrad)),
-    "tokens of the step": Otherwise("step_token_count", _train(), _train(step_token_count=5)),
-    "a step left out": Otherwise("order of calls", _train(), _train(steps=1)),
+    "dtype": Different("weight", _parallelize(), _parallelize(lambda: OneParameter().bfloat16())),
+    "frozen": Different("parameter blocks.0.unused", _parallelize(_experts), _parallelize(_frozen)),
+    "learning rate": Different("lr of parameter group 0", _train(), _train(lr=0.25)),
+    "optimizer": Different("optimizer", _train(), _train(optimizer=torch.optim.Adagrad)),
+    "tokens of the step": Different("step_token_count", _train(), _train(step_token_count=5)),
+    "a step left out": Different("order of calls", _train(), _train(steps=1)),
 }
 
 
-def do_otherwise(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
+def train_differently(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
     assert ring is not None
-    case = OTHERWISE[name]
+    case = DIFFERENCES[name]
     action = case.odd if dist.get_rank() == ODD_RANK else case.usual
     return ending(lambda: action(adapter, ring, options))
 
@@ -108,7 +108,7 @@ def fail_to_make_an_optimizer(adapter: str, options: Mapping[str, Any]) -> Ended
 
 
 def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
-    """One rank has nothing to step; the others have."""
+    """One rank calls step() without a backward; the others call backward()."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
     state = parallelize_one(adapter, ring, options)
     if dist.get_rank() == ODD_RANK:
@@ -117,7 +117,7 @@ def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
 
 
 def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
-    """One rank does not count."""
+    """One rank stays away from a count."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=SHORT))
     state = parallelize_one(adapter, ring, options)
     return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))
@@ -125,11 +125,11 @@ def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
 
 class TrainingMismatchTests(AdapterSuite):
     @requires("training")
-    @pytest.mark.parametrize("name", OTHERWISE)
+    @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_train_differently_are_reported(self, world: World, name: str) -> None:
-        for ended in world.run(do_otherwise, self.adapter, name, dict(self.framework_options)):
+        for ended in world.run(train_differently, self.adapter, name, dict(self.framework_options)):
             assert ended.is_a(RingMismatchError), ended
-            assert OTHERWISE[name].told in ended.message, ended
+            assert DIFFERENCES[name].field in ended.message, ended
             assert f"rank {ODD_RANK}: " in ended.message, ended
             assert ended.seconds < AT_ONCE, ended
 

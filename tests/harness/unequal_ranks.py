@@ -26,7 +26,7 @@ ODD_RANK = 1
 
 
 SHORT = 3.0
-"""Seconds that a ring waits for its peers where the test waits it out."""
+"""Timeout in seconds of rings whose timeout a test waits for."""
 
 
 ROWS = 5
@@ -39,7 +39,7 @@ EXPERTS_OF_RANKS: tuple[tuple[int | None, ...], ...] = (
     (None, None, None, None),
     (1, 0, None, 1),
 )
-"""By step, which expert every rank uses. All of them use none in one step, and no rank uses an expert in another."""
+"""The expert of every rank, by step. In one step all ranks use the same, in another none, in others different ones."""
 
 
 State = dict[str, Tensor]
@@ -55,7 +55,7 @@ def rows_of(rank: int, step: int) -> Tensor:
 
 
 def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, options: Mapping[str, Any]) -> list[State]:
-    """The state after each step; micro-batches of one sequence each where they accumulate."""
+    """Train. Returns the state after each step. ``accumulate`` makes micro-batches of one sequence each."""
     ring, rank = ring_here(adapter, TWO), dist.get_rank()
     micro_batches = 2 if accumulate else 1
     state = backend(adapter).parallelize(
@@ -73,7 +73,7 @@ def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, optio
 
 
 def train_experts_alone(widths: tuple[int, ...], accumulate: bool) -> list[State]:
-    """The same in one process, by plain torch, with a gradient of 0 for what is not used."""
+    """The same training in one process, by plain torch, with zero gradients for unused parameters."""
     model = BlocksOfExperts(widths)
     optimizer = sgd(model.parameters())
     states = []
@@ -89,7 +89,7 @@ def train_experts_alone(widths: tuple[int, ...], accumulate: bool) -> list[State
 
 
 def check_experts(by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], accumulate: bool) -> None:
-    """What every rank has after each step is what one process has."""
+    """Check that every rank has the state of a single process after each step."""
     wanted = train_experts_alone(widths, accumulate)
     for rank, states in enumerate(by_rank):
         for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
@@ -99,7 +99,7 @@ def check_experts(by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], a
 
 
 def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
-    """A second backward of a step; and how far the step then moves a parameter whose gradient is 3."""
+    """Call backward twice for a step. Returns the error, and the step of a parameter with a gradient of 3."""
     state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
 
     def backward() -> None:
@@ -118,7 +118,7 @@ def parallelize_one(adapter: str, ring: Ring | None, options: Mapping[str, Any],
 
 
 def train_with_weights(adapter: str, options: Mapping[str, Any]) -> tuple[float, float, int, float]:
-    """How far a weighted mean moves the parameter, counted here and given; and two sums of counts."""
+    """The steps of a weighted mean, with the count summed here and with the count given, and two sums of counts."""
     ring, rank = ring_here(adapter, TWO), dist.get_rank()
     weight, moved = (0.25, 2.7, 0.0, 1.5)[rank], []
     for given in (None, 4.45):
@@ -146,7 +146,7 @@ def count_badly(adapter: str, name: str, options: Mapping[str, Any]) -> tuple[En
 
 
 def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> tuple[list[State], list[float]]:
-    """The state after parallelize, after a step, after a forward more, and as saved; and the buffer of each rank."""
+    """The states after parallelize, a step, another forward, and a load; and this rank's own buffer."""
     torch.manual_seed(dist.get_rank())
     model = Normalized()
     cast(Tensor, model.norm.running_mean).add_(dist.get_rank())
@@ -173,7 +173,7 @@ def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> t
 
 
 def buffers_of(state: Any) -> State:
-    """Those that lie on this rank, by the last part of their names."""
+    """This rank's buffers, by the last part of their names."""
     return {name.rpartition(".")[2]: tensor for name, tensor in state.model.named_buffers()}
 
 
@@ -182,7 +182,7 @@ class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
     @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
     def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], accumulate: bool) -> None:
-        """The gradient is that of all; where a framework cannot have that, no rank steps."""
+        """The gradient includes all ranks. Where a framework cannot provide that, no rank steps."""
         if accumulate and "gradient accumulation" in self.without:
             pytest.skip(self.without["gradient accumulation"])
         arguments = train_experts, self.adapter, widths, accumulate, dict(self.framework_options)
@@ -214,10 +214,10 @@ class UnequalRankTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("name", BAD_COUNTS)
     def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
-        error, told, _ = BAD_COUNTS[name]
+        error, message, _ = BAD_COUNTS[name]
         for ended, ranks in world.run(count_badly, self.adapter, name, dict(self.framework_options)):
             assert ended.is_a(error), ended
-            assert told.removeprefix("local_token_count") in ended.message, ended
+            assert message.removeprefix("local_token_count") in ended.message, ended
             assert ranks == 4
 
     @requires("training", "save and load")

@@ -1,8 +1,8 @@
 """A world of long-lived ranks for tests: started once, joined by gloo once, then called many times.
 
-The rule of this file: nothing that a rank does may hang, kill or silence the session. An error shows what
-*every* rank was doing, since the rank that raises is seldom the one that is wrong; a rank that hangs is asked
-for its stacks and killed; a world that lost a rank is started again at its next use.
+No rank may hang, kill or silence the session. An error shows what *every* rank was doing, since the rank that raises is
+seldom the one that is wrong. A rank that hangs prints its stacks and is killed. After a world has lost a rank, the next
+call starts a new one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Outcome", "RanksFailedError", "World"]
 
 
 class RanksFailedError(RuntimeError):
-    """A call did not return on every rank. The message tells of each; ``outcomes`` holds the same as data."""
+    """A call did not return on every rank. The message describes every rank; ``outcomes`` holds the same as data."""
 
     def __init__(self, what: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -197,7 +197,7 @@ class World:
     def _wait_for(
         self, asked: list[int], timeout: float, grace: float | None, silent: frozenset[int] = frozenset()
     ) -> list[Outcome]:
-        """One outcome per rank. A rank that died or did not answer costs the world its life."""
+        """One outcome per rank. If a rank died or did not answer, end the world."""
         outcomes = {r: Outcome(r, "not asked") for r in range(self.size) if r not in asked}
         waiting = set(asked)
         deadline = time.monotonic() + timeout
@@ -239,7 +239,7 @@ class World:
         return Outcome(rank, "died", message=_how_it_ended(process))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """What each of these ranks is doing now, by rank."""
+        """The stack traces of these ranks, by rank."""
         for rank in ranks:
             pid = self._processes[rank].pid
             assert pid is not None
@@ -261,7 +261,7 @@ class World:
         return Path(self._stack_folder.name, f"rank{rank}.txt")
 
     def _abandon(self) -> None:
-        """End what is left of the ranks; the next call starts new ones."""
+        """Kill the remaining ranks. The next call starts new ones."""
         _kill(self._processes)
         for connection in self._connections:
             connection.close()
@@ -288,8 +288,8 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
 def _without_harness(stacks: str) -> str:
     """A faulthandler dump without the rank's own loop and its watching thread."""
     threads = [thread for thread in stacks.split("\n\n") if " in _end_with_parent" not in thread]
-    told = [re.sub(r"\n[^\n]* in _call_by_reference\n.*", "", thread, flags=re.DOTALL) for thread in threads]
-    return "\n\n".join(told) or "(no stacks: the process is stopped, or not yet up)"
+    kept = [re.sub(r"\n[^\n]* in _call_by_reference\n.*", "", thread, flags=re.DOTALL) for thread in threads]
+    return "\n\n".join(kept) or "(no stacks: the process is stopped, or not yet up)"
 
 
 def _kill(processes: list[BaseProcess]) -> None:
