@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import backend
+from ring_backends.testing.rings import FOUR, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import (
     Recipe,
@@ -55,3 +56,7 @@ def parallelize_one_parameter(ring: Any, make_optimizer: Any = None, model: Any 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0)
+
+
+def parallelize_with(options: Mapping[str, Any]) -> Ended:
+    return parallelize_one_parameter(ring_here(ADAPTER, FOUR), **options)

@@ -10,8 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fairscale_cases import ADAPTER
-from test_fairscale_training import parallelize_with
+from fairscale_cases import ADAPTER, parallelize_with
 from torch import nn
 
 from ring_backends.testing import training_runs

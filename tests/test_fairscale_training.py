@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -10,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, sgd, train_here
+from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, parallelize_with, sgd, train_here
 from torch import Tensor, nn
 
 from ring_backends.activation_checkpointing import remember_attention
@@ -38,10 +37,6 @@ class ForgetfulSGD(torch.optim.SGD):
     def __init__(self, parameters: Any, lr: float, slowness: float = 1.0) -> None:
         super().__init__(parameters, lr=lr / slowness)
         self.slowness = slowness
-
-
-def parallelize_with(options: Mapping[str, Any]) -> Ended:
-    return parallelize_one_parameter(ring_here(ADAPTER, FOUR), **options)
 
 
 def parallelize_over_data_alone() -> list[Ended]:

@@ -1,7 +1,8 @@
 """Exit codes: a finished process exits with 0, and a failed one with the code of its failure.
 
 A thread of gloo returns to the interpreter after its collective has ended. If the interpreter is already being
-finalized, the process ends with SIGABRT. That is rare; here these threads are starved, and run only when their core is idle.
+finalized, the process ends with SIGABRT. That is rare; here these threads are starved, and run only when their
+core is idle.
 
 ``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` runs two ranks COUNT times, lets them leave,
 and prints their exit codes.

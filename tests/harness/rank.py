@@ -1,8 +1,8 @@
 """What a rank of a test world runs, and how calls and their outcomes travel to it and back.
 
 Functions travel by name and file, not by pickle, so that ranks also find test modules that pytest imported under
-another name (``--import-mode=importlib``). Arguments and results travel as bytes, tensors included. Shared memory and file
-descriptors would end with their rank.
+another name (``--import-mode=importlib``). Arguments and results travel as bytes, tensors included. Shared memory
+and file descriptors would end with their rank.
 """
 
 from __future__ import annotations

@@ -1,0 +1,206 @@
+"""The all-gather method is exact and moves only the rows that other ranks need; the fp64 numbers of ``compare``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ring_backends.comparison import exact
+from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
+from ring_backends.comparison.setup import TENSORS
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.schedule.layout import LayoutKind
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.reference import reference_attention
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.world import World
+
+NATIVE = "ring_backends.adapters.native"
+
+
+def tensors(seq_len: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    """query, key, value and the gradient of out."""
+    generator = torch.Generator().manual_seed(seq_len)
+    sizes = (heads, kv_heads, kv_heads, heads)
+    return [torch.randn(2, seq_len, size, 4, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
+
+
+def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool) -> list[Tensor]:
+    """out, dq, dk and dv."""
+    *leaves, grad_out = (x.double() for x in inputs)
+    leaves = [x.requires_grad_() for x in leaves]
+    out, _ = reference_attention(
+        *leaves,
+        pattern.segment_lengths,
+        pattern.dilation_rates,
+        is_causal=is_causal,
+        head_mode=pattern.head_mode,
+        offset=pattern.offset,
+    )
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize(
+    ("seq_len", "heads", "kv_heads", "lengths", "rates"),
+    [
+        (96, 4, 4, (16, 48, 96), (1, 2, 4)),
+        (101, 6, 3, (7, 40, 500), (1, 3, 5)),
+        (50, 2, 1, (50,), (7,)),  # most positions are covered by no head
+        (5, 2, 2, (3,), (8,)),  # a rate above the segment length
+    ],
+)
+def test_the_fp64_numbers_are_the_references(
+    monkeypatch: pytest.MonkeyPatch,
+    seq_len: int,
+    heads: int,
+    kv_heads: int,
+    lengths: tuple[int, ...],
+    rates: tuple[int, ...],
+    is_causal: bool,
+) -> None:
+    inputs = [x[:1] for x in tensors(seq_len, heads, kv_heads)]
+    wanted = by_reference(inputs, DilatedPattern(lengths, rates), is_causal)
+    for query_rows in (512, 3):
+        monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
+        got = exact.exact_attention(*(x[0].detach() for x in inputs), lengths, rates, is_causal=is_causal)
+        for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
+            assert (ours - reference[0]).abs().max() < 1e-13, what
+
+
+def gathered(
+    rings: RingSpec,
+    inputs: list[Tensor],
+    pattern: DilatedPattern,
+    is_causal: bool,
+    layout: LayoutKind,
+    cut: bool = False,
+) -> list[Tensor]:
+    """Run by every rank: out, dq, dk and dv by the all-gather method, put together."""
+    ring = ring_here(NATIVE, rings)
+    assert ring is not None
+    ring, seq_len = ring.with_layout(layout), inputs[0].shape[1]
+    *leaves, grad_out = (ring.shard(x) for x in inputs)
+    leaves = [x.clone().requires_grad_() for x in leaves]
+    with fine_cuts() if cut else contextlib.nullcontext():
+        out = all_gather_attention(*leaves, pattern, ring, is_causal=is_causal, seq_len=seq_len)
+        grads = torch.autograd.grad(out, leaves, grad_out)
+    return [ring.unshard(x.detach(), seq_len=seq_len) for x in (out, *grads)]
+
+
+CASES = {
+    "several branches": (96, 4, 4, DilatedPattern((16, 48, 96), (1, 2, 4))),
+    "nothing divides anything": (101, 6, 3, DilatedPattern((7, 40, 101), (1, 3, 5))),
+    "no branch crosses": (64, 2, 1, DilatedPattern((4, 8), (1, 2))),
+    "grouped": (90, 6, 2, DilatedPattern.grouped((10, 45, 90), (1, 2, 4))),
+    "offsets by block": (70, 4, 2, DilatedPattern((16, 64, 128), (1, 2, 4), offset="block")),
+    "shorter than the ring": (3, 2, 2, DilatedPattern((3,), (1,))),
+}
+
+
+HOW_CUT: list[tuple[RingSpec, LayoutKind, bool]] = [
+    (TWO, "contiguous", False),
+    (FOUR, "zigzag", False),
+    (FOUR, "contiguous", True),
+]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("name", CASES)
+def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
+    seq_len, heads, kv_heads, pattern = CASES[name]
+    inputs = tensors(seq_len, heads, kv_heads)
+    wanted = by_reference(inputs, pattern, is_causal)
+    plain = [x.detach() for x in inputs]
+    for rings, layout, cut in HOW_CUT:
+        for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, cut)):
+            for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
+                assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {rings} {layout}"
+
+
+def test_all_gather_sums_in_fp32(world: World) -> None:
+    inputs = tensors(256, 2, 2, torch.bfloat16)
+    pattern = DilatedPattern((64, 256), (1, 2))
+    got, *_ = world.run(gathered, FOUR, inputs, pattern, True, "contiguous")
+    for ours, reference in zip(got, by_reference(inputs, pattern, True), strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert (ours.double() - reference).abs().max() < 2**-7 * reference.abs().max()
+
+
+def tcp_bytes_sent() -> int:
+    """What this process' sockets have sent, but for what a busy machine made TCP send again.
+
+    Linux counts it: tcpi_bytes_sent and, behind it, tcpi_bytes_retrans of struct tcp_info.
+    """
+    total = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            descriptor = os.dup(int(name))
+        except OSError:  # the one that listed the directory
+            continue
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            continue
+        with socket.socket(fileno=descriptor) as connection:
+            if connection.family in (socket.AF_INET, socket.AF_INET6):
+                information = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                sent, sent_again = struct.unpack_from("QQ", information, 200)
+                total += sent - sent_again
+    return total
+
+
+def collectives(rings: RingSpec, inputs: list[Tensor], pattern: DilatedPattern) -> dict[str, Any]:
+    """Run by every rank: the collectives of one call with the bytes they were given, and bytes stated and sent."""
+    ring = ring_here(NATIVE, rings)
+    assert ring is not None
+    seq_len = inputs[0].shape[1]
+    *leaves, grad_out = (ring.shard(x) for x in inputs)
+    query, key, value = (x.clone().requires_grad_() for x in leaves)
+    dist.barrier()
+    before = tcp_bytes_sent()
+    with (
+        mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather,
+        mock.patch.object(dist, "reduce_scatter", wraps=dist.reduce_scatter) as reduce_scatter,
+    ):
+        out = all_gather_attention(query, key, value, pattern, ring, is_causal=True, seq_len=seq_len)
+        torch.autograd.grad(out, (query, key, value), grad_out)
+    dist.barrier()
+    stated = AttentionInputs(query, key, value, is_causal=True, seq_len=seq_len)
+    return {
+        "all-gather": [call.args[1].nbytes for call in all_gather.call_args_list],
+        "reduce-scatter": [call.args[0].nbytes for call in reduce_scatter.call_args_list],
+        "stated": AllGatherExecutor.of(stated, pattern, ring).wire_bytes(key),
+        "sent": tcp_bytes_sent() - before,
+    }
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="reads what Linux counts per socket")
+def test_all_gather_moves_only_rows_that_others_need_and_says_how_many(world: World) -> None:
+    # A shard is 4,096 rows. (2048, 1) stays within it. Of (8192, 4), which two ranks share, the first has to give 1,024
+    # rows for each of 4 (key/value head, offset) pairs, and of (16384, 16) 256 rows for each of 4.
+    pattern = DilatedPattern((2048, 8192, 16384), (1, 4, 16))
+    rows = 4 * 1024 + 4 * 256
+    gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32
+    for found in world.run(collectives, FOUR, tensors(16384, 4, 2, torch.bfloat16), pattern):
+        assert found["all-gather"] == [gathered, gathered]
+        assert found["reduce-scatter"] == [reduced]
+        assert found["stated"] == {"forward": 3 * gathered, "backward": 3 * gathered + 2 * 3 * reduced}
+        stated = sum(found["stated"].values())
+        assert stated <= found["sent"] < 1.01 * stated
+
+
+def test_all_gather_calls_no_collective_where_no_branch_crosses(world: World) -> None:
+    for found in world.run(collectives, FOUR, tensors(128, 2, 2), DilatedPattern((16, 32), (1, 2))):
+        assert found["all-gather"] == found["reduce-scatter"] == []
+        assert found["stated"] == {"forward": 0, "backward": 0}

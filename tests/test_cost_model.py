@@ -1,0 +1,315 @@
+"""The cost model: memory, bytes, FLOPs and seconds by hand, from the schedule, and from the plans of ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from dataclasses import asdict, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.model import RingCost
+from ring_backends.cost.probe import slowest
+from ring_backends.cost.ring_sizes import Workload
+from ring_backends.ring.topology import topology_order
+from ring_backends.schedule.planner import COMMUNICATION_SHARE, rank_plan
+from ring_backends.schedule.rows import DilatedRows
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+
+PLAIN = Hardware(
+    latency_seconds=1e-3, bytes_per_second=1e9, forward_flops_per_second=1e9, backward_flops_per_second=5e8
+)
+
+
+def full(
+    seq_len: int, ring_size: int, *, causal: bool = False, heads: int = 2, kv_heads: int | None = None
+) -> RingCost:
+    """Plain attention: one branch over everything. Head dim 4, fp32."""
+    layout = SequenceLayout(seq_len, ring_size)
+    schedule = RingSchedule(DilatedPattern.longnet([seq_len], [1]), layout, heads, kv_heads, causal)
+    return RingCost(schedule, batch=1, head_dim=4, itemsize=4)
+
+
+def test_memory_of_one_device_by_hand() -> None:
+    """16 tokens, 4 query heads, 2 key heads, 4 wide, fp32."""
+    cost = full(16, 1, heads=4, kv_heads=2)
+    assert cost.tensor_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]  # q, out and their gradients; k, v and theirs
+    assert cost.lse_bytes.tolist() == [16 * 4 * 4]
+    assert cost.communication_bytes == 0
+    # One tile of everything: q, out, dO, dq and k, v, dk, dv.
+    assert cost.tile_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]
+    assert cost.memory_bytes.tolist() == [2 * 16 * 4 * 4 * 24 + 16 * 4 * 4]
+
+
+def test_memory_of_a_ring_by_hand() -> None:
+    """As above on two ranks: half of it each, and six buffers of 8 rows of K and V of 2 heads."""
+    cost = full(16, 2, heads=4, kv_heads=2)
+    half = 8 * 4 * 4 * 24
+    assert cost.communication_bytes == 6 * 8 * 2 * 2 * 4 * 4
+    assert cost.memory_bytes.tolist() == [2 * half + 8 * 4 * 4 + cost.communication_bytes] * 2
+
+
+def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
+    schedule = RingSchedule(DilatedPattern.longnet([16], [1]), SequenceLayout(16, 1), 2)
+    cost = RingCost(schedule, batch=3, head_dim=4, itemsize=2)
+    assert cost.tensor_bytes.tolist() == [3 * 16 * 4 * 2 * 16]
+    assert cost.lse_bytes.tolist() == [3 * 16 * 2 * 4]
+    # The tile at 2 bytes; one block of heads, whose dq, dk and dv are summed at 4.
+    assert cost.tile_bytes.tolist() == [3 * 16 * 4 * 2 * 16 + 3 * 16 * 4 * 4 * (2 + 2 * 2)]
+
+
+@pytest.mark.parametrize(("itemsize", "head_dim"), [(2, 128), (4, 64), (8, 32)])
+def test_buffers_of_long_hops_keep_to_the_planners_share(itemsize: int, head_dim: int) -> None:
+    layout = SequenceLayout(2**20, 8)
+    schedule = RingSchedule(DilatedPattern.longnet([2**20], [1]), layout, 16, 4, True)
+    cost = RingCost(schedule, 2, head_dim, itemsize)
+    assert cost.communication_bytes == pytest.approx(COMMUNICATION_SHARE * int(cost.tensor_bytes.max()), rel=1e-6)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    case=attention_cases(max_n=200),
+    ring_size=st.integers(1, 12),
+    kind=st.sampled_from(["contiguous", "zigzag"]),
+)
+def test_bytes_flops_and_tokens_are_the_schedules(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    layout = SequenceLayout(case.seq_len, ring_size, kind)
+    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+    sizes = {"batch": case.batch, "head_dim": case.head_dim}
+    cost = RingCost(schedule, **sizes, itemsize=case.dtype.itemsize)
+    ranks = range(ring_size)
+    for backward in (False, True):
+        stated = [schedule.wire_bytes(r, **sizes, itemsize=case.dtype.itemsize, backward=backward) for r in ranks]
+        assert cost.sent_bytes(backward=backward).tolist() == stated
+    forward = [schedule.tile_flops(rank, **sizes) for rank in ranks]
+    assert cost.flops().tolist() == forward
+    assert cost.flops(backward=True).tolist() == [flops * 5 / 2 for flops in forward]
+    assert cost.tokens.tolist() == [layout.local_len(rank) for rank in ranks]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@given(
+    case=attention_cases(max_n=120),
+    ring_size=st.integers(1, 9),
+    kind=st.sampled_from(["contiguous", "zigzag"]),
+)
+def test_tiles_and_links_are_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    """What the model knows of tiles and hops, against the plans that ranks walk."""
+    layout = SequenceLayout(case.seq_len, ring_size, kind)
+    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+    cost = RingCost(schedule, 1, case.head_dim, 8)
+    keys: Counter[tuple[int, int]] = Counter()
+    grads: Counter[tuple[int, int]] = Counter()
+    for rank in range(ring_size):
+        own_pairs = own_rows = 0.0
+        for _, step in rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8).steps:
+            for tile in step.tiles:
+                rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
+                if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
+                    own_pairs += segments * heads * (rows * (rows + 1) / 2 if tile.is_causal else rows**2)
+                    own_rows += segments * heads * rows
+            for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
+                for message in messages:
+                    counted[rank, message.peer] += sum(p.rows * p.num_streams for p in message.parcels)
+        assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
+    for counted, links in ((keys, schedule.key_links), (grads, schedule.grad_links)):
+        found: Counter[tuple[int, int]] = Counter()
+        for *ends, rows in zip(links.source.tolist(), links.destination.tolist(), links.rows.tolist(), strict=True):
+            found[tuple(ends)] += rows
+        assert found == counted
+
+
+def _pattern(case: AttentionCase) -> DilatedPattern:
+    return DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset, case.padding)
+
+
+def test_seconds_of_one_device_by_hand() -> None:
+    """2 heads of 100² pairs, 4 wide: 2 products at 1 GFLOP/s, 5 at half of that."""
+    cost = full(100, 1)
+    assert cost.call_seconds(PLAIN) == pytest.approx(2 * 100**2 * 4 * 4 / 1e9)
+    assert cost.call_seconds(PLAIN, backward=True) == pytest.approx(2 * 100**2 * 4 * 10 / 5e8)
+    assert cost.call_seconds(replace(PLAIN, speed_alone=2.0)) == pytest.approx(100**2 * 4 * 4 / 1e9)
+
+
+def test_seconds_of_causal_tiles_rows_and_copies_by_hand() -> None:
+    cost = full(100, 1, causal=True)
+    causal = replace(PLAIN, causal_forward_flops_per_second=2e9, causal_row_keys=50.0, row_keys=1000.0)
+    pairs = 2 * (100 * 101 / 2 + 100 * 50)
+    assert cost.call_seconds(causal) == pytest.approx(pairs * 4 * 4 / 2e9)
+    # Of each query row q is copied and out merged, of each key row k and v are copied: 5 and 4 times 4 numbers moved.
+    copies = 100 * 2 * (5 + 4) * 4 * 4 / 1e6
+    assert cost.call_seconds(replace(causal, copy_bytes_per_second=1e6)) == pytest.approx(pairs * 16 / 2e9 + copies)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
+def test_seconds_of_a_ring_by_hand(overlap: float) -> None:
+    """Two ranks of 50 rows: the hop passes beside the own tile, and nothing beside the other's tile."""
+    cost = full(100, 2)
+    own = other = 2 * 50 * 50 * 4 * 4 / 1e9
+    hop = 1e-3 + 50 * 2 * 2 * 4 * 4 / 1e9
+    hidden = overlap * min(hop, own)
+    assert cost.seconds(replace(PLAIN, overlap=overlap)).tolist() == pytest.approx([own + other + hop - hidden] * 2)
+    fast = replace(PLAIN, overlap=overlap, latency_seconds=0.0)
+    assert cost.call_seconds(fast) == pytest.approx(own + other + (hop - 1e-3) * (1 - overlap))
+    # In backward as much again goes home, of which nothing hides what comes last: here all of it.
+    own, other = (tile * 2.5 * 2 for tile in (own, other))
+    hidden = overlap * min(hop, own)
+    backward = cost.call_seconds(replace(PLAIN, overlap=overlap), backward=True)
+    assert backward == pytest.approx(own + other + 2 * hop - hidden)
+
+
+def test_a_branch_within_each_shard_waits_for_nobody() -> None:
+    schedule = RingSchedule(DilatedPattern.longnet([25], [1]), SequenceLayout(100, 4), 2)
+    cost = RingCost(schedule, 1, 4, 4)
+    assert cost.communication_bytes == 0
+    assert cost.seconds(PLAIN).tolist() == pytest.approx([2 * 25**2 * 16 / 1e9] * 4)
+
+
+def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
+    cost = full(128, 4, causal=True)
+    seconds = cost.seconds(PLAIN)
+    assert int(seconds.argmax()) == 3
+    assert cost.call_seconds(PLAIN) == float(seconds.max()) > float(seconds.min())
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@given(case=attention_cases(max_n=300), ring_size=st.integers(1, 8), backward=st.booleans())
+def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size: int, backward: bool) -> None:
+    layout = SequenceLayout(case.seq_len, ring_size)
+    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+    cost = RingCost(schedule, case.batch, case.head_dim, case.dtype.itemsize)
+    before = cost.seconds(PLAIN, backward=backward)
+    assert bool((before >= 0).all())
+    for worse in (
+        {"latency_seconds": 5e-3},
+        {"bytes_per_second": 1e6},
+        {"forward_flops_per_second": 1e8, "backward_flops_per_second": 1e8},
+        {"overlap": 0.5},
+        {"row_keys": 10.0, "causal_row_keys": 10.0},
+        {"copy_bytes_per_second": 1e7},
+    ):
+        assert bool((cost.seconds(replace(PLAIN, **worse), backward=backward) >= before - 1e-12).all()), worse
+
+
+def test_memory_falls_and_bytes_per_rank_do_not_grow_with_the_ring() -> None:
+    workload = Workload(full(2**16, 1, causal=True).schedule, 1, 64, 4)
+    memory = [workload.memory_bytes(size) for size in (1, 2, 4, 8, 16, 32)]
+    assert all(less < more for more, less in pairwise(memory))
+    longer = [full(tokens, 4).call_seconds(PLAIN) for tokens in (64, 128, 256, 512)]
+    assert all(shorter < longer for shorter, longer in pairwise(longer))
+
+
+def test_the_smallest_ring_that_fits_is_the_smallest() -> None:
+    workload = Workload(full(3000, 1).schedule, 1, 64, 4)
+    for size in (1, 2, 3, 7, 12, 100):
+        memory = workload.memory_bytes(size)
+        found = workload.smallest_rings(memory, PLAIN)
+        assert found.fits == min(n for n in range(1, size + 1) if workload.memory_bytes(n) <= memory)
+    assert workload.smallest_rings(1, PLAIN).fits is None
+
+
+def test_a_ring_pays_when_it_is_faster_than_one_device() -> None:
+    """Two ranks halve the work of 2 · n² · 16 FLOP and add two latencies of 1 ms and three hops' bytes."""
+    for seq_len, pays in ((50, False), (2000, True)):
+        workload = Workload(full(seq_len, 1).schedule, 1, 4, 4)
+        assert (workload.speedup(2, PLAIN) > 1) is pays
+        found = workload.smallest_rings(10**12, PLAIN)
+        assert found.fits == 1
+        assert found.fits_and_pays == (2 if pays else None)
+    assert workload.speedup(2, PLAIN) == pytest.approx(workload.seconds(1, PLAIN) / workload.seconds(2, PLAIN))
+
+
+def test_sizes_to_choose_from() -> None:
+    workload = Workload(full(3000, 1).schedule, 1, 64, 4)
+    memory = workload.memory_bytes(5)
+    assert workload.smallest_rings(memory, None, sizes=[1, 2, 4, 8]).fits == 8
+    assert workload.smallest_rings(memory, PLAIN, sizes=[1, 2, 4]).fits is None
+    slow = replace(PLAIN, latency_seconds=1e6)
+    assert asdict(workload.smallest_rings(memory, slow, sizes=[1, 2, 4, 8])) == {"fits": 8, "fits_and_pays": None}
+
+
+def test_a_billion_tokens_on_4096_ranks() -> None:
+    started = time.monotonic()
+    tokens = 10**9
+    pattern = DilatedPattern.longnet([2048, 16384, 2**20, tokens], [1, 8, 64, 4096])
+    schedule = RingSchedule(pattern, SequenceLayout(tokens, 4096, "zigzag"), 32, 8, True)
+    workload = Workload(schedule, 1, 128, 2)
+    cost = workload.on_ring(4096)
+    assert int(cost.tokens.sum()) == tokens
+    assert int(cost.tensor_bytes.sum()) == tokens * 4 * 40 * 128 * 2
+    assert len(cost.seconds(PLAIN, backward=True)) == 4096
+    found = workload.smallest_rings(80 * 10**9, PLAIN)
+    assert found.fits is not None
+    assert workload.memory_bytes(found.fits) <= 80 * 10**9 < workload.memory_bytes(found.fits - 1)
+    assert schedule.bytes_between_hosts([rank // 8 for rank in range(4096)], batch=1, head_dim=128, itemsize=2) > 0
+    assert time.monotonic() - started < 30
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"batch": 0}, "batch = 0"),
+        ({"head_dim": -1}, "head_dim = -1"),
+        ({"itemsize": 2.0}, "itemsize = 2.0"),
+    ],
+)
+def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+        RingCost(**{"schedule": full(4, 1).schedule, "batch": 1, "head_dim": 1, "itemsize": 4, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"latency_seconds": -1.0}, "latency_seconds = -1.0"),
+        ({"bytes_per_second": 0.0}, "bytes_per_second = 0.0"),
+        ({"forward_flops_per_second": float("inf")}, "forward_flops_per_second = inf"),
+        ({"overlap": 1.5}, "overlap = 1.5"),
+        ({"memory_bytes": "much"}, "memory_bytes = 'much'"),
+    ],
+)
+def test_bad_constants_are_refused(change: dict[str, Any], told: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+        replace(PLAIN, **change)
+
+
+def test_constants_come_back_from_json() -> None:
+    assert Hardware.of(json.loads(json.dumps(asdict(PLAIN)))) == PLAIN
+    values = {name: value for name, value in asdict(PLAIN).items() if name != "bytes_per_second"}
+    with pytest.raises(ValueError, match=r"colour is unknown, bytes_per_second is missing"):
+        Hardware.of({**values, "colour": 1})
+
+
+def test_a_ring_has_the_constants_of_its_slowest_ranks() -> None:
+    other = replace(PLAIN, latency_seconds=2e-3, bytes_per_second=2e9, overlap=0.5, memory_bytes=7, row_keys=3.0)
+    expected = replace(PLAIN, latency_seconds=2e-3, overlap=0.5, row_keys=3.0)
+    assert slowest([replace(PLAIN, memory_bytes=9), other]) == replace(expected, memory_bytes=7)
+    assert slowest([PLAIN, other]).memory_bytes is None
+
+
+def test_ranks_go_host_by_host() -> None:
+    assert topology_order("abab") == (0, 2, 1, 3)
+    assert topology_order("bbaa") == (0, 1, 2, 3)
+    assert topology_order("abcab") == (0, 3, 1, 4, 2)
+
+
+def test_bytes_between_hosts_by_hand() -> None:
+    """Ring of 4, plain attention, 4 rows of 2 heads, 4 wide, fp32, each: 3 hops of K and V, and 3 of dK and dV."""
+    cost = full(16, 4)
+    chunk = 2 * 4 * 2 * 4 * 4
+    sizes = {"batch": 1, "head_dim": 4, "itemsize": 4}
+    everywhere = cost.schedule.bytes_between_hosts([0, 1, 0, 1], **sizes)
+    assert everywhere == sum(cost.sent_bytes().tolist()) + sum(cost.sent_bytes(backward=True).tolist())
+    assert everywhere == 2 * 4 * 3 * chunk + 4 * 3 * chunk
+    # Side by side: of K and V's 3 hops each chunk crosses between the hosts 1 or 2 times, as do dK and dV.
+    halves = cost.schedule.bytes_between_hosts([0, 0, 1, 1], **sizes)
+    assert halves == 2 * (1 + 2 + 1 + 2) * chunk + (1 + 1 + 1 + 1 + 2) * chunk
+    assert cost.schedule.bytes_between_hosts([5, 5, 5, 5], **sizes) == 0
