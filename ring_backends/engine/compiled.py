@@ -84,8 +84,10 @@ def attend(
     """
     inputs = AttentionInputs.of([None if x is None else _with_constant_sizes(x) for x in tensors], options)
     query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
+    # Numbers that torch may have made symbols become constants of the graph.
     seq_len = None if inputs.seq_len is None else int(inputs.seq_len)
-    inputs = replace(inputs, query=query, key=key, value=value, seq_len=seq_len)
+    dropout_p = float(inputs.dropout_p)
+    inputs = replace(inputs, query=query, key=key, value=value, seq_len=seq_len, dropout_p=dropout_p)
     pattern = DilatedPattern(*constants["pattern"])
     size, rank, layout = constants["ring"]
     ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
