@@ -252,8 +252,8 @@ def transpose_a_parameter() -> Ended:
 
 
 SKIPPED = (
-    "DeepSpeed has skipped the step after step 1, since the gradient has a NaN or an infinity: the parameters are as "
-    "before, and step_count stays 1; skipped_steps is 1."
+    "DeepSpeed has skipped the step after step 1, since the gradient has a NaN or an infinity: the parameters are "
+    "unchanged, and step_count stays 1; skipped_steps is 1."
 )
 
 
