@@ -1,18 +1,19 @@
-"""Activation checkpointing that keeps the results of attention, so that no hop is made twice.
+"""Activation checkpointing that keeps the results of attention, so that a recomputation makes no hops.
 
-A checkpointed region is computed again in the backward. With plain checkpointing its attention makes all hops of the
-forward once more. The functions here keep out and LSE of every call of attention in the region instead. That takes as
-much memory as one activation, and the backward makes only its own hops::
+A checkpointed region is computed again in the backward. With plain checkpointing, the attention in the region repeats
+all hops of its forward. The functions here keep the out and LSE of every attention call in the region. A call then
+takes as much memory as one activation, and the backward makes only its own hops::
 
     checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 
-A custom policy saves the :func:`attention_operators`. A checkpoint without ``context_fn`` (DeepSpeed's, torch's
-reentrant one) takes a wrapped function::
+A custom policy can save the operators that :func:`attention_operators` returns. For a checkpoint without
+``context_fn``, such as DeepSpeed's or torch's reentrant one, wrap the function::
 
     deepspeed.checkpointing.checkpoint(remember_attention(block), x)
 
-A policy decides about operators. Every call of attention is one, ``ring_backends::attend``. In a compiled graph a call
-is several operators (:mod:`ring_backends.engine.compiled`), of which ``ring_backends::end_forward`` gives the result.
+A policy decides for each operator whether to save its result. Outside of compiled graphs, every attention call is one
+operator, ``ring_backends::attend``. In a compiled graph, a call is several operators
+(:mod:`ring_backends.engine.compiled`). The last one, ``ring_backends::end_forward``, returns the result.
 """
 
 from __future__ import annotations
@@ -44,9 +45,9 @@ def attention_operators() -> list[Any]:
 def keep_attention() -> Contexts:
     """A ``context_fn`` for torch's non-reentrant checkpoint: keeps the results of attention, recomputes the rest.
 
-    Of each call it keeps out [batch, local seq, heads, head_dim] in its dtype and LSE [batch, local seq, heads] in fp32
-    (fp64 for fp64). As with every selective checkpoint, the results must not be changed in place, and only one backward
-    may pass through the region. All ranks of a ring must checkpoint the same regions.
+    For each call it keeps out [batch, local seq, heads, head_dim] in its dtype, and LSE [batch, local seq, heads] in
+    fp32 (fp64 for fp64). As with every selective checkpoint, the results must not be changed in place, and only one
+    backward may pass through the region. All ranks of a ring must checkpoint the same regions.
     """
     contexts: Contexts = create_selective_checkpoint_contexts(attention_operators())
     return contexts
@@ -55,14 +56,15 @@ def keep_attention() -> Contexts:
 def remember_attention(
     function: Callable[..., Any], context_fn: Callable[[], Contexts] = keep_attention
 ) -> Callable[..., Any]:
-    """Wrap a function for a checkpoint without ``context_fn``: its second call reuses what the first one kept.
+    """Wrap a function for a checkpoint without ``context_fn``: its second call reuses the attention of the first.
 
-    Wrap anew for each checkpointed call: ``checkpoint(remember_attention(block), x, use_reentrant=True)``. From the
-    second backward through the same region on, everything is computed again, hops included.
+    Wrap the function again for each checkpointed call:
+    ``checkpoint(remember_attention(block), x, use_reentrant=True)``. The first backward through the region reuses the
+    attention. Every later backward computes everything again, including the hops.
 
     Args:
         function: the function or module to checkpoint.
-        context_fn: what to keep, as for torch's checkpoint.
+        context_fn: as for torch's checkpoint. The default keeps the results of attention.
 
     Raises:
         RuntimeError: when the wrapped function is called a second time outside of a backward.
@@ -70,11 +72,11 @@ def remember_attention(
     contexts = [*context_fn()]
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        # As in torch's own checkpoint: -1 where no backward runs.
+        # The id is -1 if no backward is running; torch's own checkpoint relies on this too.
         if len(contexts) == 1 and torch._C._current_graph_task_id() == -1:
             raise RuntimeError(
-                "a function from remember_attention() is called a second time outside of a backward, and would return "
-                "the attention of its first call; wrap anew for each checkpointed call: "
+                "a function from remember_attention() was called a second time outside of a backward: it would return "
+                "the attention of its first call; wrap the function again for each checkpointed call: "
                 "checkpoint(remember_attention(block), x)."
             )
         with contexts.pop(0) if contexts else contextlib.nullcontext():

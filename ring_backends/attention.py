@@ -31,19 +31,19 @@ from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Pad
 class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
-    An adapter subclasses this and supplies :meth:`ring_pass`. Under ``torch.compile`` a call is part of the graph
-    around it, and each hop is an operator (:mod:`ring_backends.engine.compiled`).
+    An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
+    graph. Each hop becomes an operator of the graph (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
-        ring: the ring, from the adapter's ``initialize``; None is a ring of one.
+        ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
-        kernel: the block-attention kernel by name, or ``"auto"``.
-        dropout_p: probability that an attention weight is dropped while training; below 1. With dropout only the math
-            kernel can run.
+        kernel: name of a kernel. ``"auto"`` takes the first kernel that can run the call.
+        dropout_p: probability that an attention weight is dropped during training, below 1. Only the math kernel
+            supports dropout.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class RingDilatedAttention(nn.Module, ABC):
         self.pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
         if ring is not None and not isinstance(ring, Ring):
             raise TypeError(
-                f"ring = {ring!r}: expected what the adapter's initialize() returned, or None for one rank."
+                f"ring = {ring!r}: expected the ring that the adapter's initialize() returned, or None for one rank."
             )
         self.dropout_p = check_dropout(dropout_p)
         self.ring = Ring() if ring is None else ring
         self.scale = check_scale(scale)
         self.kernel = kernel
-        self._handle = compiled.enlist(self)
+        self._handle = compiled.register_module(self)
 
     @property
     def ring(self) -> Ring:
-        """The ring that the sequence lies over. Assign one to a module after unpickling it in another process."""
+        """The ring over which the sequence is sharded. After unpickling elsewhere, assign a ring of that process."""
         return self._ring
 
     @ring.setter
@@ -89,10 +89,10 @@ class RingDilatedAttention(nn.Module, ABC):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._handle = compiled.enlist(self)
+        self._handle = compiled.register_module(self)
 
     def copy_for(self, what: str) -> RingDilatedAttention:
-        """A copy whose calls the ranks tell apart from those of this module, and of other copies, by ``what``."""
+        """Return a copy for ``what``, such as a layer. The ranks tell its calls from those of other copies."""
         return self._copy(self.__getstate__(), what)
 
     def __copy__(self) -> RingDilatedAttention:
@@ -114,9 +114,11 @@ class RingDilatedAttention(nn.Module, ABC):
         """Post one hop and return at once.
 
         Args:
-            outgoing: per ring rank, a flat uint8 buffer to send to it. Nobody changes it until the transfer is over.
-            incoming: per ring rank, a flat uint8 buffer to fill from it.
-            tag: 31-bit message tag, the same at both ends of a hop, distinct per hop, call and configuration.
+            outgoing: maps a ring rank to the flat uint8 buffer to send to it. The buffer does not change until the
+                transfer is over.
+            incoming: maps a ring rank to the flat uint8 buffer to receive from it.
+            tag: 31-bit message tag. Both ends of a hop use the same tag. It depends on the hop, the call and the call's
+                configuration.
 
         Returns:
             The transfer. Its ``wait`` is called exactly once.
@@ -141,23 +143,27 @@ class RingDilatedAttention(nn.Module, ABC):
 
         Args:
             query: [batch, local seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
-            key, value: [batch, local seq, key/value heads, head_dim]; their number of heads divides query's.
+            key, value: [batch, local seq, key/value heads, head_dim]. Their number of heads divides the number of
+                query heads.
             is_causal: whether a query sees only keys at or before its own global position.
             seq_len: length of the global sequence, in tokens; None means local length × ring size.
             key_padding_mask: bool [batch, local seq], True where a key is to be ignored.
-            document_ids: int32 or int64 [batch, local seq], the document of each row where several documents are packed
-                into one sequence. A query sees only keys of its own document, among those that the pattern shows it. A
-                row with a negative number belongs to no document: it sees nothing, and nothing sees it.
-            dropout_seed: seed of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's CPU generator. Ranks
-                with equal seeds, as after ``torch.manual_seed``, drop the same weights as one device.
+            document_ids: int32 or int64 [batch, local seq], the document number of each row, if several documents are
+                packed into one sequence. A query sees only keys of its own document, and of these only the keys that
+                the pattern selects. A row with a negative number belongs to no document: it sees no key, and no query
+                sees it.
+            dropout_seed: seed of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's CPU generator. If all
+                ranks use the same seed, for example after the same ``torch.manual_seed``, they drop the same weights as
+                one device.
             return_lse: whether to return the LSE too.
 
         Returns:
-            out like query, or with ``return_lse`` (out, LSE): [batch, heads, local seq], fp32 (fp64 for fp64),
-            detached. A query that sees no key has out 0 and LSE −inf.
+            out, with the shape of query, in query's dtype (under autocast: in autocast's dtype). With ``return_lse``,
+            the pair (out, LSE). LSE is [batch, heads, local seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A
+            query that sees no key has out 0 and LSE −inf.
 
         Raises:
-            ValueError, TypeError: an argument breaks its rule; before any communication.
+            ValueError, TypeError: an argument is invalid. The error is raised before any hop.
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
@@ -168,10 +174,10 @@ class RingDilatedAttention(nn.Module, ABC):
         return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
 
     def attend(self, inputs: AttentionInputs) -> Any:
-        """Carry out one call. An adapter overrides this if its calls do more than hops.
+        """Compute one call. An adapter overrides this method if its calls communicate more than hops.
 
         Returns:
-            out, or with ``return_lse`` (out, LSE), as :meth:`forward`.
+            As :meth:`forward`.
         """
         if torch.compiler.is_compiling():
             constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
@@ -186,12 +192,15 @@ class RingDilatedAttention(nn.Module, ABC):
             return draw_seed(dropout_seed, dropout_p)
 
     def check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
-        """Check a call and return its inputs as autocast casts them. A refusal is reported to the other ranks."""
+        """Check a call, and return its inputs, cast by autocast, with the checked call.
+
+        If a check fails, the error is also reported to the other ranks.
+        """
         with self.ring.report_refusals():
             return check_call(inputs, self.pattern, self.ring, self.scale, self.kernel)
 
     def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
-        """A function that begins the forward or the backward of a checked call, once all ranks agree on it."""
+        """Return a function that waits until all ranks agree on a call, and then begins its forward or backward."""
         if self.ring.agreement is None:
             return no_hops
         configuration = call.configuration(inputs, self._module_number, needs_gradients=needs_gradients)
@@ -235,17 +244,19 @@ def dilated_attention(
 
     Args:
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
-        key, value: [batch, seq, key/value heads, head_dim]; their number of heads divides query's.
+        key, value: [batch, seq, key/value heads, head_dim]. Their number of heads divides the number of query heads.
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
         is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, return_lse: as in
             :class:`RingDilatedAttention`.
         dropout_p: probability that an attention weight is dropped in this call; below 1.
 
     Returns:
-        out like query, or with ``return_lse`` (out, LSE): [batch, heads, seq], fp32 (fp64 for fp64), detached.
+        out, with the shape of query, in query's dtype (under autocast: in autocast's dtype). With ``return_lse``, the
+        pair (out, LSE). LSE is [batch, heads, seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A query that
+        sees no key has out 0 and LSE −inf.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
     """
     pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
     dropout_p = check_dropout(dropout_p)

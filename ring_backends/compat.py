@@ -1,11 +1,12 @@
-"""Names and calls of earlier ring dilated attentions, for programs that cannot change at once.
+"""Classes and functions of earlier ring dilated attentions, for programs that cannot be changed at once.
 
 Every rank passes the *whole* query, key and value, and gets the whole output. So every rank needs O(n) memory for them,
-as with the earlier classes. Only the attention itself needs O(n/p). Each name warns once, and names its replacement.
+as with the earlier classes. Only the attention itself needs O(n/p). Each name warns once. The warning names the
+replacement.
 
-The result is the definition of the earlier classes' common base, with exact gradients: the heads are cut into one group
-per branch, larger groups first; the offset of branch i is i % r; and the output is divided by the number of branches.
-The earlier classes themselves differed from this definition, and from each other.
+The result follows the definition of the earlier classes' common base class. The heads are cut into one group per
+branch, larger groups first. The offset of branch i is i % r. The output is divided by the number of branches. The
+gradients are exact. Some earlier classes differed from this definition, and from each other.
 """
 
 from __future__ import annotations
@@ -60,9 +61,9 @@ class RingDilatedAttentionV2(nn.Module):
         segment_lengths, dilation_rates: w and r of each branch.
         dropout: probability of dropping an attention weight during training.
         ring_size: ranks per ring. None: the whole world.
-        ring: instead of ``ring_size``, a ring that an adapter's ``initialize`` made.
-        use_flash_attention: False selects the kernel of plain matrix products.
-        ignored: earlier arguments without effect.
+        ring: a ring that an adapter's ``initialize`` returned. It replaces ``ring_size``.
+        use_flash_attention: False selects the math kernel.
+        ignored: arguments of the earlier classes that have no effect.
 
     Raises:
         ValueError, TypeError: an argument is invalid or unknown.
@@ -111,12 +112,12 @@ class RingDilatedAttentionV2(nn.Module):
 
         Args:
             query: [batch, seq, heads, head_dim], whole and the same on every rank.
-            key, value: [batch, seq, key/value heads, head_dim], likewise.
+            key, value: [batch, seq, key/value heads, head_dim], whole and the same on every rank.
             is_causal: whether a query sees only keys at or before its own position.
 
         Returns:
-            The whole output, like query, on every rank. Its gradients are those of a loss that every rank
-            computes.
+            The whole output, shaped like query, on every rank. Every rank must compute the same loss from it. The
+            gradients are those of this loss, not of the sum over the ranks.
         """
         seq_len = query.shape[1]
         local = (_Part.apply(x, self.ring) for x in (query, key, value))  # type: ignore[no-untyped-call]
@@ -126,37 +127,37 @@ class RingDilatedAttentionV2(nn.Module):
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttentionV2):
-    """The same; only the output is all-gathered."""
+    """An earlier name of :class:`RingDilatedAttentionV2`. Only the output is gathered, not keys and values."""
 
 
 class RingDilatedAttentionV2Flash(RingDilatedAttentionV2):
-    """The same; every class uses the fastest usable kernel."""
+    """An earlier name of :class:`RingDilatedAttentionV2`. By default every class takes the first usable kernel."""
 
 
 class RingDilatedAttentionV2Robust(RingDilatedAttentionV2):
-    """The same."""
+    """An earlier name of :class:`RingDilatedAttentionV2`."""
 
 
 class RingDilatedAttentionV2FSDP(RingDilatedAttentionV2):
-    """The same with the FSDP adapter."""
+    """:class:`RingDilatedAttentionV2` with the FSDP adapter."""
 
     adapter = "fsdp"
 
 
 class RingDilatedAttentionV2DeepSpeed(RingDilatedAttentionV2):
-    """The same with the DeepSpeed adapter."""
+    """:class:`RingDilatedAttentionV2` with the DeepSpeed adapter."""
 
     adapter = "deepspeed"
 
 
 class RingDilatedAttentionV2FairScale(RingDilatedAttentionV2):
-    """The same with the FairScale adapter."""
+    """:class:`RingDilatedAttentionV2` with the FairScale adapter."""
 
     adapter = "fairscale"
 
 
 class RingDilatedAttentionProduction(RingDilatedAttentionV2):
-    """The same.
+    """:class:`RingDilatedAttentionV2`, with its arguments in a configuration.
 
     Args:
         config: a mapping or an object with the arguments of :class:`RingDilatedAttentionV2`. Other entries are ignored.
@@ -170,7 +171,7 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
             values = {name: getattr(config, name) for name in known if hasattr(config, name)}
         missing = [name for name in known[:2] if name not in values]
         if missing:
-            raise ValueError(f"config = {config!r}: is without {' and '.join(missing)}; add them.")
+            raise ValueError(f"config = {config!r}: has no {' and no '.join(missing)}; add what is missing.")
         super().__init__(**values)
 
 
@@ -183,10 +184,10 @@ def create_dilated_attention(
     """Make an attention by its earlier type.
 
     Args:
-        attention_type: ``"auto"`` and all types with ``ring`` in their names are a ring over the world. Others, such
-            as ``"standard"`` and ``"improved"``, stay on this device.
+        attention_type: with ``"auto"`` or a type whose name contains ``ring``, the ranks of the world form a ring. All
+            other types, such as ``"standard"`` and ``"improved"``, compute on this device alone.
         segment_lengths, dilation_rates: w and r of each branch.
-        options: of :class:`RingDilatedAttentionV2`.
+        options: further arguments of :class:`RingDilatedAttentionV2`.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -208,14 +209,14 @@ def create_dilated_attention(
 def create_ring_dilated_attention_v2_collective(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
 ) -> RingDilatedAttentionV2Collective:
-    """Make the class of that name."""
+    """Make a :class:`RingDilatedAttentionV2Collective`."""
     return RingDilatedAttentionV2Collective(segment_lengths, dilation_rates, **options)
 
 
 def create_production_ring_attention(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], **options: Any
 ) -> RingDilatedAttentionProduction:
-    """Make the class of that name."""
+    """Make a :class:`RingDilatedAttentionProduction`."""
     return RingDilatedAttentionProduction(
         {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, **options}
     )
@@ -236,8 +237,10 @@ def create_multihead_dilated_attention(
 
     Args:
         attention_type, segment_lengths, dilation_rates, options: as in :func:`create_dilated_attention`.
-        embed_dim, num_heads: width of the hidden states, and a number of heads that divides it.
-        bias, layer_norm: biases in the projections, and a LayerNorm before the output projection.
+        embed_dim: width of the hidden states.
+        num_heads: number of heads. It must divide ``embed_dim``.
+        bias: whether the projections have biases.
+        layer_norm: whether there is a LayerNorm before the output projection.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -260,7 +263,8 @@ class _WholeSelfAttention(nn.Module):
         for name, tensor in (("key", key), ("value", value)):
             if tensor is not None and tensor is not query:
                 raise ValueError(
-                    f"{name} is another tensor than query: only self-attention is supported; leave key and value out."
+                    f"{name} is another tensor than query, but only self-attention is supported; leave key and value "
+                    "out."
                 )
         seq_len = query.shape[1]
         local = _Part.apply(query, self.ring)  # type: ignore[no-untyped-call]
@@ -285,8 +289,9 @@ class _Scaled(nn.Module):
         return out / self.attention.pattern.num_branches
 
 
-# Between whole tensors, which are equal on all ranks, and each rank's part. All ranks compute the same loss from whole
-# tensors, so gradients of whole tensors are not summed over the ranks, unlike in ring.shard and ring.unshard.
+# The functions below convert between whole tensors, which are equal on all ranks, and each rank's part. All ranks
+# compute the same loss from whole tensors. So gradients of whole tensors are not summed over the ranks, unlike in
+# ring.unshard.
 
 
 class _Part(torch.autograd.Function):
@@ -331,7 +336,7 @@ class _Shared(torch.autograd.Function):
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:
-    """One ring for all modules of an adapter and size, as the earlier classes made no connections of their own."""
+    """The ring that all modules with this adapter and size share. The earlier classes made no connections either."""
 
     def world() -> object:
         return dist.group.WORLD if dist.is_initialized() else None
@@ -339,7 +344,7 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
     ring = _rings.get((adapter, ring_size, world()))
     if ring is None or (ring.agreement is not None and ring.agreement.has_failed):
         for key in [key for key in _rings if key[2] is not world()]:
-            del _rings[key]  # of a destroyed process group
+            del _rings[key]  # its process group was destroyed
         ring = load_adapter(adapter).initialize(ring_size)
         _rings[adapter, ring_size, world()] = ring  # initialize() may have started the world
     return ring
@@ -349,7 +354,7 @@ def _check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
     unknown = sorted(set(arguments) - _NO_EFFECT)
     if unknown:
         raise TypeError(
-            f"{name} has no argument {', '.join(unknown)}; leave it out. Known are those of the earlier classes."
+            f"{name} has no argument {', '.join(unknown)}; leave it out. It accepts those of the earlier classes."
         )
 
 
@@ -357,7 +362,7 @@ def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None
     if name in _warned:
         return
     _warned.add(name)
-    without = f" Without effect: {', '.join(sorted(ignored))}." if ignored else ""
+    without = f" Arguments without effect: {', '.join(sorted(ignored))}." if ignored else ""
     warnings.warn(
         f"{name} is an earlier name that takes whole tensors; use {new_spelling}.{without}",
         FutureWarning,

@@ -9,8 +9,9 @@ one run needs two kinds of seeds:
   ``torch.manual_seed(rank_seed(seed, ring))`` after the model is built. With equal seeds the ranks would drop the same
   units at the n-th token of every shard.
 
-Attention dropout uses neither. The attention's call takes a ``dropout_seed``, for example the number of the step. If it
-is the same on every rank of a ring, the dropped weights do not depend on the ring size.
+For attention dropout, pass a ``dropout_seed`` to the call of attention, for example the step number. If every rank of a
+ring passes the same seed, the dropped weights do not depend on the ring size. Without a ``dropout_seed``, each rank
+draws one from torch's CPU generator.
 
 :func:`document_ids` numbers the documents of a packed sequence.
 """
@@ -39,9 +40,9 @@ def ring_sampler(
         dataset: a map-style data set with a length. An item is a whole document; cut it with ``ring.shard``.
         ring: this rank's ring.
         shuffle: whether to use a random order, which changes with each ``set_epoch``.
-        seed: of the random order. It must be the same on every rank.
-        drop_last: if the number of rings does not divide the number of documents: True leaves the last documents out,
-            False repeats the first ones. Either way all rings get equally many.
+        seed: seed of the random order, the same on every rank.
+        drop_last: what to do if the number of rings does not divide the number of documents. True leaves the last
+            documents out, False repeats the first ones. In both cases all rings get the same number of documents.
 
     Returns:
         A sampler for ``torch.utils.data.DataLoader(dataset, sampler=…)``. Call its ``set_epoch(epoch)`` before each
@@ -89,11 +90,13 @@ def document_ids(cu_seqlens: Tensor | Sequence[int], seq_len: int) -> Tensor:
         seq_len: length of the whole sequence. Positions after the last document are padding.
 
     Returns:
-        int32 [1, seq_len], on the device of ``cu_seqlens``: the number of each position's document from 0; −1 for
-        padding. Cut it with ``ring.shard``, as the tokens.
+        int32 [1, seq_len], on the device of ``cu_seqlens``. It holds the document number of each position, counted from
+        0, and −1 for padding. Cut it with ``ring.shard``, like the tokens.
 
     Raises:
-        ValueError, TypeError: ``cu_seqlens`` does not begin with 0, falls, or exceeds ``seq_len``.
+        ValueError: ``cu_seqlens`` does not begin with 0, decreases, or exceeds ``seq_len``; or it is a tensor of
+            another shape or dtype.
+        TypeError: ``cu_seqlens`` holds something other than ints.
     """
     check_integer("seq_len", seq_len)
     if isinstance(cu_seqlens, Tensor) and (cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64)):
@@ -108,8 +111,8 @@ def document_ids(cu_seqlens: Tensor | Sequence[int], seq_len: int) -> Tensor:
     if numbers[0] != 0 or any(later < earlier for earlier, later in pairwise(numbers)) or numbers[-1] > seq_len:
         raise ValueError(
             f"cu_seqlens = {numbers if len(numbers) < 9 else [*numbers[:4], '…', *numbers[-4:]]} with seq_len = "
-            f"{seq_len}: must begin with 0, never fall, and end at most at seq_len; give 0 and the end of each "
-            "document."
+            f"{seq_len}: must begin with 0, never decrease, and not exceed seq_len; give 0 and then the end of "
+            "each document."
         )
     ids = torch.searchsorted(bounds[1:].contiguous(), torch.arange(seq_len, device=bounds.device), right=True)
     return ids.masked_fill(ids == len(numbers) - 1, -1).to(torch.int32).unsqueeze(0)

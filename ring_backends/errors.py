@@ -8,11 +8,16 @@ class AdapterUnavailableError(ImportError):
 
 
 class RingMismatchError(RuntimeError):
-    """The ranks of a ring called attention with different configurations, or in a different order.
+    """The ranks of a ring made different calls, made them in a different order, or a rank refused its arguments.
 
-    Every rank of the ring raises it. The message names each field that differs, and every rank's value.
+    Every rank that made the call raises this error. The message names each field that differs, with every rank's value,
+    or the rank that refused and its error.
     """
 
 
 class RingPeerError(RuntimeError):
-    """A rank of the ring died, stalled past the timeout, or left. The message names step, source and destination."""
+    """A rank of the ring died, stalled past the timeout, or left.
+
+    For a hop of attention, the message names the step, and the ranks from which and to which this rank was
+    transferring.
+    """

@@ -17,7 +17,7 @@ from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
 class Connect(Protocol):
-    """Joins the ring of some global ranks; :func:`~ring_backends.ring.rendezvous.connect` is one."""
+    """Joins the ring of the given global ranks, like :func:`~ring_backends.ring.rendezvous.connect`."""
 
     def __call__(
         self,
@@ -37,10 +37,10 @@ def check_options(
     ring_order: object = "rank",
     auto: Mapping[str, Any] | None = None,
 ) -> None:
-    """Refuse options of ``initialize`` that no ring can have. Communicates nothing.
+    """Check the options of ``initialize``, without communication.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, or two contradict each other.
+        ValueError, TypeError: an argument is invalid, or two arguments contradict each other.
     """
     if ring_size not in (None, "auto"):
         SequenceLayout(1, ring_size)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def check_options(
     if not isinstance(timeout, timedelta):
         raise TypeError(f"timeout = {timeout!r}: expected a datetime.timedelta, such as timedelta(seconds=300).")
     if timeout <= timedelta(0):
-        raise ValueError(f"timeout = {timeout}: must be positive; a hop takes time.")
+        raise ValueError(f"timeout = {timeout}: must be above 0, as hops take time; timedelta(seconds=300) is usual.")
     check_arrangement(ring_size, layout, ring_order, auto or {})
     if group is not None:
         refuse_arrangement("group is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
@@ -75,18 +75,18 @@ def join_ring(
             size that fits.
         layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
-            Start-up has at least 300 s.
+        timeout: the most time that one call may take, from its first wait for a peer until it returns or raises. The
+            start-up may take at least 300 s.
         ring_order: the order of the ranks from which rings are cut. ``"rank"`` is the order of their numbers.
-            ``"topology"`` makes the ranks of one host neighbours. A host is known by its name; the environment variable
-            RING_BACKENDS_HOST overrides the name. Not allowed with ``group``.
+            ``"topology"`` makes the ranks of one host neighbours. Hosts are told apart by their names. The environment
+            variable RING_BACKENDS_HOST overrides a host's name. ``"topology"`` is not allowed with ``group``.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.
         connect: makes the ring from its global ranks, for adapters whose rings need more than torch.distributed.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, or no ring fits into the memory.
+        ValueError, TypeError: an argument is invalid, or no ring fits into the memory.
         RingMismatchError: the ranks ask for different rings. Only ``"auto"`` and ``"topology"`` compare them.
         RingPeerError: a rank did not make the call in time.
     """

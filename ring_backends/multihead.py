@@ -33,13 +33,14 @@ class RingDilatedMultiheadAttention(nn.Module):
             convention (GPT-NeoX, LLaMA): component i is paired with component i + head_dim / 2.
         rotary_base: the base of the angles' geometric series.
         sub_layer_norm: LayerNorm over the joined heads before the output projection (Magneto, arXiv 2210.06423,
-            as LongNet has it).
+            as in LongNet).
         bias: biases in the four projections.
-        device: of the parameters.
-        dtype: of the parameters; ``"auto"`` is what ``ring_backends.kernels.resolve_dtype`` advises for the device.
+        device: device of the parameters.
+        dtype: dtype of the parameters. ``"auto"`` takes the dtype that ``ring_backends.kernels.resolve_dtype`` returns
+            for the device.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above.
+        ValueError, TypeError: an argument is invalid.
     """
 
     def __init__(
@@ -117,15 +118,18 @@ class RingDilatedMultiheadAttention(nn.Module):
             is_causal: a position sees only itself and earlier ones.
             seq_len: length of the global sequence; local length × ring size if None.
             key_padding_mask: bool [batch, local seq], True = ignore this key.
-            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles follow
-                from positions in the sequence. Only their differences matter, which are the same within a document.
+            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles depend
+                on the position in the whole sequence. Attention depends only on differences of angles, which are the
+                same as with positions counted per document.
             dropout_seed: as in a call of the attention.
 
         Returns:
             [batch, local seq, embed_dim].
 
         Raises:
-            ValueError: the shape of x; TypeError: its dtype; and what the attention itself raises.
+            ValueError: x has the wrong shape.
+            TypeError: x has the wrong dtype.
+            RingMismatchError, RingPeerError: as in a call of the attention.
         """
         ring = cast(Ring, self.attention.ring)
         with ring.report_refusals():
@@ -153,7 +157,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         return cast(Tensor, self.out_proj(out))
 
     def _check(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
-        """Refuse an ``x`` that cannot be this rank's part of ``seq_len`` tokens; return that length."""
+        """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
@@ -166,8 +170,8 @@ class RingDilatedMultiheadAttention(nn.Module):
         expected = ring.layout(seq_len).local_len(ring.rank)
         if x.shape[1] != expected:
             raise ValueError(
-                f"x has {x.shape[1]} local rows: of seq_len = {seq_len} this rank holds {expected}; shard the sequence "
-                "with ring.shard(x, dim=1), and pass its length as seq_len."
+                f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
+                "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
             )
         return seq_len
 
@@ -176,7 +180,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         return f"{sizes}, rotary={self.rotary}"
 
     def _rotary_table(self, ring: Ring, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], fp32, or fp64 where ``like`` is."""
+        """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], in fp32, or fp64 if ``like`` is fp64."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         if torch.compiler.is_compiling():
             return self._new_rotary_table(ring, seq_len, like.device, dtype)
@@ -204,6 +208,6 @@ class RingDilatedMultiheadAttention(nn.Module):
 
 
 def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2) of x [batch, local seq, heads, head_dim]; fp32 arithmetic, x's dtype."""
+    """Rotate the pairs (i, i + head_dim / 2) of x [batch, local seq, heads, head_dim], in the dtype of ``cos``."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

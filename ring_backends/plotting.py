@@ -24,11 +24,12 @@ def check_plot(path: Path) -> None:
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            f"plot = {str(path)!r}: matplotlib is not installed; pip install 'ring-backends[plot]', or leave it out."
+            f"plot = {str(path)!r}: matplotlib is not installed; pip install 'ring-backends[plot]', or leave plot out."
         )
     formats = new_figure((1, 1)).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
-        raise ValueError(f"plot = {str(path)!r}: end the name in one of {', '.join(f'.{name}' for name in formats)}.")
+        suffixes = ", ".join(f".{name}" for name in formats)
+        raise ValueError(f"plot = {str(path)!r}: unknown suffix; use one of {suffixes}.")
 
 
 def new_figure(size: tuple[float, float]) -> Any:
@@ -70,7 +71,7 @@ def draw_ring_sizes(path: Path, title: str, sizes: Sequence[dict[str, Any]], mem
 
     Args:
         sizes: ``over_ring_sizes`` of :class:`ring_backends.cost.estimate.Estimate`.
-        memory_bytes: memory of a rank, drawn as a line.
+        memory_bytes: memory that a rank has, drawn as a horizontal line. None draws no line.
     """
     figure = new_figure((10, 4))
     figure.suptitle(title)

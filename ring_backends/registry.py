@@ -24,7 +24,7 @@ _BUILT_IN = {name: f"ring_backends.adapters.{name}" for name in ("native", "fsdp
 
 
 def adapter_modules() -> dict[str, str]:
-    """Name -> module of every known adapter, usable or not."""
+    """Map the name of every known adapter, usable or not, to its module."""
     announced = {entry.name: entry.value for entry in entry_points(group=ENTRY_POINT_GROUP)}
     return _BUILT_IN | announced
 
@@ -60,8 +60,8 @@ def create_attention(
     Args:
         backend: name of an adapter. ``"auto"``: the adapter that made ``ring``, or native without a ring.
         segment_lengths, dilation_rates: w and r of each branch, as in :class:`DilatedPattern`.
-        ring: from the adapter's ``initialize``. None: a ring of one.
-        options: of the adapter's ``RingDilatedAttention``.
+        ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
+        options: further arguments of the adapter's ``RingDilatedAttention``.
 
     Raises:
         ValueError, TypeError: no adapter has this name, or another argument is invalid.
@@ -78,7 +78,10 @@ def create_attention(
 
 
 def available_adapters() -> dict[str, str | None]:
-    """Name -> None for a usable adapter, else the reason why it is unusable. Imports the frameworks to find out."""
+    """Map each adapter's name to None if it is usable, else to the reason why it is not.
+
+    This imports the framework of every adapter.
+    """
     reasons: dict[str, str | None] = {}
     for name in adapter_modules():
         try:

@@ -1,7 +1,7 @@
-"""The attention weights of chosen queries over the whole sequence, also on a ring, and pictures of them.
+"""Attention weights of chosen queries over the whole sequence, on one device or on a ring, and pictures of them.
 
-No rank ever holds the attention matrix. Every rank computes the scores of the chosen queries with its own keys, and the
-ranks add up the sums.
+No rank ever holds the attention matrix. Every rank computes the scores of the chosen queries with its own keys. The
+ranks then combine the sums of their exponentiated scores.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
 ) -> Tensor:
-    """The attention weights that ``attention`` gives the queries at some positions. Without gradients.
+    """Return the attention weights that ``attention`` gives the queries at some positions, without gradients.
 
     Every rank of the ring makes the same call, each with its own rows of query and key.
 
     Args:
-        attention: any adapter's.
+        attention: an attention of any adapter.
         query: [batch, local seq, heads, head_dim].
         key: [batch, local seq, key/value heads, head_dim].
         positions: global positions of the chosen queries, the same on every rank.
@@ -49,19 +49,19 @@ def attention_weights(
 
     Returns:
         [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): the weight of each of
-        this rank's keys, summed over the branches that show it. Over all ranks the weights of a query sum to 1; with
-        ``padding="zeros"`` to 1 minus the weight of the padding; for a query that sees no key to 0.
-        ``ring.unshard(weights, dim=3, seq_len=…)`` returns the weights of all keys.
+        this rank's keys, summed over the branches in which the query sees the key. Over all ranks, the weights of a
+        query sum to 1. With ``padding="zeros"`` they sum to 1 minus the weight of the padding. The weights of a query
+        that sees no key are 0. ``ring.unshard(weights, dim=3, seq_len=…)`` returns the weights of all keys.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
         RingMismatchError: the ranks' calls differ.
         RingPeerError: a rank died, stalled or left.
 
     >>> from ring_backends.adapters.native import RingDilatedAttention
     >>> zeros = torch.zeros(1, 4, 1, 8)  # all scores are 0, so that weights are counts
     >>> weights = attention_weights(RingDilatedAttention([4, 2], [1, 1]), zeros, zeros, [0])
-    >>> (weights[0, 0, 0] * 6).round().tolist()  # both branches show keys 0 and 1
+    >>> (weights[0, 0, 0] * 6).round().tolist()  # query 0 sees keys 0 and 1 in both branches
     [2.0, 2.0, 1.0, 1.0]
     """
     ring = attention.ring
@@ -71,7 +71,7 @@ def attention_weights(
     layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
-    gather = _gathering(attention, call, inputs, chosen)
+    gather = _agree_on_gather(attention, call, inputs, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
     with torch.autocast(query.device.type, enabled=False):
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
@@ -91,10 +91,10 @@ def attention_weights(
         return torch.where(lse == -torch.inf, 0.0, (scores - lse).exp())
 
 
-def _gathering(
+def _agree_on_gather(
     attention: RingDilatedAttention, call: AttentionCall, inputs: AttentionInputs, chosen: Tensor
 ) -> Callable[[Tensor], Tensor]:
-    """A function that stacks the tensors of all ranks, [ring size, …]; the ranks have agreed on this call."""
+    """Agree on this call with the other ranks, and return a function that stacks all ranks' tensors [ring size, …]."""
     ring, agreement = attention.ring, attention.ring.agreement
     if agreement is None:
         return lambda tensor: tensor.unsqueeze(0)
@@ -108,11 +108,11 @@ def _gathering(
 def draw_pattern(
     path: Path, pattern: DilatedPattern, seq_len: int, num_heads: int, heads: Sequence[int] = (0,)
 ) -> None:
-    """Draw which keys the queries of some heads see, branch after branch (needs matplotlib).
+    """Draw which keys the queries of some heads see, one picture per branch. Requires matplotlib.
 
     Args:
-        path: the file; its suffix sets the format.
-        seq_len: tokens; the picture is readable up to some hundreds.
+        path: the file to write. Its suffix sets the format.
+        seq_len: length of the sequence. The picture is readable up to a few hundred tokens.
         num_heads: number of heads.
         heads: the heads to draw, one per row.
 
@@ -138,12 +138,12 @@ def draw_pattern(
 
 
 def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
-    """Draw where chosen queries of one sequence look, head by head (needs matplotlib).
+    """Draw the attention weights of chosen queries of one sequence, head by head. Requires matplotlib.
 
     Args:
-        path: the file; its suffix sets the format.
+        path: the file to write. Its suffix sets the format.
         weights: [heads, len(positions), seq]: :func:`attention_weights` of one sequence, unsharded.
-        positions: of the queries, for the labels.
+        positions: positions of the queries, for the labels.
 
     Raises:
         ValueError: matplotlib is missing or does not write this format, or the shapes do not fit.
@@ -187,7 +187,7 @@ def _rows_here(query: Tensor, here: Tensor, chosen: Tensor) -> Tensor:
 def _counts(
     pattern: DilatedPattern, num_heads: int, queries: Tensor, keys: Tensor, layout: SequenceLayout, is_causal: bool
 ) -> Tensor:
-    """How many branches show each key to each query: int64 [heads, queries, keys]."""
+    """In how many branches each query sees each key: int64 [heads, queries, keys]."""
     counts = torch.zeros(num_heads, len(queries), len(keys), dtype=torch.int64)
     for branch in range(pattern.num_branches):
         for head in pattern.heads(branch, num_heads):
@@ -204,7 +204,7 @@ def _shown(
     keys: Tensor,
     layout: SequenceLayout,
 ) -> Tensor:
-    """Whether a branch shows each key to each query, causality aside: bool [queries, keys]."""
+    """Whether each query sees each key in a branch, without regard to causality: bool [queries, keys]."""
     if head not in pattern.heads(branch, num_heads):
         return torch.zeros(len(queries), len(keys), dtype=torch.bool)
     offset, n = pattern.head_offset(branch, head, num_heads), layout.seq_len
@@ -216,7 +216,7 @@ def _shown(
 def _phantoms(
     pattern: DilatedPattern, num_heads: int, queries: Tensor, layout: SequenceLayout, is_causal: bool
 ) -> Tensor:
-    """How many zero keys the padding shows each query: int64 [heads, queries]."""
+    """How many zero keys of the padding each query sees: int64 [heads, queries]."""
     counts, n = torch.zeros(num_heads, len(queries), dtype=torch.int64), layout.seq_len
     if is_causal:
         return counts

@@ -100,7 +100,7 @@ def test_a_failed_ring_is_replaced(pair: World) -> None:
 
 def test_each_name_warns_once_with_the_new_spelling() -> None:
     with pytest.warns(
-        FutureWarning, match=r"native\.RingDilatedAttention\(.*Without effect: dtype, enable_memory_pool"
+        FutureWarning, match=r"native\.RingDilatedAttention\(.*Arguments without effect: dtype, enable_memory_pool"
     ):
         compat.RingDilatedAttentionV2([4], [1], enable_memory_pool=True, dtype=torch.float16)
     with warnings.catch_warnings():

@@ -132,7 +132,7 @@ class Custom:
     ("saved", "options", "told"),
     [
         ({"model": {"a": torch.zeros(1)}}, [], "source has no names such as layers.0.self_attn.q_proj.weight"),
-        ({"epoch": 3}, [], "holds no state_dict, neither at the top nor under model, state_dict"),
+        ({"epoch": 3}, [], "holds no state_dict, neither at the top level nor under model, state_dict"),
         ([torch.zeros(1)], [], "holds no state_dict"),
         ({"model": Custom()}, [], "not a whole file of tensors and plain values.*torch.save\\(model.state_dict"),
         (b"PK\x03\x04 cut off", [], "not a whole file of tensors"),
@@ -142,8 +142,8 @@ class Custom:
             [],
             "--prefix: there are several LongNets, 'decoder.', 'enc",
         ),
-        (prefixed("encoder."), ["--prefix", "decoder"], "--prefix: prefix = 'decoder.': no layers.*are: 'encoder.'"),
-        (torchscale_state(tokens=True), [], "--kind: the names do not tell"),
+        (prefixed("encoder."), ["--prefix", "decoder"], "--prefix: prefix = 'decoder.': no layer .*: 'encoder.'"),
+        (torchscale_state(tokens=True), [], "--kind: the names do not show"),
         (torchscale_state(), ["--kind", "both"], "--kind: kind = 'both'"),
         (torchscale_state(), ["--num-heads", "5"], "num_heads = 5 must divide it"),
         (torchscale_state(), ["--activation", "swish"], "--activation: activation = 'swish'"),
@@ -196,7 +196,7 @@ def test_a_misplacing_pattern_is_fine_for_shorter_sequences(slide_encoder: Path,
 
 
 def test_a_file_that_convert_did_not_write(slide_encoder: Path) -> None:
-    with pytest.raises(ValueError, match="not what `ring-backends convert` writes"):
+    with pytest.raises(ValueError, match="not a file of `ring-backends convert`"):
         LongNetEncoder.from_checkpoint(slide_encoder, attention())
     with pytest.raises(FileNotFoundError):
         LongNetEncoder.from_checkpoint("no such file", attention())

@@ -129,7 +129,7 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
             inputs("encoder", 5),
             {"seq_len": 9},
             ValueError,
-            "x has 5 local rows: this rank holds 9 of",
+            "x has 5 local rows, but this rank holds 9 rows of",
         ),
         ("decoder", inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
     ],

@@ -271,7 +271,7 @@ def test_arguments() -> None:
         register(native.RingDilatedAttention(*DILATED, dropout_p=0.1))
     with pytest.raises(TypeError, match="name = 3"):
         register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="position_ids is given: it follows from the ring"):
+    with pytest.raises(ValueError, match=r"position_ids is given: shard_inputs\(\) computes it"):
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), position_ids=torch.zeros(1, 4))
     with pytest.raises(ValueError, match="token_type_ids has 3 positions and input_ids 4"):
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))

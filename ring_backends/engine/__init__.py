@@ -1,5 +1,5 @@
 """Runs one rank's plan under autograd: the checked call, forward, backward, wire buffers, compiled graphs.
 
-What to compute is decided in ``schedule``, how one tile is computed in ``kernels``, and how a hop travels in the
-adapters. It imports ``ring``, ``kernels`` and ``schedule``.
+``schedule`` decides what to compute, ``kernels`` how to compute one tile, and the adapters how a hop travels.
+``engine`` imports ``ring``, ``kernels`` and ``schedule``.
 """

@@ -18,10 +18,10 @@ from ring_backends.ring.agreement import backward_of
 
 
 class Executor(Protocol):
-    """Computes a call: over the ring, as operators of a compiled graph, or by collecting all keys."""
+    """Computes a call: with hops over the ring, as operators of a compiled graph, or from gathered K and V."""
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
-        """out, LSE [batch, local seq, heads], the call's number, and the inputs that its backward has to use."""
+        """Return out, LSE [batch, local seq, heads], the call's number, and the inputs for its backward."""
         ...
 
     def backward(
@@ -53,7 +53,7 @@ class RingExecutor:
 
 
 def attend(inputs: AttentionInputs, executor: Executor) -> Any:
-    """out, or with ``return_lse`` (out, LSE [batch, heads, local seq]), under autograd."""
+    """Compute one call under autograd. Return out, or with ``return_lse`` (out, LSE [batch, heads, local seq])."""
     options = inputs.options
     out, lse = _Attend.apply(executor, options, *inputs.tensors)  # type: ignore[no-untyped-call]
     return (out, lse.transpose(1, 2)) if inputs.return_lse else out
@@ -78,13 +78,13 @@ class _Attend(torch.autograd.Function):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)
         if torch.is_grad_enabled():
             depends_on = inputs.query, inputs.key, inputs.value, grad_out
-            grads = tuple(_OnlyOnce.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
+            grads = tuple(_RefuseSecondDerivative.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
         needed = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=False))
         return None, None, *needed, *(None for _ in tensors[3:])
 
 
-class _OnlyOnce(torch.autograd.Function):
-    """Ties a gradient to all that it depends on, so that differentiating it again raises instead of giving 0."""
+class _RefuseSecondDerivative(torch.autograd.Function):
+    """Ties a gradient to the tensors it depends on. Differentiating it again then raises, and does not give 0."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:
@@ -93,6 +93,6 @@ class _OnlyOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError(
-            "dilated attention has no second derivative: its backward walks the ring outside of autograd; leave "
-            "create_graph=True to models without it."
+            "dilated attention has no second derivative: autograd does not record its backward; leave "
+            "create_graph=True out."
         )

@@ -1,7 +1,7 @@
 """The backward of ring dilated attention on one rank.
 
-K and V pass around the ring again. The dK and dV of a parcel follow one step behind it, gather every rank's share, and
-go home from the last rank.
+K and V pass around the ring again. The dK and dV of a parcel follow it one step later, and each rank adds its share.
+The last rank sends them back to the rank that holds the keys.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ring_backends.schedule.rows import DilatedRows
 def backward(
     call: AttentionCall, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, hops: Hops | None
 ) -> ByHops[tuple[Tensor, Tensor, Tensor]]:
-    """The gradients of query, key and value. Every tile takes the global ``out`` and ``lse``."""
+    """Compute the gradients of query, key and value. Every tile uses the global ``out`` and ``lse``."""
     with report_failure(hops):
         plan = call.plan(inputs, backward=True)
         query_grad, key_grad, value_grad = (
@@ -49,7 +49,7 @@ def backward(
                 with record_function(TILE_SPAN):
                     tile_grads = tiles.backward(tile, here, arrived, block_out, block_lse, block_grad_out)
                     add_tile_grads(tile, tile_grads, sums, passed_on)
-            del arrived  # as in forward
+            del arrived  # frees the received buffer, as in forward()
             if grad_hop is not None:
                 grad_hop.settle(passed_on, grads)
             arrival = NOTHING
@@ -65,7 +65,7 @@ def backward(
 def add_tile_grads(
     tile: Tile, tile_grads: tuple[Tensor, Tensor, Tensor], sums: LocalRows | _BlockSums, parcels: WireBuffer
 ) -> None:
-    """Add a tile's dQ, dK and dV to this rank's own sums, or its dK and dV to those of the tile's parcel."""
+    """Add a tile's dQ to this rank's sums, and its dK and dV to this rank's sums or to the buffer of its parcel."""
     grad_query, grad_key, grad_value = tile_grads
     (scatter if tile.opens_queries else scatter_add)(sums.query, tile.queries, grad_query)
     if isinstance(tile.keys, DilatedRows):
@@ -103,7 +103,7 @@ class _BlockSums:
         return sums
 
     def store(self, grads: LocalRows) -> None:
-        """Round the sums to the gradients' dtype, where they are not the gradients themselves."""
+        """Copy the sums into the gradients, unless both are the same tensors."""
         if self.query.dtype != grads.query.dtype:
             part = grads.block(self.block)
             part.query.copy_(self.query)
@@ -113,14 +113,14 @@ class _BlockSums:
 
 @dataclass(frozen=True)
 class _GradHop:
-    """The dK and dV under way after one step, for the block whose sums they belong to."""
+    """A hop of dK and dV after one step, with the sums of its block."""
 
     arrival: Arrival
     sums: _BlockSums
     ends_block: bool
 
     def settle(self, passed_on: WireBuffer | None, grads: LocalRows) -> None:
-        """Add what arrived to what this rank passes on next, or to this rank's own sums where it came home."""
+        """Add the received dK and dV to those that this rank sends next, or to its own sums if they are of its keys."""
         arrived = self.arrival.wait()
         if arrived is not None:
             for parcel in arrived.parcels:

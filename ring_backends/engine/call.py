@@ -1,6 +1,6 @@
-"""One checked call of attention: what the ranks must agree on, and what computes it on this rank.
+"""One checked call of attention: its plan and kernel on this rank, and the configuration that all ranks share.
 
-The rule of this file: everything that the ranks have to agree on is in :meth:`AttentionCall.configuration`.
+Rule: :meth:`AttentionCall.configuration` holds everything that the ranks have to agree on.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ring_backends.schedule.tiling import max_tile_bytes
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How one checked call is carried out on this rank. It holds none of the call's tensors, so autograd may keep it.
+    """How this rank computes one checked call. It holds no tensors of the call, so autograd may keep it.
 
     Attributes:
-        schedule: of the ring.
-        rank: this rank's place in it.
-        kernel: computes the tiles.
+        schedule: the schedule of the ring.
+        rank: the ring rank.
+        kernel: the kernel that computes the tiles.
         scale: factor on the scores.
-        dropout: None where the call drops nothing.
+        dropout: the dropout of the call; None without dropout.
     """
 
     schedule: RingSchedule
@@ -61,7 +61,7 @@ class AttentionCall:
         )
 
     def configuration(self, inputs: AttentionInputs, module_number: str, *, needs_gradients: bool) -> Configuration:
-        """What the other ranks must have in common with this call."""
+        """The fields of this call that must be the same on all ranks."""
         query, mask, documents = inputs.query, inputs.key_padding_mask, inputs.document_ids
         return _configuration(
             self.schedule,
@@ -87,10 +87,10 @@ class AttentionCall:
 def check_call(
     inputs: AttentionInputs, pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: str
 ) -> tuple[AttentionInputs, AttentionCall]:
-    """Check a call, and return its inputs as autocast has them.
+    """Check a call. Return its inputs, cast by autocast, and the checked call.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule.
+        ValueError, TypeError: an argument is invalid.
     """
     check_flag("is_causal", inputs.is_causal)
     check_flag("return_lse", inputs.return_lse)
@@ -115,8 +115,8 @@ def check_call(
 
 
 def autocast(tensor: Tensor) -> Tensor:
-    """Cast as autocast casts the arguments of ``scaled_dot_product_attention``: every float but fp64."""
-    # Called before the arguments are checked: anything but a tensor that autocast knows passes unchanged.
+    """Cast a tensor as autocast casts the arguments of ``scaled_dot_product_attention``: all floats except fp64."""
+    # The arguments are not checked yet. Anything that is not a tensor on a device with autocast is returned unchanged.
     if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
         return tensor
     eligible = tensor.is_floating_point() and tensor.dtype != torch.float64

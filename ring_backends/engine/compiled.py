@@ -1,18 +1,18 @@
 """Attention inside a compiled graph: every hop is an operator, so that a call does not break the graph.
 
-Under ``torch.compile`` a call of attention becomes a sequence of custom operators, in the forward graph as in the
-backward:
+Under ``torch.compile`` a call of attention becomes a sequence of custom operators, both in the forward graph and in the
+backward graph:
 
-- ``ring_backends::begin_forward`` or ``begin_backward`` agrees with the other ranks and begins the computation;
-- ``ring_backends::post_hop`` posts the next hop and computes tiles up to the hop after it; once for every hop that this
-  rank takes part in;
+- ``ring_backends::begin_forward`` or ``begin_backward`` agrees with the other ranks and begins the computation.
+- ``ring_backends::post_hop`` posts the next hop, and computes tiles up to the hop after it. The graph has one such
+  operator for each hop that this rank takes part in.
 - ``ring_backends::end_forward`` or ``end_backward`` returns the result.
 
-Each operator takes a tensor that the one before it returned, so that no pass over the graph drops, repeats or reorders
-them. They run the same code as a call outside of a graph. The module is an input of the graph and not a constant in
-it, so that equal blocks share one graph. Sizes are constants, since the plan depends on them: a sequence of another
-length is compiled anew. Arguments are checked while compiling; torch raises its own error then, with this package's as
-its cause.
+Each operator takes a tensor that the operator before it returned. So no compiler pass drops, repeats or reorders them.
+The operators run the same code as a call outside of a graph. The number of the module is an input of the graph, not a
+constant, so that equal blocks share one graph. Sizes are constants, since the plan depends on them. A sequence of
+another length is compiled again. Arguments are checked during compilation. If a check fails, torch raises its own
+error, with this package's error as its cause.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _running: dict[int, _Running] = {}
 _numbers = itertools.count()
 
 
-def enlist(module: RingDilatedAttention) -> Tensor:
-    """Number a module, for operators to find it by; as a tensor, which torch.compile makes an input of the graph."""
+def register_module(module: RingDilatedAttention) -> Tensor:
+    """Give a module a number by which operators find it. A tensor, so that torch.compile makes it a graph input."""
     number = next(_numbers)
     _modules[number] = module
     return torch.tensor([number], device="cpu")
 
 
 def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: str) -> dict[str, Any]:
-    """What a graph depends on besides its inputs, as plain values, which torch.compile can compare."""
+    """The values that a graph depends on besides its inputs, in types that torch.compile can compare."""
     return {
         "pattern": (
             pattern.segment_lengths,
@@ -75,12 +75,12 @@ def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: 
 def attend(
     handle: Tensor, tensors: tuple[Tensor | None, ...], options: dict[str, Any], constants: dict[str, Any]
 ) -> Any:
-    """What torch.compile traces in place of a call of attention, with fake tensors.
+    """Compute a call of attention while torch.compile traces it with fake tensors.
 
     Args:
-        handle: from :func:`enlist`.
-        tensors, options: of the call's :class:`AttentionInputs`.
-        constants: from :func:`constants`.
+        handle: the tensor that :func:`register_module` returned.
+        tensors, options: the tensors and options of the call's :class:`AttentionInputs`.
+        constants: the result of :func:`constants`.
     """
     inputs = AttentionInputs.of([None if x is None else _with_constant_sizes(x) for x in tensors], options)
     query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
@@ -98,10 +98,10 @@ def attend(
         directions = (False, True) if needs_gradients else (False,)
         return call, [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
 
-    # Plans are computed with real tensors. torch traces per thread, hence another thread.
+    # Plans are computed with real tensors. torch traces only the current thread, so another thread computes them.
     with ThreadPoolExecutor(1) as untraced:
         call, num_hops = untraced.submit(check).result()
-    # The length is a number even where the caller left it out, since the graph is for this length alone.
+    # The graph is for one length only, so it holds the length even if the caller did not pass seq_len.
     constant_options = json.dumps(replace(inputs, seq_len=call.layout.seq_len).options)
     return attend_under_autograd(inputs, _GraphExecutor(handle, constant_options, needs_gradients, num_hops))
 
@@ -157,20 +157,20 @@ class _Running:
         return self._result
 
 
-# Operators hand a computation on as three numbers: the module's, the computation's, and that of the ring's call.
+# A computation passes between operators as a tensor of three numbers: of the module, the computation, and the call.
 
 
 def _module(number: int) -> RingDilatedAttention:
     if number not in _modules:
         raise RuntimeError(
-            "the attention module of a compiled call is gone, and its forward or backward runs only now; keep the "
-            "model until then."
+            "the attention module of a compiled call was deleted before the forward or backward of the call ran; keep "
+            "a reference to the model until then."
         )
     return _modules[number]
 
 
 def _check(attention: RingDilatedAttention, tensors: Sequence[Tensor | None], options: str) -> Any:
-    """The call, whose tensors were cast while tracing; autocast may be on here where it was off there."""
+    """Check the call again. Its tensors were cast during tracing, so autocast must not cast them here."""
     inputs = AttentionInputs.of(tensors, json.loads(options))
     with torch.autocast(inputs.query.device.type, enabled=False):
         return attention.check_call(inputs)
@@ -194,7 +194,13 @@ def begin_forward(module: Tensor, tensors: Sequence[Tensor | None], options: str
 
 @custom_op("ring_backends::begin_backward", mutates_args=())
 def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: str) -> Tensor:
-    """Begin the backward of a call; ``forward`` is what its forward ended with, ``tensors`` end with out, LSE, dO."""
+    """Begin the backward of a call.
+
+    Args:
+        forward: the last result of ``end_forward``.
+        tensors: the tensors of the call's inputs, then out, LSE and the gradient of out.
+        options: the options of the call's inputs, as JSON.
+    """
     *of_inputs, out, lse, grad_out = tensors
     assert out is not None
     assert lse is not None
@@ -210,18 +216,18 @@ def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: s
 def post_hop(running: Tensor) -> Tensor:
     """Post the next hop, and compute up to the one after it."""
     number = int(running[1])
-    under_way = _running.pop(number)  # a computation that fails is not resumed
+    under_way = _running.pop(number)  # so that a failed computation is not resumed
     under_way.resume()
     _running[number] = under_way
     return running.clone()
 
 
-# The tensors that a computation reads are arguments of its end too: a compiler may reuse memory after its last use.
+# The end operators take the tensors that the computation reads, so that the compiler does not reuse their memory early.
 
 
 @custom_op("ring_backends::end_forward", mutates_args=())
 def end_forward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, LSE) of the forward, and the numbers that its backward needs."""
+    """Return out and LSE of the forward, and the numbers that its backward needs."""
     out, lse = _running.pop(int(running[1])).result()
     return out, lse, running.clone()
 

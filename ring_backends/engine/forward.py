@@ -20,7 +20,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
     """Attend from this rank's queries to all keys that they see.
 
     Returns:
-        out as query, and LSE [batch, local seq, heads] in the statistics dtype; 0 and −inf where nothing is seen.
+        out, shaped like query, and LSE [batch, local seq, heads] in the statistics dtype. A query that sees no key has
+        out 0 and LSE −inf.
     """
     with report_failure(hops):
         query, plan = inputs.query, call.plan(inputs, backward=False)
@@ -42,7 +43,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
                     merge_tile(tile, block_out, block_lse, *tiles.forward(tile, here, arrived))
             for phantom in step.phantoms:
                 merge_phantom(block_out, block_lse, phantom)
-            del arrived  # before the next hop is posted: two received buffers are enough
+            del arrived  # so that at most two received buffers exist when the next hop is posted
             if step is block.steps[-1] and block_out.dtype != out.dtype:
                 out[:, :, block.heads] = block_out
         return out, lse

@@ -1,7 +1,7 @@
-"""Posts the hops of one forward or backward, and waits for what they bring.
+"""Posts the hops of one forward or backward, and waits for them.
 
-A computation pauses before every hop that it posts (:data:`ByHops`). In a compiled graph, each hop is an operator that
-resumes the computation up to the next one. Elsewhere :func:`finish` runs it to its end.
+A computation pauses before every hop that it posts (:data:`ByHops`). In a compiled graph, one
+operator per hop resumes the computation up to the next hop. Outside of a graph, :func:`finish` runs it to its end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 """(outgoing, incoming, tag) -> Transfer: posts one hop, with at most one buffer per ring rank in either direction."""
 
 POST_SPAN, WAIT_SPAN = "ring_backends::post_hop", "ring_backends::wait_hop"
-"""The names of posting a hop and of waiting for one, in torch.profiler."""
+"""The names under which torch.profiler shows the posting of a hop, and the wait for one."""
 
 Result = TypeVar("Result")
 ByHops = Generator[None, None, Result]
@@ -45,7 +45,7 @@ def finish(by_hops: ByHops[Result]) -> Result:
 
 
 class Arrival(Protocol):
-    """A hop under way. ``wait`` is called once, and returns None where this rank receives nothing."""
+    """A posted hop. ``wait`` is called once. It returns None if this rank receives nothing."""
 
     def wait(self) -> WireBuffer | None: ...
 
@@ -60,7 +60,7 @@ NOTHING: Arrival = _Nothing()
 
 @dataclass(frozen=True)
 class _Posted:
-    """A hop under way. It keeps the outgoing buffers alive until they have left."""
+    """A posted hop. It keeps the outgoing buffers alive until they are sent."""
 
     transfer: Transfer
     outgoing: Mapping[int, Tensor]
@@ -81,7 +81,7 @@ class _Posted:
 
 @dataclass(frozen=True)
 class Hops:
-    """Posts the hops of one forward or backward: tags them, counts their bytes, and explains a failure."""
+    """Posts the hops of one forward or backward, tags them, counts their bytes, and describes them in errors."""
 
     rank: int
     ring_pass: RingPass
@@ -110,7 +110,7 @@ class Hops:
 
 
 Start = Callable[[str], "Hops | None"]
-"""direction -> the hops of one forward or backward, once the ranks agree on it; None in a ring of one."""
+"""direction -> Hops: waits until the ranks agree on a forward or backward. Returns None in a ring of one."""
 
 
 def no_hops(direction: str) -> None:
@@ -118,7 +118,7 @@ def no_hops(direction: str) -> None:
 
 
 def report_failure(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
-    """Report to the other ranks an exception that ends this rank's computation."""
+    """Return a context manager that reports an exception on this rank to the other ranks."""
     return contextlib.nullcontext() if hops is None else hops.agreement.report_errors(hops.call)
 
 
@@ -127,7 +127,7 @@ def post_keys(
 ) -> ByHops[Arrival]:
     """Post the hop of K and V that step ``index`` waits for.
 
-    It forwards what ``arrived`` with the hop before, or sends this rank's own rows.
+    It forwards parcels of ``arrived``, the buffer of the previous hop, or sends this rank's own rows.
     """
     if hops is None or index == len(plan.steps):
         return NOTHING

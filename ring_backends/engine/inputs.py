@@ -12,16 +12,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """What one call attends over on this rank, and how.
+    """The tensors and options of one call of attention on this rank.
 
-    Fields with a tensor come first; the others are plain values that a compiled graph holds as constants. A new
-    per-call option takes a field here, an argument of ``RingDilatedAttention.forward``, and the code that acts on it.
+    The fields with tensors come first. The other fields are plain values, which a compiled graph holds as constants. A
+    new per-call option needs a field here, an argument of ``RingDilatedAttention.forward``, and the code that uses it.
 
     Attributes:
         query: [batch, local seq, heads, head_dim].
         key, value: [batch, local seq, key/value heads, head_dim].
-        key_padding_mask: bool [batch, local seq], True for a key to be ignored.
-        document_ids: int32 or int64 [batch, local seq].
+        key_padding_mask: bool [batch, local seq], True for a key to ignore.
+        document_ids: int32 or int64 [batch, local seq], document number of each row; negative for no document.
         dropout_seed: int64 [1], on the CPU; None without dropout.
         is_causal: whether a query sees only keys at or before its own global position.
         seq_len: length of the global sequence; None means local length × ring size.
@@ -42,7 +42,7 @@ class AttentionInputs:
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """The fields with a tensor, in order: what autograd and operators take."""
+        """The fields with tensors, in order: the tensor arguments of the autograd function and of operators."""
         return tuple(getattr(self, name) for name in TENSORS)
 
     @property
@@ -52,7 +52,7 @@ class AttentionInputs:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor | None], options: Mapping[str, Any]) -> AttentionInputs:
-        """The inputs with these :attr:`tensors` and :attr:`options`."""
+        """Make the inputs from their :attr:`tensors` and :attr:`options`."""
         return cls(**dict(zip(TENSORS, tensors, strict=True)), **options)  # type: ignore[arg-type]
 
     @property

@@ -1,4 +1,4 @@
-"""This rank's rows of one call, with what decides about each row beyond its position: masks, documents, dropout."""
+"""This rank's rows of query, key and value in one call, with their masks, documents and dropout."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ring_backends.schedule.rank_plan import HeadBlock
 
 @dataclass(frozen=True)
 class LocalRows:
-    """Query, key and value of this rank, and marks that every head has alike.
+    """Query, key and value of this rank, and marks of their rows. The marks are the same for every head.
 
     Attributes:
-        key_marks: [batch, local seq, key/value heads]; without documents bool, True for a key to be ignored; with
-            documents an integer, the key's document, or −1 for a key to be ignored.
-        query_documents: [batch, local seq, heads]; −2 for a query of no document.
-        query_words, key_words: what ``dropout`` hashes.
+        key_marks: [batch, local seq, key/value heads]. Without documents, it is bool, and True for a key to ignore.
+            With documents, it holds the document number of each key, or −1 for a key to ignore.
+        query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
+        dropout_seed: seed of this call's dropout.
+        query_words, key_words: the words of each query and key that ``dropout`` hashes.
     """
 
     query: Tensor
@@ -51,7 +52,7 @@ class LocalRows:
         return cls(query, key, inputs.value, marks, documents, dropout, seed, query_words, key_words)
 
     def block(self, block: HeadBlock) -> LocalRows:
-        """The heads of one block."""
+        """The rows of the heads of one block."""
         heads, kv_heads = block.heads, block.kv_heads
         return replace(
             self,

@@ -1,7 +1,8 @@
-"""A call of attention as one operator, whose result activation checkpointing may keep.
+"""A call of attention as one operator, so that activation checkpointing can keep its result.
 
-A policy of selective activation checkpointing decides about operators. While such a policy is active, every forward is
-the operator ``ring_backends::attend``, so that the policy can keep its result instead of computing it again.
+A policy of selective activation checkpointing decides for each operator whether to keep its result. While a policy is
+active, every forward runs as the operator ``ring_backends::attend``. So the policy can keep the result, and the forward
+is not computed again.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ring_backends.engine.inputs import AttentionInputs
 
 Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
-"""Computes one call's out, LSE and number among the ring's calls."""
+"""Computes one call. Returns out, LSE, and the number of the call in its ring."""
 
 _forwards: dict[int, tuple[Forward, AttentionInputs]] = {}
 _numbers = itertools.count()
 
 
 def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
-    """Run ``forward`` where a checkpointing policy sees it and may return an earlier result instead.
+    """Run ``forward`` as an operator, so that a checkpointing policy can return an earlier result instead.
 
     Returns:
         out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
@@ -46,14 +47,14 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
 def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tensor, Tensor]:
     forward, inputs = _forwards[number]
     out, lse, call_number = forward(AttentionInputs.of(tensors, inputs.options))
-    # These two are part of the result: a backward belongs to the forward that computed out.
+    # Number and seed are part of the result, since a backward needs those of the forward that computed out.
     seed = 0 if inputs.dropout_seed is None else int(inputs.dropout_seed)
     return out, lse, torch.tensor([call_number, seed], dtype=torch.int64, device="cpu")
 
 
-# Without an autograd formula: the autograd.Function around it has the backward.
+# The operator has no autograd formula, since the autograd.Function around it has the backward.
 _operator = custom_op("ring_backends::attend", _attend, mutates_args=())
-# Lets modes that decompose operators, such as torch's FlopCounterMode, see those of the kernels.
+# Modes that decompose operators, such as torch's FlopCounterMode, then see the operators of the kernels.
 torch.ops.ring_backends.attend.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
 
 OPERATOR = torch.ops.ring_backends.attend.default

@@ -1,4 +1,4 @@
-"""Computes tiles: gathers the rows of each, calls the kernel, and merges or adds what it returns.
+"""Computes tiles: gathers the rows of a tile, calls the kernel, and merges the results.
 
 Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]; gathered rows are [B, H, S, D].
 """
@@ -21,7 +21,7 @@ from ring_backends.schedule.rank_plan import ParcelRows, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
 
 TILE_SPAN = "ring_backends::tile"
-"""The name of one tile, with its merge, in torch.profiler."""
+"""The name under which torch.profiler shows the computation of one tile, including its merge."""
 
 
 class TileRunner:
@@ -32,7 +32,7 @@ class TileRunner:
         self._workspace = _Workspace(is_contiguous=kernel.prefers_contiguous)
 
     def forward(self, tile: Tile, here: LocalRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
-        """out and LSE of one tile; ``here`` has the heads of the tile's block."""
+        """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
         rows = _TileRows.gather(tile, here, arrived, self._workspace)
         tensors = rows.query, rows.key, rows.value
         if rows.rule is not None:
@@ -42,7 +42,7 @@ class TileRunner:
     def backward(
         self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """dQ, dK and dV of one tile; ``out``, ``lse`` and ``grad_out`` are global, of the block's heads."""
+        """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
         rows = _TileRows.gather(tile, here, arrived, self._workspace)
         tensors = (
             self._workspace.gather("grad_out", grad_out, tile.queries),
@@ -64,7 +64,7 @@ class TileRunner:
 
 
 def accumulator(tensor: Tensor) -> Tensor:
-    """``tensor`` itself where it has the statistics dtype, else an empty tensor that has."""
+    """Return ``tensor`` if it has the statistics dtype, else an empty tensor of its shape in the statistics dtype."""
     dtype = statistics_dtype(tensor.dtype)
     return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
 
@@ -79,7 +79,7 @@ def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse:
 
 
 def merge_phantom(out: Tensor, lse: Tensor, phantom: Phantom) -> None:
-    """Let the phantom's queries see its zero keys: scores 0, values 0."""
+    """Merge the zero keys of a phantom into its queries: their scores and values are 0."""
     rows = phantom.queries
     shape = (out.shape[0] * rows.segments, rows.num_heads, rows.rows)
     zeros = out.new_zeros(()).expand(*shape, out.shape[-1])
@@ -87,7 +87,7 @@ def merge_phantom(out: Tensor, lse: Tensor, phantom: Phantom) -> None:
 
 
 class _Workspace:
-    """Gathers the rows of one tile after the other, into the same memory where the kernel wants contiguous rows."""
+    """Gathers the rows of tiles. If the kernel prefers contiguous rows, all tiles use the same memory."""
 
     def __init__(self, *, is_contiguous: bool) -> None:
         self._contiguous = is_contiguous
@@ -95,7 +95,7 @@ class _Workspace:
         self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
 
     def gather(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        """The rows, valid until others of this name are gathered. Tiles in a row may ask for the same rows."""
+        """Return the rows. They are valid until other rows are gathered under this name."""
         if not self._contiguous:
             return gather(tensor, rows)
         if name in self._gathered:
@@ -117,7 +117,10 @@ class _Workspace:
 
 @dataclass(frozen=True)
 class _TileRows:
-    """What one kernel call reads: [B, H, S, D], with as many key/value heads as the kernel can group evenly."""
+    """The arguments of one kernel call: [B, H, S, D].
+
+    If the heads do not share the streams evenly, every query head gets a key/value head of its own.
+    """
 
     tile: Tile
     query: Tensor
@@ -153,7 +156,7 @@ class _TileRows:
         return cls(tile, query, key, value, mask, rule)
 
     def sum_over_heads(self, grad: Tensor) -> Tensor:
-        """The gradient of each stream, from that of each key/value head the kernel saw."""
+        """Sum the gradients of the kernel's key/value heads to those of the streams."""
         if self.tile.streams_are_grouped:
             return grad
         index = torch.tensor(self.tile.stream_of_head, device=grad.device)
@@ -163,7 +166,7 @@ class _TileRows:
 
 
 def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor | None:
-    """What dropout hashes of keys from another rank, which follows from their positions: [B, streams, rows]."""
+    """The dropout words of keys from another rank, computed from the keys' positions: [B, streams, rows]."""
     if here.dropout is None:
         return None
     first = torch.tensor(rows.parcel.first_positions, device=here.key.device)[rows.streams.start : rows.streams.stop]

@@ -1,4 +1,4 @@
-"""Checks of the arguments of attention. Errors name the argument, its value, the rule and the way out."""
+"""Checks of the arguments of attention. An error names the argument, its value, the rule, and what to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_tensors(
     query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
 ) -> None:
-    """Refuse tensors that do not fit each other: [batch, local seq, heads, head_dim], one dtype, one device."""
+    """Check that the tensors are [batch, local seq, heads, head_dim] and fit each other in shape, dtype and device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -46,20 +46,20 @@ def check_tensors(
         if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (query.shape[0], query.shape[1], query.shape[3]):
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch, seq and head_dim must "
-                "be the same; query, key and value are the same rows of one sequence."
+                "be the same; pass query, key and value of the same rows of one sequence."
             )
     if key.shape != value.shape:
-        raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: they must be the same.")
+        raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: the numbers must be the same.")
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         raise ValueError(
-            f"query has {heads} heads and key {kv_heads}: the number of key/value heads must divide that of query "
-            "heads, and be at least 1; use one that does."
+            f"query has {heads} heads and key {kv_heads}: the number of key/value heads must be at least 1 and "
+            "divide the number of query heads; change one of the two."
         )
     if query.shape[3] < 1:
         raise ValueError(f"query has shape {list(query.shape)}: head_dim must be at least 1.")
     if key_padding_mask is not None:
-        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True where a key is ignored")
+        _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True for a key to ignore")
     if document_ids is not None:
         _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
 
@@ -77,7 +77,7 @@ def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dt
 
 
 def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> None:
-    """Refuse documents together with zero padding, which belongs to none of them."""
+    """Refuse documents together with zero padding, since its zero keys belong to no document."""
     if document_ids is not None and pattern.padding == "zeros":
         raise ValueError(
             "document_ids with padding = 'zeros': the zero keys beyond the sequence belong to no document; use "
@@ -86,7 +86,7 @@ def check_documents(document_ids: Tensor | None, pattern: DilatedPattern) -> Non
 
 
 def check_layout(local_len: int, seq_len: int | None, ring: Ring) -> SequenceLayout:
-    """The layout of the sequence of which this rank holds ``local_len`` rows."""
+    """Return the layout of the sequence. Check that this rank holds ``local_len`` of its rows."""
     if seq_len is None:
         seq_len = local_len * ring.size
         if seq_len < 1:
@@ -110,7 +110,7 @@ def check_flag(name: str, value: object) -> None:
 
 
 def check_scale(scale: object) -> float | None:
-    """A finite factor on the scores, or None for 1 / sqrt(head_dim)."""
+    """Check that ``scale`` is a finite number, or None for 1 / sqrt(head_dim)."""
     if scale is None:
         return None
     if not isinstance(scale, (int, float)) or isinstance(scale, bool):
@@ -121,7 +121,7 @@ def check_scale(scale: object) -> float | None:
 
 
 def check_dropout(dropout_p: object) -> float:
-    """A probability below 1."""
+    """Check that ``dropout_p`` is at least 0 and below 1."""
     if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):
         raise TypeError(f"dropout_p = {dropout_p!r}: expected a number, 0 for no dropout; convert it with float().")
     if not 0 <= dropout_p < 1:
@@ -130,10 +130,10 @@ def check_dropout(dropout_p: object) -> float:
 
 
 def draw_seed(dropout_seed: object, dropout_p: float) -> Tensor | None:
-    """The seed of one call's dropout, int64 [1]; None where nothing is dropped.
+    """Return the seed of one call's dropout, int64 [1]; None without dropout.
 
-    Without a ``dropout_seed`` it is drawn from torch's CPU generator. Activation checkpointing restores that generator,
-    so a recomputation draws the same seed.
+    If ``dropout_seed`` is None, the seed is drawn from torch's CPU generator. Activation checkpointing restores that
+    generator, so a recomputation draws the same seed.
     """
     if dropout_seed is None:
         if not dropout_p:

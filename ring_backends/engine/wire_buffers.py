@@ -1,4 +1,4 @@
-"""Wire buffers: where the K and V of parcels, or their dK and dV, lie in the one buffer that a hop sends to a peer."""
+"""Wire buffers: the memory layout of parcels of K and V, or of dK and dV, in the buffers that hops transfer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class RowFormat:
-    """What a parcel holds: [batch, streams, rows, head_dim] twice, and marks of the keys [batch, streams, rows].
+    """The shapes and dtypes of the slices of a parcel: K and V, or dK and dV, and marks of the keys.
 
-    ``marks`` is their dtype: bool for a key padding mask, an integer for documents, None for none.
+    K and V are [batch, streams, rows, head_dim] each. The marks are [batch, streams, rows].
+
+    Attributes:
+        dtype: dtype of K and V.
+        marks: dtype of the marks: bool for a key padding mask, an integer dtype for documents; None without marks.
     """
 
     batch: int
@@ -40,10 +44,10 @@ class RowFormat:
 
 
 class WireBuffer:
-    """The parcels of one hop's messages in one buffer, message after message.
+    """One buffer for all messages that a rank sends, or receives, in one hop.
 
     Attributes:
-        by_peer: per peer, the part of the buffer that holds its message.
+        by_peer: maps a peer to the part of the buffer that holds its message.
     """
 
     def __init__(
@@ -69,7 +73,7 @@ class WireBuffer:
         return parcel in self._offsets
 
     def slices(self, parcel: Parcel) -> tuple[Tensor, Tensor, Tensor | None]:
-        """K, V and the marks (None without) of ``parcel``, as views of the buffer."""
+        """Return K, V and the marks of ``parcel`` as views of the buffer. Without marks, the third is None."""
         views, offset = [], self._offsets[parcel]
         for shape, dtype in self.row_format.shapes(parcel):
             size = _num_bytes(shape, dtype)
@@ -78,7 +82,7 @@ class WireBuffer:
         return views[0], views[1], None if self.row_format.marks is None else views[2]
 
     def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:
-        """:meth:`slices` of some streams and rows of a parcel alone."""
+        """Like :meth:`slices`, but only for some streams and rows of a parcel."""
         streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
         key, value, marks = self.slices(rows.parcel)
         return (
@@ -88,7 +92,7 @@ class WireBuffer:
         )
 
     def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
-        """A buffer of these parcels alone, in order: a view where they lie side by side in this buffer, else a copy."""
+        """Return a buffer of these parcels in order: a view if they are adjacent in this buffer, else a copy."""
         ends = [self._offsets[parcel] + self.row_format.buffer_bytes([parcel]) for parcel in parcels]
         starts = [self._offsets[parcel] for parcel in parcels]
         if starts[1:] == ends[:-1]:

@@ -1,4 +1,4 @@
-"""Ring dilated attention for Hugging Face transformers, by ``attn_implementation``::
+"""Ring dilated attention for Hugging Face transformers, selected by ``attn_implementation``::
 
     from ring_backends.integrations.transformers import register, shard_inputs
 
@@ -42,7 +42,7 @@ _REFUSED = {
     "position_bias": "biases of scores are not supported; use a model with rotary or learned positions",
     "head_mask": "masking heads is not supported; prune them instead",
 }
-"""Attention options that are refused, each with the way out."""
+"""Attention options that are not supported. Each maps to what the user can do."""
 
 _POSITIONS_AFTER_PADDING = frozenset(
     (
@@ -55,7 +55,7 @@ _POSITIONS_AFTER_PADDING = frozenset(
 
 @dataclass(frozen=True)
 class _RingMask:
-    """The mask that a model passes to its layers. Not a tensor, so no other attention can use it by mistake."""
+    """The mask that a model passes to its layers. It is not a tensor, so no other attention can use it by mistake."""
 
     padding: Tensor | None
     is_causal: bool
@@ -64,11 +64,11 @@ class _RingMask:
 def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> None:
     """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
 
-    Whether a model is causal follows from its masks. Grouped key/value heads and padding masks are supported. The
-    forward pass refuses, with the option's name: sliding windows, soft-capping, dropout, attention weights as a result,
-    cross-attention, key/value caches, packed sequences and four-dimensional masks. On a ring of several ranks it also
-    refuses layers that mix positions in other ways (convolutions, states), encoder-decoders, and rotary embeddings that
-    depend on the length (dynamic, longrope).
+    The model's masks decide whether the attention is causal. Grouped key/value heads and padding masks are supported.
+    The forward raises an error that names the option for sliding windows, soft-capping, dropout, returned attention
+    weights, cross-attention, key/value caches, packed sequences and four-dimensional masks. On a ring of several ranks,
+    it also raises an error for layers that mix positions in other ways (convolutions, states), for encoder-decoders,
+    and for rotary embeddings that depend on the length (dynamic, longrope).
 
     Args:
         attention: a RingDilatedAttention of any adapter. Every layer of a model gets a copy.
@@ -94,7 +94,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
     by_layer: dict[int, RingDilatedAttention] = {}
 
     def attention_of(layer: nn.Module) -> RingDilatedAttention:
-        """The layer's own copy, so that ranks that call layers in different orders raise an error."""
+        """Return the layer's own copy. If ranks call layers in different orders, they then raise an error."""
         index: Any = getattr(layer, "layer_idx", None)
         if index is not None and index not in by_layer and not torch.compiler.is_compiling():
             by_layer[index] = attention.copy_for(f"layer {index}")
@@ -128,7 +128,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             is_causal=mask.is_causal,
             seq_len=seq_len,
-            # Passed even if nothing is padded here: all ranks have to pass a mask, or none.
+            # Passed even if this rank has no padding, since either all ranks or no rank must pass a mask.
             key_padding_mask=None if mask.padding is None else ~mask.padding,
         )
         return out, None
@@ -151,7 +151,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
                 )
             if mask_function not in (causal_mask_function, bidirectional_mask_function):
                 raise ValueError(
-                    "the model asks for a mask that is neither causal nor that of an encoder: sliding windows, chunks, "
+                    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks, "
                     "custom masks and packed sequences are not supported. If position_ids are not consecutive, as with "
                     "a zigzag layout, pass an attention_mask, as shard_inputs() does."
                 )
@@ -172,13 +172,13 @@ def shard_inputs(
     first_position: int = 0,
     **others: Tensor | None,
 ) -> dict[str, Any]:
-    """Make this rank's model arguments from those of the whole sequence, which every rank passes.
+    """Make this rank's arguments of the model. Every rank passes the tensors of the whole sequence.
 
     Args:
         ring: the ring of the registered attention.
         input_ids: int64 [batch, seq].
         attention_mask: [batch, seq], 0 where a token is padding.
-        labels: int64 [batch, seq], as the model takes them on one device; :data:`IGNORED` for no label.
+        labels: int64 [batch, seq], as for the model on one device; :data:`IGNORED` where there is no label.
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
@@ -191,15 +191,17 @@ def shard_inputs(
         labels pass a sum to ``state.loss``.
 
     Raises:
-        ValueError: a tensor has another length than ``input_ids``, or ``position_ids`` or ``seq_len`` is given.
+        ValueError: the length of a tensor differs from that of ``input_ids``; or ``position_ids`` or ``seq_len`` is
+            given.
     """
     for name in {"position_ids", "seq_len"} & set(others):
         raise ValueError(
-            f"{name} is given: it follows from the ring; packed sequences are not supported. Leave it out."
+            f"{name} is given: shard_inputs() computes it, and packed sequences are not supported; leave it out."
         )
     seq_len = input_ids.shape[1]
     if attention_mask is None and ring.layout_kind == "zigzag" and ring.size > 1:
-        # Without a mask, transformers takes the jump in a zigzag shard's positions for the start of a new document.
+        # Without a mask, transformers treats the jump in the positions of a zigzag shard as the start of a new
+        # document.
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
     if labels is not None:
@@ -239,10 +241,10 @@ def _check_layer(module: nn.Module, num_queries: int, num_keys: int) -> None:
 
 
 def _check_model(config: Any, seq_len: int | None) -> None:
-    """Refuse models that would compute something else on several ranks than on one."""
+    """Refuse models whose result on several ranks would differ from that on one rank."""
     if seq_len is None:
         raise ValueError(
-            "seq_len is not given: these are not the arguments of a shard; call the model with "
+            "seq_len is not given: the arguments of the model are not those of a shard; call the model with "
             "shard_inputs(ring, input_ids=…)."
         )
     if getattr(config, "is_encoder_decoder", False):

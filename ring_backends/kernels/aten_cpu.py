@@ -1,12 +1,12 @@
 """torch's flash attention for CPUs: any float dtype, any head dim, grouped heads, key masks.
 
-What was measured on torch 2.13, and what this kernel does about it:
+The operator of torch 2.13 has these problems, for which this kernel has workarounds:
 
-- The operator reads inputs whose last dim is not contiguous wrongly, out of bounds and without an error:
-  :func:`unit_stride`.
-- It returns LSE 0 for a row whose keys are all masked: :func:`~ring_backends.kernels.base.blank_rows`.
-- A NaN or inf spreads to rows and keys that do not see it (0 × NaN), and a row that is NaN becomes 0 where it meets
-  fewer keys than fit a vector register (16 with AVX-512). Tiles with a NaN or inf go to the math kernel.
+- If the last dim of an input is not contiguous, the operator reads out of bounds, without an error.
+  :func:`unit_stride` copies such inputs.
+- For a row whose keys are all masked, it returns LSE 0. :func:`~ring_backends.kernels.base.blank_rows` sets −inf.
+- A NaN or inf spreads to rows and keys that do not see it (0 × NaN). If a tile has fewer keys than a vector register
+  has elements (16 with AVX-512), the output of a NaN row is 0. Tiles with a NaN or inf go to the math kernel.
 """
 
 from __future__ import annotations
@@ -100,13 +100,13 @@ class AtenCpuFlashKernel(Kernel):
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """``x`` itself where its last dim has stride 1, else a contiguous copy."""
-    # contiguous() keeps any stride of a last dim of size 1.
+    """Return ``x`` if its last dim has stride 1, else a contiguous copy."""
+    # contiguous() would keep the stride of a last dim of size 1.
     return x if x.stride(-1) == 1 else x.clone(memory_format=torch.contiguous_format)
 
 
 def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask [B, Hk, Sk] as an additive one [B, Hq, 1, Sk], since the operator takes no bool mask."""
+    """Convert the mask [B, Hk, Sk] to a bias [B, Hq, 1, Sk], since the operator does not support bool masks."""
     if key_mask is None:
         return None
     mask = key_mask.repeat_interleave(query.shape[1] // key_mask.shape[1], dim=1).unsqueeze(2)
@@ -114,5 +114,5 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no element is NaN or infinite. It sums each tensor, so an overflowing sum counts as infinite too."""
+    """Whether no element is NaN or infinite. Each tensor is summed, so a sum that overflows counts as infinite."""
     return all(bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite()) for x in tensors)

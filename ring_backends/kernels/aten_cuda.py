@@ -1,8 +1,8 @@
 """The fused attentions in CUDA builds of torch: FlashAttention 2, memory-efficient attention (CUTLASS), cuDNN.
 
-Each class says what its operator requires and converts the arguments: aligned vectors of 16 bytes, the layout of out
-and LSE, key/value heads expanded for operators without grouped heads. Every backward takes the dropout state of the
-forward, which it does not read without dropout.
+Each class states what its operator requires, and converts the arguments: it aligns vectors to 16 bytes, changes the
+memory layout of out and LSE, and expands key/value heads if the operator does not support grouped heads. Every backward
+has an argument for the dropout state of the forward. Without dropout it does not read it.
 
 The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. As on the CPU, a
 NaN or inf in a key or value may reach rows of the same block that do not see it.
@@ -29,12 +29,12 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class _AtenCudaKernel(Kernel):
-    """Common to the three: they need their operator, and an NVIDIA GPU that is new enough for the dtype."""
+    """Base of the three kernels. A kernel needs its operator, and an NVIDIA GPU that supports the dtype."""
 
     device_types = ("cuda",)
     unverified = (
-        "the project's tests have run it against a CPU model of the operator only; on a machine with a GPU, "
-        "pytest -m gpu runs it there"
+        "the project's tests have run it only with a CPU model of the operator; to test it on a machine with a GPU, "
+        "run pytest -m gpu"
     )
     operator: str
     min_capability: tuple[int, int]
@@ -55,14 +55,14 @@ class _AtenCudaKernel(Kernel):
         return reasons
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
-        """Reasons that depend on the GPU, with its compute capability (major, minor)."""
+        """Return the reasons that depend on the GPU and its compute capability (major, minor)."""
         if capability < self.min_capability:
             return [f"it needs compute capability {_dotted(self.min_capability)}, this is {_dotted(capability)}"]
         return []
 
 
 class AtenCudaFlashKernel(_AtenCudaKernel):
-    """``aten::_scaled_dot_product_flash_attention``: with grouped heads, without a key mask."""
+    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
 
     name = "aten_cuda_flash"
     dtypes = _HALF
@@ -74,7 +74,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
         if inputs.head_dim % 8 or inputs.head_dim > 256:
             reasons.append("head_dim must be a multiple of 8 and at most 256")
         if inputs.has_key_mask:
-            reasons.append("it takes no key mask")
+            reasons.append("it does not support a key mask")
         return reasons
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
@@ -83,7 +83,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
             reasons.append(f"torch {torch.__version__} was built without FlashAttention")
         small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
         if inputs.needs_grad and inputs.head_dim > 192 and small_shared_memory:
-            reasons.append(f"its backward takes head_dim up to 192 on compute capability {_dotted(capability)}")
+            reasons.append(f"its backward supports head_dim up to 192 on compute capability {_dotted(capability)}")
         return reasons
 
     def forward(
@@ -141,7 +141,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
 
 
 class AtenCudaEfficientKernel(_AtenCudaKernel):
-    """``aten::_scaled_dot_product_efficient_attention``: also for fp32, key masks and older GPUs."""
+    """``aten::_scaled_dot_product_efficient_attention``. It also supports fp32, key masks and older GPUs."""
 
     name = "aten_cuda_efficient"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
@@ -152,7 +152,8 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
         reasons = super().device_reasons(inputs, capability)
         if inputs.dtype == torch.bfloat16 and capability < (8, 0):
             reasons.append(f"bf16 needs compute capability 8.0, this is {_dotted(capability)}")
-        # Tensor cores read 16 bytes at a time. They take fp32 from Ampere on; GPUs before Volta have none.
+        # Tensor cores read 16 bytes at a time. They support fp32 from Ampere on. GPUs before Volta have no tensor
+        # cores.
         multiple = 1
         if inputs.dtype in _HALF and capability >= (7, 0):
             multiple = 8
@@ -224,8 +225,8 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
 class AtenCudaCudnnKernel(_AtenCudaKernel):
     """``aten::_scaled_dot_product_cudnn_attention``.
 
-    cuDNN refuses tiles of a single key, which run on the math kernel. Its plans are cached by the strides of query, key
-    and value alone, so every argument is made contiguous.
+    cuDNN refuses tiles of a single key. They run on the math kernel. torch caches cuDNN's plans by the strides of
+    query, key and value only, so this class makes every argument contiguous.
     """
 
     name = "aten_cuda_cudnn"
@@ -233,14 +234,14 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
     operator = "_scaled_dot_product_cudnn_attention"
     min_capability = (8, 0)
     min_version = 91501
-    """cuDNN 9.15.1: before it, lengths not divisible by 128 could give wrong results (torch issue 169849)."""
+    """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
         if inputs.head_dim % 8 or inputs.head_dim > 128:
             reasons.append("head_dim must be a multiple of 8 and at most 128")
         if inputs.has_key_mask:
-            reasons.append("it takes no key mask")
+            reasons.append("it does not support a key mask")
         return reasons
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
@@ -338,7 +339,7 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """``x`` with stride 1 in its last dim, and vectors of 16 bytes at aligned addresses."""
+    """Return ``x``, copied if needed, with stride 1 in its last dim and rows that begin at multiples of 16 bytes."""
     vector = 16 // x.element_size()
     offsets = (x.storage_offset(), *x.stride()[:-1])
     if x.stride(-1) == 1 and all(offset % vector == 0 for offset in offsets):
@@ -347,7 +348,7 @@ def _aligned(x: Tensor) -> Tensor:
 
 
 def _dense(x: Tensor) -> Tensor:
-    """``x`` contiguous in [B, H, S, D], also in dims of size 1, at an aligned address."""
+    """Return ``x`` contiguous in [B, H, S, D], also in dims of size 1, at an aligned address, copied if needed."""
     strides = [1]
     for size in reversed(x.shape[1:]):
         strides.insert(0, strides[0] * size)
@@ -357,12 +358,12 @@ def _dense(x: Tensor) -> Tensor:
 
 
 def _rows_outermost(x: Tensor) -> Tensor:
-    """``x`` [B, H, S, D], in memory as [B, S, H, D], which the CUTLASS backward assumes of out."""
+    """Return ``x`` [B, H, S, D] with the memory layout [B, S, H, D], which the CUTLASS backward requires of out."""
     return _dense(x.transpose(1, 2)).transpose(1, 2)
 
 
 def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
-    """The mask [B, Hk, Sk] as an additive one [B, Hq, Sq, Sk], whose rows are padded to 16 elements in memory."""
+    """Convert the mask [B, Hk, Sk] to a bias [B, Hq, Sq, Sk], whose rows are padded to 16 elements in memory."""
     if key_mask is None:
         return None
     batch, num_heads, seq_q, _ = query.shape

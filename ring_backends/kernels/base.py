@@ -1,8 +1,8 @@
 """The interface of a kernel: the forward and backward of one tile, and the reasons why it cannot run.
 
-A tile is one block-attention call. Its backward takes the out and LSE of a softmax over *more* keys than the tile holds
-(P = exp(S − LSE)). So the gradients of ring steps and branches add up to the exact gradient. A row that sees no key has
-out = 0 and LSE = −inf, and no kernel turns that into NaN.
+A tile is one kernel call: some query rows against some key rows. The backward takes the out and LSE of the softmax over
+*all* keys, not only those of the tile (P = exp(S − LSE)). So the gradients of all tiles add up to the exact gradient. A
+row that sees no key has out = 0 and LSE = −inf. No kernel returns NaN for such a row.
 
 Shapes: B batch, Hq query heads, Hk key/value heads, Sq query rows, Sk key rows, D head dim.
 """
@@ -22,14 +22,14 @@ from ring_backends.kernels.merge import statistics_dtype
 
 @dataclass(frozen=True)
 class KernelInputs:
-    """What one call of attention asks of a kernel.
+    """The properties of a call of attention by which a kernel decides whether it can run it.
 
     Attributes:
         device, dtype: of query, key and value.
         head_dim: D, in elements.
-        has_key_mask: whether some tile comes with a key mask.
+        has_key_mask: whether tiles may have a key mask.
         needs_grad: whether the backward may be called.
-        has_dropout: whether weights are dropped.
+        has_dropout: whether the call has dropout.
     """
 
     device: torch.device
@@ -55,10 +55,10 @@ class PairRule:
 
     Attributes:
         query_documents: int [B, Hq, Sq]; a query sees the keys of its own document. None means one document.
-        key_documents: int [B, Hk, Sk]; None where ``query_documents`` is.
-        dropout: None where nothing is dropped.
-        query_words: int32 [B, Hq, Sq, 2], what ``dropout`` hashes of a query.
-        key_words: int32 [B, Hk, Sk], what ``dropout`` hashes of a key.
+        key_documents: int [B, Hk, Sk]; None if ``query_documents`` is None.
+        dropout: the dropout of the call; None without dropout.
+        query_words: int32 [B, Hq, Sq, 2], the words of each query that ``dropout`` hashes.
+        key_words: int32 [B, Hk, Sk], the word of each key that ``dropout`` hashes.
     """
 
     query_documents: Tensor | None = None
@@ -79,11 +79,11 @@ class Kernel(ABC):
     """One implementation of tile attention. It has no state: the registry holds one instance of each.
 
     Attributes:
-        name: what ``kernel=`` calls it.
+        name: value of the argument ``kernel`` that selects it.
         device_types: the device types it runs on; None means any.
-        dtypes: the dtypes it takes.
-        unverified: what the project's tests have not run, as a sentence; None where they run everything.
-        prefers_contiguous: whether strided rows are worth a copy into contiguous ones.
+        dtypes: the dtypes it supports.
+        unverified: a sentence about what the project's tests have not run; None if they run everything.
+        prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first.
         has_dropout: whether it can run calls with dropout.
     """
 
@@ -95,12 +95,12 @@ class Kernel(ABC):
     has_dropout: ClassVar[bool] = False
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
-        """Why this kernel cannot run such a call, one sentence each; empty if it can."""
+        """Return the reasons why this kernel cannot run such a call, one sentence each; empty if it can."""
         reasons = []
         if self.device_types is not None and inputs.device.type not in self.device_types:
             reasons.append(f"it runs on {' and '.join(self.device_types)} tensors only")
         if inputs.dtype not in self.dtypes:
-            reasons.append(f"it takes {', '.join(str(dtype) for dtype in self.dtypes)} only")
+            reasons.append(f"it supports {', '.join(str(dtype) for dtype in self.dtypes)} only")
         if inputs.has_dropout and not self.has_dropout:
             reasons.append("its dropout would depend on how the sequence is sharded")
         return reasons
@@ -116,12 +116,12 @@ class Kernel(ABC):
         scale: float,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """Attend from every query row to the keys of this tile. Called with gradients off.
+        """Attend from every query row to the keys of this tile. Called without gradient tracking.
 
         Args:
             query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
             key, value: [B, Hk, Sk, D] with Hq % Hk == 0; query head h reads key/value head h // (Hq // Hk).
-            is_causal: whether row t sees keys 0 … t alone; only with Sq == Sk.
+            is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
             scale: factor on the scores.
             key_mask: bool [B, Hk, Sk], True = ignore this key.
 
@@ -144,7 +144,7 @@ class Kernel(ABC):
         scale: float,
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """This tile's share of the gradients of the global softmax.
+        """Compute this tile's contribution to the gradients of the global softmax.
 
         Args:
             grad_out, out: [B, Hq, Sq, D], any float dtype.
@@ -153,15 +153,15 @@ class Kernel(ABC):
 
         Returns:
             (grad_query, grad_key, grad_value), shaped as query, key and value, in the dtype of the inputs or in the
-            statistics dtype. A row with lse = −inf has gradient 0 and adds none to any key.
+            statistics dtype. A row with lse = −inf has gradient 0 and contributes 0 to every key.
         """
 
 
 def check_tile(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
-    """Assert the shapes that :meth:`Kernel.forward` requires. Users never reach it, so it raises no ValueError."""
+    """Assert the shapes that :meth:`Kernel.forward` requires. Arguments of users were checked before."""
     batch, num_heads, seq_q, head_dim = query.shape
     num_kv_heads, seq_k = key.shape[1], key.shape[2]
-    # Without a key the ATen CPU operator dereferences a null pointer.
+    # The ATen CPU operator dereferences a null pointer if there is no key.
     assert query.numel() > 0, f"empty query {tuple(query.shape)}"
     assert key.numel() > 0, f"empty key {tuple(key.shape)}"
     assert key.shape == (batch, num_kv_heads, seq_k, head_dim), (query.shape, key.shape)
@@ -176,7 +176,7 @@ def check_tile(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_m
 def blind_rows(key_mask: Tensor, num_heads: int, seq_q: int, is_causal: bool) -> Tensor:
     """Which query rows see no key because of ``key_mask`` [B, Hk, Sk]: bool [B, Hq, Sq].
 
-    Operators mark such rows differently (LSE 0, NaN, −inf), so they are derived from the mask.
+    The operators return different LSEs for such rows (0, NaN, −inf). So the rows are found from the mask.
     """
     if is_causal:
         blind = (~key_mask).cumsum(-1, dtype=torch.int32) == 0
@@ -192,7 +192,7 @@ def blank_rows(out: Tensor, lse: Tensor, key_mask: Tensor, is_causal: bool) -> t
 
 
 def lse_for_backward(lse: Tensor) -> Tensor:
-    """LSE with +inf for −inf, so that P = exp(S − LSE) is 0 and not NaN in rows that see nothing.
+    """Replace −inf by +inf in the LSE. P = exp(S − LSE) is then 0, and not NaN, in rows that see no key.
 
     The CUDA operators themselves use +inf for rows beyond the end of the sequence.
     """
@@ -200,13 +200,13 @@ def lse_for_backward(lse: Tensor) -> Tensor:
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:
-    """Key or value [B, Hk, …] repeated to [B, Hq, …], for operators without grouped heads."""
+    """Repeat key or value [B, Hk, …] to [B, Hq, …], for operators that do not support grouped heads."""
     repeats = num_heads // x.shape[1]
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=1)
 
 
 def sum_heads(grad: Tensor, num_kv_heads: int) -> Tensor:
-    """The gradient [B, Hq, Sk, D] of :func:`expand_heads`' result, summed to [B, Hk, Sk, D] in the statistics dtype."""
+    """Sum a gradient [B, Hq, Sk, D] after :func:`expand_heads` to [B, Hk, Sk, D], in the statistics dtype."""
     repeats = grad.shape[1] // num_kv_heads
     if repeats == 1:
         return grad

@@ -1,12 +1,12 @@
 """Attention dropout whose mask does not depend on how the sequence is sharded.
 
-Whether the attention weight of a query and a key is dropped is a hash of the seed, the data-parallel replica, the batch
-row, the head and the two global positions: a counter-based generator (Salmon et al., SC 2011). Each rank computes its
-part of the mask alone, and every ring size gives the same mask. A key that several branches show to a query is dropped
-from all of them, as one attention weight.
+A hash decides whether the attention weight of a query and a key is dropped. It is a hash of the seed, the data-parallel
+replica, the batch row, the head and the two global positions: a counter-based generator (Salmon et al., SC 2011). Each
+rank computes its part of the mask without the others, and every ring size gives the same mask. If a query sees a key in
+several branches, the key is dropped from all of them or from none.
 
-The 64-bit mixing of each row is that of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The hash of each pair works on
-32-bit words, which processors multiply several at a time.
+Each row is mixed in 64 bits by SplitMix64 (Steele, Lea, Flood, OOPSLA 2014). The hash of each pair uses 32-bit words,
+since processors multiply several of them at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Dropout:
     Attributes:
         p: probability that a weight is dropped, 0 < p < 1. The other weights are divided by 1 − p.
         positions: int64 [local seq], the global positions of this rank's rows, on the CPU.
-        replica: the rank along the data axis. Replicas hold different batch rows.
+        replica: the number of this rank's ring (``Ring.data_rank``). Different rings hold different sequences.
     """
 
     p: float
@@ -36,7 +36,7 @@ class Dropout:
     replica: int
 
     def query_words(self, seed: int, batch: int, num_heads: int, device: torch.device) -> Tensor:
-        """What the hash takes of each query: int32 [batch, local seq, heads, 2]."""
+        """Compute the two words of each query for the hash: int32 [batch, local seq, heads, 2]."""
         of_rows = torch.arange(batch, dtype=torch.int64, device="cpu")[:, None, None]
         of_heads = torch.arange(num_heads, dtype=torch.int64, device="cpu")
         start = _mix(torch.tensor(_signed(seed + self.replica * _GOLDEN, 64), device="cpu"))
@@ -44,7 +44,7 @@ class Dropout:
         return words.to(device).unsqueeze(3).view(torch.int32)
 
     def key_words(self, seed: int, positions: Tensor) -> Tensor:
-        """What the hash takes of the key at each position: int32, shaped as ``positions``."""
+        """Compute the word of the key at each position for the hash: int32, shaped as ``positions``."""
         start = _mix(torch.tensor(_signed(~seed, 64), device="cpu"))
         return _mix(positions + start.to(positions.device)).to(torch.int32)
 
@@ -63,10 +63,12 @@ class Dropout:
         word ^= (word >> 16) & 0xFFFF
         word *= first
         word ^= (word >> 15) & 0x1FFFF
-        word += query_words[..., 1:]  # else queries whose first words differ as two keys' words do would drop alike
+        # Without the second word, two queries would drop related keys if their first words differ by the same bits as
+        # the words of two keys.
+        word += query_words[..., 1:]
         word *= second
-        # A pair is kept if its word is below a threshold. The sign of the difference becomes the bits of the weight or
-        # of 0, which is three times as fast as comparing and converting.
+        # A pair is kept if its word is below a threshold. The sign of the difference becomes a bit mask, with which the
+        # bits of the weight are combined. This is three times as fast as a comparison and a conversion.
         word = (word >> 1) & 0x7FFFFFFF
         word -= min(round((1 - self.p) * 2**31), 2**31 - 1)
         word >>= 31

@@ -17,7 +17,7 @@ _NAMES = {
 
 
 def auto_dtype(device: torch.device | str) -> torch.dtype:
-    """The dtype to train in on ``device`` where the user names none.
+    """The dtype in which to train on ``device`` if the user does not choose one.
 
     On CUDA it is fp32 below compute capability 7.0 (Pascal and older have no tensor cores), fp16 for 7.0 to 7.5 (Volta
     and Turing have no bf16) and bf16 from 8.0 (Ampere). On the CPU and every other device it is fp32.
@@ -41,10 +41,10 @@ def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.
 
     Args:
         spec: a torch.dtype, a name such as ``"bf16"``, or ``"auto"`` (:func:`auto_dtype`).
-        device: for ``"auto"``.
+        device: the device for which ``"auto"`` chooses a dtype.
 
     Raises:
-        ValueError: attention does not compute in such a dtype.
+        ValueError: ``spec`` is not a dtype that attention supports.
         TypeError: ``spec`` is neither a string nor a torch.dtype.
     """
     if isinstance(spec, torch.dtype):

@@ -1,7 +1,7 @@
 """Gather dilated rows from tensors of any memory layout, and scatter them back, through strided views.
 
-All heads of one lattice (:class:`~ring_backends.schedule.rows.HeadRun`) are one strided view. A gather is therefore
-one copy, or none, and a scatter writes through the same view. Tensors need not be contiguous.
+The rows of all heads of one lattice (:class:`~ring_backends.schedule.rows.HeadRun`) are one strided view. So a gather
+makes one copy or none. A scatter writes through the same view. Tensors need not be contiguous.
 
 Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads, rows, …].
 """
@@ -16,11 +16,11 @@ from ring_backends.kernels.merge import merge_
 from ring_backends.schedule.rows import DilatedRows
 
 ROWS_AT_ONCE = 512
-"""Dilated rows copied head after head on the CPU; the pages of as many rows fit the translation buffer (TLB)."""
+"""How many dilated rows of a head are copied on the CPU before the next head. Their pages fit into the TLB."""
 
 
 def views(tensor: Tensor, rows: DilatedRows) -> Iterator[tuple[slice, Tensor]]:
-    """Yield (heads, view) per run, the view being [batch, segments, outer, inner, rows, …] of ``tensor`` itrows."""
+    """Yield (heads, view) for each run. The view of ``tensor`` is [batch, segments, outer, inner, rows, …]."""
     batch, _, _, *rest = tensor.shape
     batch_stride, seq_stride, head_stride, *rest_strides = tensor.stride()
     first_head = 0
@@ -42,7 +42,7 @@ def views(tensor: Tensor, rows: DilatedRows) -> Iterator[tuple[slice, Tensor]]:
 
 
 def gathered_shape(tensor: Tensor, rows: DilatedRows) -> tuple[int, ...]:
-    """[batch * segments, heads, rows, …]."""
+    """The shape of the gathered rows: [batch * segments, heads, rows, …]."""
     return (tensor.shape[0] * rows.segments, rows.num_heads, rows.rows, *tensor.shape[3:])
 
 
@@ -83,10 +83,10 @@ def scatter_merge(out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor,
 
 
 def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of the tensor's rows, the same heads of ``values``), equally shaped, run by run.
+    """Yield (view of the tensor's rows, view of the same rows of ``values``) for each run. Both have the same shape.
 
-    On the CPU some rows of all heads after the other: they lie on the same pages of memory, which all rows of one head
-    would leave before the next head comes to them.
+    On the CPU, dilated rows are split, so that the same rows of all heads are copied before further rows. These rows
+    lie on the same pages of memory.
     """
     values = values.unflatten(0, (values.shape[0] // rows.segments, rows.segments))
     at_once = ROWS_AT_ONCE if tensor.device.type == "cpu" and rows.rate > 1 else rows.rows

@@ -1,12 +1,12 @@
-"""Attention in plain torch, block by block: for every device and float dtype, and the last choice of ``"auto"``.
+"""Attention in plain torch, block by block, for every device and float dtype. ``"auto"`` chooses it last.
 
 It computes an online softmax over blocks of keys, so that memory is O(S × block) beyond inputs and outputs. Products,
-sums and statistics are fp32 (fp64 for fp64 inputs), also under autocast.
+sums and statistics are in fp32 (fp64 for fp64 inputs), also under autocast.
 
 A NaN or inf in a key never reaches a row that does not see the key. Scores are masked by ``masked_fill``, and masked
-keys and values are set to 0. Where rows of one block see different keys (on a causal diagonal, between documents), a
-matrix product would turn 0 × NaN into NaN; :func:`_product` adds NaN and inf there separately. In the backward the same
-holds for a NaN in a query or gradient row and the keys that it does not see.
+keys and values are set to 0. If the rows of one block see different keys (on a causal diagonal, between documents), a
+matrix product would turn 0 × NaN into NaN. There :func:`_product` adds NaN and inf separately. In the backward, a NaN
+in a query or gradient row likewise never reaches a key that the row does not see.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MathKernel(Kernel):
         key_mask: Tensor | None,
         rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`, with documents and dropout too."""
+        """As :meth:`Kernel.forward`. ``rule`` adds documents and dropout."""
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
@@ -74,7 +74,7 @@ class MathKernel(Kernel):
         key_mask: Tensor | None,
         rule: PairRule | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`, with documents and dropout too; the gradients are in the statistics dtype."""
+        """As :meth:`Kernel.backward`. ``rule`` adds documents and dropout. Gradients are in the statistics dtype."""
         check_tile(query, key, value, is_causal, key_mask)
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
@@ -95,8 +95,8 @@ class MathKernel(Kernel):
         blocks = []
         for first_row in range(0, seq_q, self.block):
             rows = slice(first_row, min(first_row + self.block, seq_q))
-            # Rows and keys have one block size and a causal tile is square, so the diagonal crosses one block of each
-            # row. Before that block every row sees every key.
+            # Blocks of rows and of keys have the same size, and a causal tile is square. So the diagonal crosses one
+            # block of keys for each block of rows. In the blocks before it, every row sees every key.
             stop = rows.stop if is_causal else seq_k
             pairs = [
                 _BlockPair(rows, slice(k, min(k + self.block, stop)), diagonal=is_causal and k == first_row)
@@ -129,7 +129,7 @@ def _forward_rows(
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
-        # For a row that has seen no key yet exp(−inf − 0) is 0, while exp(−inf + inf) would be NaN.
+        # For a row that has seen no key yet, exp(−inf − 0) is 0, but exp(−inf + inf) would be NaN.
         shift = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
         weights = torch.exp(scores - shift)
         rescale = torch.exp(maximum - shift)
@@ -183,7 +183,7 @@ def _backward_rows(
             grad_p = grad_p * dropout
         ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
         weights = p if dropout is None else p * dropout
-        # Blind rows of q and do are 0 already, and so are masked keys. What is left depends on row and key together.
+        # Rows of q and do that see no key are 0 already, and so are masked keys. Only pairs hidden one by one are left.
         unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys
@@ -214,7 +214,7 @@ def _key_block(x: Tensor, key_mask: Tensor | None, pair: _BlockPair) -> Tensor:
 def _hidden(
     pair: _BlockPair, repeats: int, key_mask: Tensor | None, rule: PairRule | None, like: Tensor
 ) -> Tensor | None:
-    """Which keys each row does not see: bool, broadcasts to [B, Hk, repeats × rows, keys]; None if it sees all."""
+    """Which keys each row does not see: bool, broadcasts to [B, Hk, repeats × rows, keys]; None if they see all."""
     hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
     if pair.diagonal:
         size = pair.rows.stop - pair.rows.start
@@ -238,12 +238,12 @@ def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: 
 
 
 def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
-    """Whether the rows of the pair see different keys of it."""
+    """Whether different rows of the pair may see different keys."""
     return pair.diagonal or (rule is not None and rule.query_documents is not None)
 
 
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
-    """weights @ x, in which a NaN or inf of ``x`` reaches only the rows from which it is not hidden.
+    """Compute weights @ x. A NaN or inf in ``x`` reaches only the rows from which it is not hidden.
 
     Args:
         weights: [B, Hk, m, k], 0 where hidden.
@@ -263,7 +263,7 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
 
 
 def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off, which would run the matrix products in half precision."""
+    """Switch autocast off, since it would run the matrix products in half precision."""
     if torch.amp.is_autocast_available(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()

@@ -1,7 +1,7 @@
 """Online softmax: merges the results over two sets of keys into the result over both.
 
 A result is (out, lse): the softmax-weighted mean of the values, and the logsumexp of the scores. A set without keys has
-out = 0 and lse = −inf; merging it changes nothing, and merging two of them gives no NaN. Ring steps and branches use
+out = 0 and lse = −inf. Merging it changes nothing, and merging two such sets gives no NaN. Ring steps and branches use
 the same merge (LongNet, arXiv 2307.02486, equation 10; Milakov and Gimelshein, arXiv 1805.02867).
 """
 
@@ -19,7 +19,7 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The LSE of the union, and the weight of the other result in its output, in 0 … 1.
+    """Return the LSE over both sets of keys, and the weight of the other result in the merged output, in 0 … 1.
 
     Args:
         lse, other_lse: same shape and dtype; −inf where a set has no key.
@@ -44,7 +44,7 @@ def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tup
 
 
 def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """:func:`merge` in place: ``out`` and ``lse``, of the statistics dtype, become the result over the union."""
+    """:func:`merge` in place: ``out`` and ``lse``, in the statistics dtype, become the result over both sets."""
     merged, weight = merge_weight(lse, other_lse)
     lse.copy_(merged)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))

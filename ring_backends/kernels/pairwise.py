@@ -1,8 +1,9 @@
 """Tiles with packed documents or dropout, where visibility depends on a query row and a key together.
 
-With documents a tile is cut where documents end. A part within one document goes to the chosen kernel, a part without
-a common document is skipped, and the few parts in which several documents meet go to the math kernel. So kernels need
-not know documents, and hidden parts cost nothing. With dropout the whole tile goes to the math kernel.
+With documents, a tile is cut at the ends of documents. A part within one document goes to the selected kernel. A part
+whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
+the other kernels need not support documents, and hidden parts cost nothing. With dropout, the whole tile goes to the
+math kernel.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from ring_backends.kernels.merge import merge_, statistics_dtype
 _MATH = MathKernel()
 
 BLOCK = 256
-"""Rows and keys per block where documents change too often to be cut out: the block of the math kernel."""
+"""Rows and keys per block if documents are too short to cut at their ends. It is the block size of the math kernel."""
 
 MIN_MEAN_RUN = 32
-"""Documents are cut out where they have at least this many rows on average."""
+"""A tile is cut at the ends of documents if they have at least this many rows on average."""
 
 
 def forward(
@@ -37,7 +38,10 @@ def forward(
     scale: float,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """As :meth:`Kernel.forward`, for the pairs that the rule allows; out is in the statistics dtype."""
+    """As :meth:`Kernel.forward`, for the pairs that ``rule`` allows.
+
+    Without dropout, out is in the statistics dtype.
+    """
     if rule.dropout is not None:
         return _MATH.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
     stats = statistics_dtype(query.dtype)
@@ -69,7 +73,7 @@ def backward(
     scale: float,
     key_mask: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`Kernel.backward`, for the pairs that the rule allows; gradients are in the statistics dtype."""
+    """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
     if rule.dropout is not None:
         tensors = grad_out, query, key, value, out, lse
         return _MATH.backward(*tensors, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
@@ -118,10 +122,10 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
 
 
 def _batch_parts(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
-    """Parts of the batch, each with whether every sequence in it is one document.
+    """Cut the batch into parts. Return each part, and whether every sequence of the part is a single document.
 
-    The whole batch is one part where its sequences have the same documents. Otherwise neighbouring sequences of one
-    document each are one part, and every other sequence is a part.
+    If all sequences have the same documents, the whole batch is one part. Otherwise, neighbouring sequences that are a
+    single document each form one part. Every other sequence is a part of its own.
     """
     if all(bool((x[1:] == x[:-1]).all()) for x in (queries, keys)):
         return [(slice(None), False)]
@@ -136,12 +140,12 @@ def _batch_parts(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:
 
 
 def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, list[slice]]:
-    """Cut [B, H, S] into blocks where some head's document changes, in any of ``all_documents``.
+    """Cut ``documents`` [B, H, S] along S at each change of document in any head of any of ``all_documents``.
 
-    Where documents change often the blocks are even instead.
+    If documents change often, the blocks have equal sizes instead.
 
     Returns:
-        The lowest and the highest document of each block, on the CPU, and the blocks.
+        The lowest document number of each block, the highest, both on the CPU, and the blocks.
     """
     length = documents.shape[2]
     changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in all_documents]).any(0)
@@ -157,7 +161,7 @@ def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _joined(slices: list[slice]) -> list[slice]:
-    """The slices, in order, with neighbours that touch joined."""
+    """Join adjacent slices."""
     joined: list[slice] = []
     for part in slices:
         if joined and joined[-1].stop == part.start:

@@ -1,4 +1,4 @@
-"""All kernels in order of preference. ``"auto"`` takes the first that gives no reason against a call.
+"""All kernels in order of preference. ``"auto"`` takes the first kernel that can run a call.
 
 Each kernel judges device, dtype and options in its own ``not_supported_reasons``.
 """
@@ -34,10 +34,11 @@ def kernel_names() -> tuple[str, ...]:
 def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
     """The kernel called ``name``, or with ``"auto"`` the first that can run ``inputs``.
 
-    Another kernel never replaces one that is named.
+    If ``name`` is not ``"auto"``, no other kernel is tried.
 
     Raises:
-        ValueError: no kernel has this name, or none that was tried can run; the message gives every kernel's reasons.
+        ValueError: no kernel has this name, or no kernel that was tried can run. The message gives each kernel's
+            reasons.
     """
     if name != "auto" and name not in kernel_names():
         choices = ", ".join(repr(choice) for choice in ("auto", *kernel_names()))
@@ -51,14 +52,14 @@ def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
             refusals.append(f"  {kernel.name}: {'; '.join(reasons)}")
     way_out = "change device, dtype or head_dim" if name == "auto" else "use kernel='auto' or change the inputs"
     raise ValueError(
-        f"kernel = {name!r}: no kernel can run {inputs}:\n" + "\n".join(refusals) + f"\nWay out: {way_out}."
+        f"kernel = {name!r}: no kernel can run {inputs}:\n" + "\n".join(refusals) + f"\nTo fix this, {way_out}."
     )
 
 
 def available_kernels() -> dict[str, str | None]:
-    """For each kernel, in order of preference: None if this machine can run it, else the reasons.
+    """Map each kernel, in order of preference, to None if this machine can run it, else to the reasons.
 
-    The question is put for the kernel's own device, its first dtype, and a head dim of 64.
+    Each kernel is asked about its first device type, its first dtype, and a head dim of 64.
     """
     answers: dict[str, str | None] = {}
     for kernel in _KERNELS:

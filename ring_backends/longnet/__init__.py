@@ -6,16 +6,16 @@ Parameters have torchscale's names: ``load_state_dict(strict=True)`` loads what 
 Differences from torchscale:
 
 - torchscale treats the weights that mix the branches as constants in the gradient. Here the gradient is exact.
-- torchscale treats a branch whose LSE is exactly 0 as absent, for example a query that sees one key of score 0. Here
-  the branch counts.
-- torchscale's encoder sets the embeddings of padding to zero, and its queries see padding. Here a
-  ``key_padding_mask`` hides it.
+- torchscale ignores a branch whose LSE is exactly 0, for example if the query sees one key, with score 0. Here the
+  branch counts.
+- torchscale's encoder sets the embeddings of padding to zero, and queries see the padding. Here a ``key_padding_mask``
+  hides the padding.
 - torchscale computes the activation in fp32. Here fp64 inputs are computed in fp64.
-- torchscale has dropout and drop path, which eval() switches off. Here there is only attention dropout, if the
-  attention is made with ``dropout_p``.
+- torchscale has dropout and drop path, which eval() switches off. Here there is only attention dropout: the
+  ``dropout_p`` of the attention.
 - Where w % r ≠ 0 and the sequence is longer than w, torchscale misplaces outputs. ``DilatedPattern`` refuses this.
 
-Not supported, and refused if a checkpoint has it: mixture of experts, multiway, cross attention, xPos, relative
+Checkpoints with the following features are refused: mixture of experts, multiway, cross attention, xPos, relative
 position bias, LayerNorm of the embedding, post-norm and DeepNorm.
 """
 

@@ -1,7 +1,7 @@
 """Converts a torchscale LongNet checkpoint, for example GigaPath's slide encoder, into one of this package.
 
-The parameters keep their names. Added is what a checkpoint's names and shapes do not show: the heads, the branches, and
-whether the model is an encoder or a decoder.
+The parameters keep their names. The converted checkpoint also holds what names and shapes do not show: the number of
+heads, the branches, and whether the model is an encoder or a decoder.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ConvertedCheckpoint:
 
     Attributes:
         settings: ``kind``, the options and sizes of the model, and the branches (None if they were not given).
-        state_dict: the parameters, by names that begin with ``layers.`` and the like.
-        prefix: the beginning of the names in the source.
-        left_out: names of the source's other entries.
+        state_dict: the parameters, with names as in :class:`~ring_backends.longnet.LongNet`, such as ``layers.0.…``.
+        prefix: the prefix that was removed from the names in the source.
+        left_out: names of the entries of the source that are not in ``state_dict``.
     """
 
     settings: dict[str, Any]
@@ -61,19 +61,20 @@ def convert_checkpoint(
     layer_norm_eps: float = 1e-5,
     scale_embedding: bool = False,
 ) -> ConvertedCheckpoint:
-    """Read a torchscale checkpoint, and check that a LongNet of this package takes its parameters.
+    """Read a torchscale checkpoint, and check that a LongNet of this package can load its parameters.
 
     Args:
-        source: a file with a state_dict, at the top or under a usual name such as ``"model"``.
-        num_heads: heads, which no checkpoint shows.
-        prefix: beginning of the names, such as ``"encoder."``. None: found from the names.
-        kind: ``"encoder"`` or ``"decoder"``. None: found from the prefix.
-        segment_lengths, dilation_rates: the branches that the model was trained with, or None for both.
-        seq_len: longest sequence that the model will run on, for the check of the branches. None: any.
+        source: a file with a state_dict, either at the top level or under ``"model"``, ``"state_dict"``,
+            ``"model_state_dict"`` or ``"module"``.
+        num_heads: number of heads. A checkpoint does not contain it.
+        prefix: prefix of the parameters' names, such as ``"encoder."``. None finds it from the names.
+        kind: ``"encoder"`` or ``"decoder"``. None finds it from the prefix.
+        segment_lengths, dilation_rates: the branches with which the model was trained, or None for both.
+        seq_len: length of the longest sequence for the model, to check the branches. None means any length.
         activation, layer_norm_eps, scale_embedding: as in :class:`~ring_backends.longnet.LongNet`.
 
     Raises:
-        ValueError: the file holds no LongNet, or one that is not supported; or an argument does not fit it.
+        ValueError: the file holds no LongNet, or a LongNet that is not supported; or an argument does not fit the file.
         OSError: the file cannot be read.
     """
     if segment_lengths is not None and dilation_rates is not None:
@@ -105,7 +106,7 @@ def convert_checkpoint(
         if name in earlier and earlier[name] != settings[name]:
             raise ValueError(
                 f"{name} = {settings[name]!r}: {os.fspath(source)} was written by `convert` with {earlier[name]!r}; "
-                "give the same, or convert torchscale's own checkpoint."
+                "give the same value, or convert torchscale's own checkpoint."
             )
     sizes = sizes_of(state_dict)
     options = {name: settings[name] for name in OPTIONS}
@@ -116,7 +117,7 @@ def convert_checkpoint(
 
 
 def _check_branches(pattern: DilatedPattern, num_heads: int, seq_len: int | None) -> None:
-    """Refuse branches with which torchscale misplaces outputs at this length, or at any length."""
+    """Refuse branches with which torchscale misplaces outputs at length ``seq_len``; None checks every length."""
     if seq_len is not None:
         pattern.check(seq_len=seq_len, num_heads=num_heads)
         return
@@ -129,7 +130,7 @@ def _check_branches(pattern: DilatedPattern, num_heads: int, seq_len: int | None
 
 
 def _find_state_dict(source: str | os.PathLike[str], content: Any) -> tuple[Mapping[str, Tensor], list[str]]:
-    """The state_dict at the top of a checkpoint or in a container, and the names of all other entries."""
+    """Return the state_dict at the top level of a checkpoint or in a container, and the names of all other entries."""
     others: list[str] = []
     while isinstance(content, Mapping):
         tensors = {name: value for name, value in content.items() if isinstance(value, Tensor)}
@@ -140,19 +141,19 @@ def _find_state_dict(source: str | os.PathLike[str], content: Any) -> tuple[Mapp
         others += map(str, tensors)
         content = None if container is None else content[container]
     raise ValueError(
-        f"source = {os.fspath(source)!r}: holds no state_dict, neither at the top nor under "
+        f"source = {os.fspath(source)!r}: holds no state_dict, neither at the top level nor under "
         f"{', '.join(_CONTAINERS)}; save one: torch.save(model.state_dict(), path)."
     )
 
 
 def _find_prefix(tensors: Mapping[str, Tensor], prefix: str | None) -> str:
-    """The beginning of the names of the only LongNet, or ``prefix`` if there is one with it."""
+    """Return the prefix of the only LongNet, or ``prefix`` if a LongNet has it."""
     prefixes = sorted({found[1] for name in tensors if (found := _LAYER.match(name))})
     listed = ", ".join(map(repr, prefixes)) or "none"
     if prefix is not None:
         prefix = f"{prefix.rstrip('.')}." if prefix else ""
         if prefix not in prefixes:
-            raise ValueError(f"prefix = {prefix!r}: no layers have such names; the prefixes of LongNets are: {listed}.")
+            raise ValueError(f"prefix = {prefix!r}: no layer has this prefix; the source's prefixes: {listed}.")
         return prefix
     if not prefixes:
         raise ValueError(
@@ -165,10 +166,10 @@ def _find_prefix(tensors: Mapping[str, Tensor], prefix: str | None) -> str:
 
 
 def _find_kind(prefix: str, state_dict: Mapping[str, Tensor]) -> str:
-    """Encoder or decoder, from the prefix: their parameters have the same names."""
+    """Return ``"encoder"`` or ``"decoder"``, by the prefix. The parameters of both have the same names."""
     for part in reversed(prefix.split(".")):
         if part in _KINDS:
             return part
     if "embed_tokens.weight" not in state_dict:
         return "encoder"
-    raise ValueError("kind: the names do not tell whether this is an encoder or a decoder; choose with --kind.")
+    raise ValueError("kind: the names do not show whether this is an encoder or a decoder; choose one with --kind.")

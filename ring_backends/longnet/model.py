@@ -1,4 +1,4 @@
-"""The models of LongNet. The package's docstring says how they differ from torchscale's."""
+"""The models of LongNet. The docstring of :mod:`ring_backends.longnet` lists the differences from torchscale."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.pattern import DilatedPattern
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
-_FIRST_POSITION = 2  # of embed_positions; the rows before it belong to fairseq's symbols
+_FIRST_POSITION = 2  # row of embed_positions for position 0; fairseq reserves the rows before it
 
 _Model = TypeVar("_Model", bound="LongNet")
 
@@ -55,7 +55,8 @@ class _Layer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps, **factory)
 
     def forward(self, x: Tensor, is_causal: bool, seq_len: int, key_padding_mask: Tensor | None) -> Tensor:
-        # Checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its inputs.
+        # The dtype is checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its
+        # inputs.
         weight = self.self_attn_layer_norm.weight
         if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             with cast(Ring, self.self_attn.attention.ring).report_refusals():
@@ -73,22 +74,23 @@ class LongNet(nn.Module):
 
     Args:
         embed_dim: width of the hidden states, a multiple of num_heads.
-        num_heads: heads of every layer. A checkpoint does not show them; GigaPath's slide encoders have 16.
+        num_heads: number of heads of every layer. A checkpoint does not contain it. GigaPath's slide encoders have 16.
         ffn_dim: hidden width of the feed-forward networks.
         num_layers: number of layers.
-        attention: a RingDilatedAttention of any adapter. Every layer gets a copy, so that ranks that call layers in
-            different orders raise an error. For weights that torchscale trained:
+        attention: a RingDilatedAttention of any adapter. Every layer gets a copy. If ranks call layers in different
+            orders, they then raise an error. For weights that torchscale trained, use
             ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
         sub_layer_norm: LayerNorm before the attention's output projection and before ``ffn.fc2`` (``subln``).
         normalize_output: LayerNorm after the last layer.
-        vocab_size: rows of ``embed_tokens``. None: there is no such layer, and the model takes embeddings.
-        num_positions: rows of ``embed_positions``. The first two stay unused, as in fairseq. None: no such layer.
-        output_size: rows of ``output_projection``. None: there is no such layer, and the model returns hidden states.
-        tied: ``output_projection`` shares the matrix of ``embed_tokens``.
-        scale_embedding: multiply embeddings by sqrt(embed_dim).
-        activation: of the feed-forward networks, ``"gelu"`` or ``"relu"``.
-        layer_norm_eps: of every LayerNorm.
-        device, dtype: of the parameters.
+        vocab_size: rows of ``embed_tokens``. With None there is no such layer, and the input is embeddings.
+        num_positions: rows of ``embed_positions``. The first two rows are not used, as in fairseq. With None there is
+            no such layer.
+        output_size: rows of ``output_projection``. With None there is no such layer, and the output is hidden states.
+        tied: whether ``output_projection`` shares the matrix of ``embed_tokens``.
+        scale_embedding: whether to multiply embeddings by sqrt(embed_dim).
+        activation: activation of the feed-forward networks, ``"gelu"`` or ``"relu"``.
+        layer_norm_eps: epsilon of every LayerNorm.
+        device, dtype: device and dtype of the parameters.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -157,7 +159,11 @@ class LongNet(nn.Module):
             self.output_projection.weight = self.embed_tokens.weight
 
     def _scale_initial_weights(self, sub_layer_norm: bool) -> None:
-        """Deviation embed_dim^-0.5 for embeddings and output; Magneto's gain sqrt(ln(2 layers)) with sub-layer norm."""
+        """Initialize weights as torchscale does.
+
+        Embeddings and output projection get the standard deviation embed_dim^-0.5. With sub-layer norm, the projections
+        v and out, fc1 and fc2 are scaled by Magneto's gain sqrt(ln(2 num_layers)).
+        """
         for table in (self.embed_tokens, self.embed_positions, self.output_projection):
             if table is not None:
                 nn.init.normal_(table.weight, std=table.weight.shape[1] ** -0.5)
@@ -182,18 +188,18 @@ class LongNet(nn.Module):
             x: [batch, local seq, embed_dim], embeddings in the dtype of the parameters; or [batch, local seq], token
                 ids, int64 or int32. These are this rank's rows, as ``ring.shard`` cuts them.
             seq_len: length of the global sequence. None: local length × ring size.
-            key_padding_mask: bool [batch, local seq], True = ignore this key. To get torchscale's treatment of
-                padding, set its embeddings to zero and give no mask.
-            features_only: skip ``output_projection``.
-            return_hidden_states: also return the embeddings and the output of each layer, before ``layer_norm``.
+            key_padding_mask: bool [batch, local seq], True = ignore this key. To treat padding as
+                torchscale does, set the embeddings of padding to zero and pass no mask.
+            features_only: whether to skip ``output_projection``.
+            return_hidden_states: whether to return also the embeddings and each layer's output, before ``layer_norm``.
 
         Returns:
             [batch, local seq, output_size], or [batch, local seq, embed_dim] without projection. With
             ``return_hidden_states`` a pair: this, and a list of num_layers + 1 tensors [batch, local seq, embed_dim].
 
         Raises:
-            ValueError, TypeError: x does not fit, or the sequence is longer than embed_positions. The attention's own
-                errors.
+            ValueError, TypeError: x has the wrong shape or dtype, or the sequence is too long for embed_positions.
+            RingMismatchError, RingPeerError: as in a call of the attention.
         """
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
@@ -210,7 +216,7 @@ class LongNet(nn.Module):
         return (x, states) if return_hidden_states else x
 
     def _embed(self, x: Tensor, ring: Ring, seq_len: int | None) -> tuple[Tensor, int]:
-        """Scaled embeddings with positions added, and the length of the global sequence."""
+        """Return the scaled embeddings with positions added, and the length of the global sequence."""
         if not isinstance(x, Tensor):
             raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
         is_tokens = x.dtype in (torch.int64, torch.int32)
@@ -228,8 +234,8 @@ class LongNet(nn.Module):
         positions = ring.positions(seq_len)
         if x.shape[1] != len(positions):
             raise ValueError(
-                f"x has {x.shape[1]} local rows: this rank holds {len(positions)} of seq_len = {seq_len}; shard the "
-                f"sequence with ring.shard(x, dim=1), and give the global length as seq_len."
+                f"x has {x.shape[1]} local rows, but this rank holds {len(positions)} rows of seq_len = {seq_len}; "
+                "shard the sequence with ring.shard(x, dim=1), and pass its length as seq_len."
             )
         if is_tokens:
             assert self.embed_tokens is not None
@@ -257,14 +263,16 @@ class LongNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> _Model:
-        """Make the model of a state_dict. Sizes are found from names and shapes.
+        """Make a model from a state_dict. Its names and shapes determine the sizes of the model.
 
         Args:
-            state_dict: torchscale's, of the encoder or decoder alone: names begin with ``layers.`` and the like.
-            dtype: of the parameters. None: that of the state_dict.
+            state_dict: state_dict of torchscale's encoder or decoder alone, with names such as ``layers.0.…``.
+            num_heads, attention, scale_embedding, activation, layer_norm_eps: as in :class:`LongNet`.
+            device: device of the parameters.
+            dtype: dtype of the parameters. None means that of the state_dict.
 
         Raises:
-            ValueError: the state_dict is not of a LongNet, or of one that is not supported.
+            ValueError: the state_dict is not that of a LongNet, or the LongNet is not supported.
         """
         sizes = sizes_of(state_dict)
         dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
@@ -285,7 +293,7 @@ class LongNet(nn.Module):
         """Load the model from a file that ``ring-backends convert`` wrote.
 
         Raises:
-            ValueError: the file has another format, another class, or was converted for another pattern.
+            ValueError: the file has another format, holds another class, or was converted for another pattern.
             OSError: the file cannot be read.
         """
         found = read_checkpoint(path)

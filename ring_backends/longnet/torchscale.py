@@ -1,4 +1,4 @@
-"""Checkpoints of LongNet: reads files, and finds a model's sizes from the names and shapes of its parameters."""
+"""Checkpoints of LongNet: reads files, and derives a model's sizes from the names and shapes of its parameters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_SUPPORTED = (
     (r"embed_positions\.(?!weight$)", "positions that are not learned"),
 )
 
-OPTIONS = ("num_heads", "scale_embedding", "activation", "layer_norm_eps")  # not visible in names and shapes
+OPTIONS = ("num_heads", "scale_embedding", "activation", "layer_norm_eps")  # names and shapes do not show these
 _BRANCHES = ("segment_lengths", "dilation_rates")
 
 
@@ -36,22 +36,22 @@ def load_parameters(model: nn.Module, state_dict: Mapping[str, Tensor], *, assig
         model.load_state_dict(state_dict, assign=assign)
     except RuntimeError as error:
         raise ValueError(
-            f"state_dict: not the parameters of a {type(model).__name__} with these layers; give all of torchscale's "
-            f"and no others. {' '.join(str(error).split())}"
+            f"state_dict: not the parameters of a {type(model).__name__} with these layers; give all parameters of "
+            f"torchscale's model and no others. {' '.join(str(error).split())}"
         ) from None
 
 
 def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The model's sizes: the constructor's arguments that follow from names and shapes.
+    """Return the sizes of the model: the arguments of its constructor that follow from names and shapes.
 
     Raises:
-        ValueError: the parameters are not of a LongNet, or of one that is not supported.
+        ValueError: the parameters are not those of a LongNet, or the LongNet is not supported.
     """
     for name in state_dict:
         for pattern, what in _NOT_SUPPORTED:
             if re.search(pattern, f".{name}"):
                 raise ValueError(
-                    f"state_dict has {name}: {what}, which is not supported; give a model that was trained without."
+                    f"state_dict has {name}: {what}, which is not supported; give a model that was trained without it."
                 )
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or value.dim() not in (1, 2):
@@ -96,17 +96,17 @@ def sizes_of(state_dict: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read a file of ``ring-backends convert``: kind, options, sizes, branches (None if not given), state_dict.
+    """Read kind, options, sizes, branches (None if not given) and state_dict from a file of ``ring-backends convert``.
 
     Raises:
         ValueError: the file has another format.
         OSError: the file cannot be read.
     """
     found = load_tensors(path)
-    said = found.get("longnet") if isinstance(found, dict) else None
-    if not isinstance(said, dict) or not {"kind", *_BRANCHES, *OPTIONS} <= set(said) or "model" not in found:
-        raise ValueError(f"path = {os.fspath(path)!r}: not what `ring-backends convert` writes; convert it first.")
-    return {**said, "state_dict": found["model"]}
+    settings = found.get("longnet") if isinstance(found, dict) else None
+    if not isinstance(settings, dict) or not {"kind", *_BRANCHES, *OPTIONS} <= set(settings) or "model" not in found:
+        raise ValueError(f"path = {os.fspath(path)!r}: not a file of `ring-backends convert`; convert it first.")
+    return {**settings, "state_dict": found["model"]}
 
 
 def load_tensors(path: str | os.PathLike[str]) -> Any:

@@ -18,7 +18,7 @@ from ring_backends.schedule.tiling import cut
 
 @dataclass(frozen=True)
 class _Span:
-    """A piece of a segment, or a run of whole segments, on one rank; ``phase`` is where it begins in its segment."""
+    """A piece of a segment, or several whole segments, on one rank. ``phase`` is its start relative to its segment."""
 
     local_start: int
     phase: int
@@ -84,10 +84,10 @@ class BlockBuilder:
         return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
-        """Tiles with local keys: whole segments, and local pieces against themselves and against each other.
+        """Add the tiles with local keys: of whole segments, of a local piece with itself, and of two local pieces.
 
         Args:
-            opens: whether whole segments, and pieces against themselves, are the first tiles of their rows.
+            opens: whether the tiles of whole segments, and of a piece with its own keys, are the first of their rows.
         """
         draft = self.drafts[0]
         is_causal = self.schedule.is_causal
@@ -104,7 +104,7 @@ class BlockBuilder:
             draft.phantoms += self._phantoms(branch, crossing)
 
     def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
-        """Segments within one chunk of this rank: the full ones as one span, and the short last one of the sequence."""
+        """Yield the segments within one chunk: full segments as one span, and the sequence's short last segment."""
         w, n = branch.segment_length, self.layout.seq_len
         base = 0
         for piece in self.layout.pieces(self.rank):
@@ -172,7 +172,7 @@ class BlockBuilder:
             )
 
     def _remote(self, branch: BranchSchedule) -> None:
-        """Enter every parcel whose route passes through this rank."""
+        """Add every parcel whose route passes through this rank to the steps."""
         pieces = self._pieces(branch, self.rank)
         own = [piece for piece in pieces if piece.rank == self.rank]
         segment_start = branch.crossing.segment_start
@@ -198,7 +198,7 @@ class BlockBuilder:
     def _follow(
         self, branch: BranchSchedule, parcel: Parcel, route: _Route, hop: int, queries: Iterable[_Span], base: int
     ) -> None:
-        """Enter the arrival and departure of one parcel at this rank, which is ``hop`` hops from its source."""
+        """Add arrival and departure of one parcel to the steps. This rank is ``hop`` hops from the parcel's source."""
         here = self.drafts[base + hop]
         goes_on = hop < parcel.reach
         if goes_on:
@@ -214,7 +214,7 @@ class BlockBuilder:
             self.drafts[base + hop - 1].grad_receives[route.rank(hop - 1)].append(parcel)
 
     def _parcels(self, branch: BranchSchedule, piece: _Piece, direction: int, share: int) -> Iterator[Parcel]:
-        """The parcels of one share of a piece: one for each combination of row count and reach."""
+        """Yield the parcels of one share of a piece: one parcel for each combination of row count and reach."""
         index_of = {offset: index for index, offset in enumerate(branch.offsets.tolist())}
         num_rows, reach = branch.num_rows[piece.index].tolist(), branch.reach[piece.index].tolist()
         groups = defaultdict(list)
@@ -297,8 +297,8 @@ class _Draft:
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
     """One message per peer, with the parcels of the shortest remaining reach first.
 
-    Both ends sort alike. Where segments nest, the parcels to forward in the next step then lie side by side in the
-    buffer that arrived, and leave without a copy.
+    Both ranks of a hop sort in the same order. If segments are nested, the parcels to forward in the next step are then
+    adjacent in the received buffer. They are sent without a copy.
     """
     ordered = {peer: tuple(sorted(parcels, key=_order)) for peer, parcels in by_peer.items()}
     return tuple(

@@ -1,4 +1,4 @@
-"""One branch of a schedule: which of its segments cross chunks, and how many rows travel how far."""
+"""One branch of a schedule: the pieces of segments that cross chunks, and the rows and hops of each piece."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ class BranchSchedule:
     """One branch's share of the schedule.
 
     Attributes:
-        index, rate, segment_length: which branch, r, and w (at most the sequence).
-        offsets: the distinct offsets that its heads have: int64 [offsets].
-        heads_at, streams_at: the number of query heads, and of distinct (key/value head, offset) pairs, at each offset.
+        index: number of the branch.
+        rate: dilation rate r.
+        segment_length: w, at most the length of the sequence.
+        offsets: the distinct offsets of the branch's heads: int64 [offsets].
+        heads_at: number of query heads at each offset: int64 [offsets].
+        streams_at: number of distinct (key/value head, offset) pairs at each offset: int64 [offsets].
         crossing: the pieces of segments that lie on several chunks.
-        num_rows, reach: per piece and offset, rows and hops: int64 [pieces, offsets].
+        num_rows: rows of each piece at each offset: int64 [pieces, offsets].
+        reach: hops that these rows make: int64 [pieces, offsets].
     """
 
     index: int

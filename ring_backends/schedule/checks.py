@@ -1,4 +1,4 @@
-"""Checks of arguments that every room of the package uses."""
+"""Checks of arguments that all parts of the package share."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def check_integer(
     """Return ``value`` if it is an int of at least ``minimum``. A bool does not count as an int.
 
     Args:
-        name: of the argument, for the error.
-        advice: what the error tells the caller to do about a value that is too small.
+        name: name of the argument, for the error message.
+        advice: the end of the error message about a value that is too small: what to do.
 
     Raises:
         TypeError: ``value`` is not an int.

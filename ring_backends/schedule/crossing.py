@@ -1,12 +1,12 @@
-"""Segments that lie on several chunks: their pieces, and how far the K and V of each piece travel.
+"""The pieces of segments that lie on several chunks, and the routes along which their K and V travel.
 
-Everything here is arithmetic on arrays with one entry per piece. A chunk has at most two such pieces per branch, so the
-cost does not grow with the length of the sequence.
+Everything here is arithmetic on arrays with one entry per piece. A chunk has at most two such pieces per branch. So the
+cost of this module does not grow with the length of the sequence.
 
 The K and V of a piece travel along a *route*: from the rank that holds them through the ranks ``lo`` … ``hi`` in one
-direction, wrapping around, to the last rank that needs them. Without a causal mask the route is the sub-ring of all
-ranks that share the segment. With one, only later chunks need a piece, so it travels towards them: upwards, or
-downwards from the second half of a zigzag layout.
+direction to the last rank that needs them. After ``hi`` it continues with ``lo``, or the other way round. Without a
+causal mask, the route is the sub-ring of all ranks that share the segment. With a causal mask, only later chunks need a
+piece, so it travels towards them: upwards, or downwards if it lies in the second half of a zigzag layout.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from ring_backends.schedule.pattern import num_covered
 
 @dataclass(frozen=True, eq=False)
 class CrossingPieces:
-    """The pieces of one branch's segments that lie on several chunks, in order of position: int64 [pieces] each."""
+    """The pieces of one branch's segments that lie on several chunks, in order of position: int64 [pieces] each.
+
+    Attributes:
+        chunk, rank: the chunk of each piece, and the rank that holds it.
+        segment_start, segment_stop: global positions of the piece's segment.
+        start, stop: global positions of the piece.
+        lo, hi: the ranks of the piece's route.
+        direction: +1 if the route goes to higher ranks, −1 if it goes to lower ranks.
+        is_causal: whether the routes are those of causal attention.
+    """
 
     chunk: Tensor
     rank: Tensor
@@ -48,7 +57,8 @@ class CrossingPieces:
         """How many hops each piece's rows make at each offset: int64 [pieces, offsets], 0 for pieces without rows.
 
         Rows travel to the last rank of their route that has a query row at their offset. That is the end of the route,
-        except in segments with a piece that has no row at some offset; these are examined pair by pair.
+        except in segments with a piece that has no row at some offset. In these segments all pairs of pieces are
+        examined.
         """
         reach = (self.hi - self.lo).unsqueeze(1).expand_as(num_rows).clone()
         rowless = torch.isin(self.segment_start, self.segment_start[(num_rows == 0).any(1)])

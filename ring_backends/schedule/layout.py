@@ -23,11 +23,12 @@ class SequenceLayout:
     Args:
         seq_len: length of the global sequence, in tokens, at least 1.
         ring_size: number of ranks, at least 1. It need not divide seq_len; a rank may hold no position.
-        kind: ``"contiguous"``: of p pieces by ``torch.tensor_split``, rank i holds piece i. ``"zigzag"``: of 2p pieces
-            it holds pieces i and 2p − 1 − i, which balances causal attention.
+        kind: ``"contiguous"`` cuts the sequence into p = ring_size chunks, as ``torch.tensor_split`` does. Rank i holds
+            chunk i. ``"zigzag"`` cuts it into 2p chunks. Rank i holds chunks i and 2p − 1 − i. This balances causal
+            attention.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above.
+        ValueError, TypeError: an argument is invalid.
 
     >>> [SequenceLayout(8, 2, kind).positions(0).tolist() for kind in ("contiguous", "zigzag")]
     [[0, 1, 2, 3], [0, 1, 6, 7]]
@@ -50,8 +51,8 @@ class SequenceLayout:
         return self.ring_size * (2 if self.kind == "zigzag" else 1)
 
     def chunk_start(self, chunk: int) -> int:
-        """First global position of ``chunk``; seq_len for chunk number ``num_chunks``."""
-        size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile has no divmod
+        """First global position of ``chunk``. For ``chunk = num_chunks`` it is seq_len."""
+        size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile lacks divmod
         return chunk * size + min(chunk, extra)
 
     def chunk_starts(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The links of a ring: how many rows travel from which rank to which."""
+"""The links of a ring: how many rows each rank sends to each other rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Links:
 
     Attributes:
         source, destination: ring ranks.
-        rows: head rows of K and V, or of dK and dV.
+        rows: number of rows of one head. A row of K and its row of V, or of dK and dV, count as one.
     """
 
     source: Tensor
@@ -26,12 +26,12 @@ class Links:
 
     @classmethod
     def of_keys(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """Where K and V travel, in a forward and again in a backward."""
+        """The links of K and V, the same in a forward and in a backward."""
         return cls._of(branches, ring_size, grads=False)
 
     @classmethod
     def of_grads(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """Where dK and dV travel in a backward: along the routes of K and V from the first stop on, then home."""
+        """The links of dK and dV in a backward: the routes of K and V from the second rank on, then to the source."""
         return cls._of(branches, ring_size, grads=True)
 
     @classmethod
@@ -51,7 +51,8 @@ class Links:
                 ring = hi - lo + 1
                 first = lo + (source - lo + direction * int(grads)).remainder(ring)
                 hops = (reach - int(grads)).clamp(min=0)
-                # In the direction of travel: hops before the end of the sub-ring, at most one that wraps, hops after.
+                # In the direction of travel: hops up to the end of the sub-ring, at most one hop that wraps around,
+                # hops after it.
                 until_end = (hi - first) if direction > 0 else (first - lo)
                 before = torch.minimum(hops, until_end)
                 around = (hops > until_end).long()
@@ -72,7 +73,7 @@ class Links:
         return cls(*(column[used] for column in columns))
 
     def rows_between(self, hosts: Tensor) -> int:
-        """Rows whose source and destination are on different hosts; ``hosts``: a number per ring rank, [ring size]."""
+        """Rows with source and destination on different hosts. ``hosts`` is the host of each ring rank, [ring size]."""
         crosses = hosts[self.source] != hosts[self.destination]
         return int((self.rows * crosses).sum())
 

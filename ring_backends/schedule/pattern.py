@@ -1,7 +1,7 @@
 """Which keys a query sees: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
 
-Position t is covered by branch i for head j iff ``(t mod w) mod r == offset(i, j)``; two covered positions of
-one segment see each other. This is the one module of the package that derives which positions are covered.
+Branch i covers position t for head j if and only if ``(t mod w) mod r == offset(i, j)``. Two covered positions of one
+segment see each other. No other module of the package decides which positions are covered.
 """
 
 from __future__ import annotations
@@ -29,14 +29,15 @@ class DilatedPattern:
         segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as the sequence.
         dilation_rates: r of each branch, at least 1; one per segment length.
         head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
-            contiguous group per branch, sizes differing by at most one, the larger groups first.
-        offset: head j's offset in branch i: ``"mod"`` j % r (the paper), ``"block"`` j // ceil(H / r) (torchscale),
-            ``"branch"`` i % r. None means ``"mod"``, or ``"branch"`` when grouped.
+            contiguous group per branch. The sizes of groups differ by at most one, and larger groups come first.
+        offset: rule for the offset of head j, of H heads, in branch i. ``"mod"``: j % r (the paper). ``"block"``:
+            j // ceil(H / r) (torchscale). ``"branch"``: i % r. None means ``"branch"`` with
+            ``head_mode="grouped"``, and otherwise ``"mod"``.
         padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
             padded with zero keys and values, which its non-causal queries see.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule above.
+        ValueError, TypeError: an argument is invalid.
 
     >>> pattern = DilatedPattern([2048, 16384], [1, 8])
     >>> [pattern.head_offset(1, head, num_heads=4) for head in range(4)]
@@ -68,7 +69,7 @@ class DilatedPattern:
 
     @classmethod
     def torchscale(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
-        """torchscale's pattern, which published checkpoints were trained with: offset by blocks, zero padding."""
+        """torchscale's pattern, with which published checkpoints were trained: offset by blocks, zero padding."""
         return cls(tuple(segment_lengths), tuple(dilation_rates), offset="block", padding="zeros")
 
     @classmethod
@@ -103,7 +104,7 @@ class DilatedPattern:
         return branch % rate
 
     def segment_length(self, branch: int, seq_len: int) -> int:
-        """w of ``branch``, at most ``seq_len`` tokens."""
+        """The segment length w of ``branch``, but at most ``seq_len``."""
         return min(self.segment_lengths[branch], seq_len)
 
     def segment(self, branch: int, position: Positions, seq_len: int) -> Positions:
@@ -127,7 +128,8 @@ class DilatedPattern:
         """Refuse a pattern that is undefined for ``seq_len`` tokens and ``num_heads`` heads.
 
         Raises:
-            ValueError: grouped with fewer heads than branches; zero padding where torchscale misplaces its outputs.
+            ValueError: there are fewer heads than branches, with ``head_mode="grouped"``; or torchscale would misplace
+                outputs, with ``padding="zeros"``.
         """
         if self.head_mode == "grouped" and num_heads < self.num_branches:
             raise ValueError(
@@ -148,7 +150,7 @@ class DilatedPattern:
 
 
 def num_covered(length: Positions, offset: Positions, rate: int) -> Positions:
-    """How many of the first ``length`` positions of a segment lie at ``offset`` modulo ``rate``; tensors broadcast."""
+    """How many of the first ``length`` positions of a segment lie at ``offset`` modulo ``rate``. Tensors broadcast."""
     rows = -((offset - length) // rate)
     return rows * (rows > 0)
 

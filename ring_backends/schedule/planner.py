@@ -1,7 +1,7 @@
 """Plans one rank's part of a schedule, step by step.
 
-The heads are cut into blocks, and where that is not fine enough the travelling rows into shares. So the buffers of a
-hop stay small compared with the tensors.
+The heads are cut into blocks. If the blocks are still too large, the rows of each hop are cut into shares. So the
+buffers of a hop stay small compared with the tensors.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule
 
 COMMUNICATION_SHARE = 0.05
-"""The most that all communication buffers may take, as a share of q, k, v, out and their gradients."""
+"""Maximum size of all communication buffers, as a share of q, k, v, out and their gradients."""
 
 MIN_HOP_BYTES = 256 * 1024
-"""Hops are not cut finer than this: below it, latency costs more than the memory is worth."""
+"""Minimum size of a hop after cutting. Smaller hops cost more time by latency than they save memory."""
 
 MIN_BLOCK_BYTES = 4 * 1024 * 1024
-"""Heads are not cut into blocks whose query is smaller than this, where no hop asks for it.
+"""Minimum size of the query of a block of heads, unless the hops require smaller blocks.
 
-In bf16 and fp16 the sums of a backward take more bytes than the gradients. Blocks keep them small. A forward needs no
-such limit: its sums exist while no gradients do.
+In bf16 and fp16, the sums of a backward take more bytes than the gradients. Cutting the heads into blocks keeps the
+sums small. A forward is not cut for its sums, since they exist while there are no gradients.
 """
 
 
@@ -42,9 +42,9 @@ def rank_plan(
     """The steps of ``rank`` in a forward, or in a backward.
 
     Args:
-        batch, head_dim, itemsize: of the inputs. They decide how finely heads and hops are cut, and every rank has the
-            same.
-        tile_bytes: the most that the query of one tile may take; ranks may differ. None leaves tiles whole.
+        batch, head_dim, itemsize: sizes of the inputs, the same on every rank. They decide into how many parts heads
+            and hops are cut.
+        tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
     """
     if batch == 0:
         return RankPlan(rank, ())
@@ -59,9 +59,10 @@ def rank_plan(
 
 
 def _hide_last_hop(block: HeadBlock) -> HeadBlock:
-    """Keep half of the tiles of local keys for the end, to be computed while the last dK and dV travel home.
+    """Move half of the tiles with local keys to the end, so that they hide the last hop of dK and dV.
 
-    The other half hides the first hop. Tiles that open rows have to stay ahead of those that add to them.
+    The other half hides the first hop. Tiles that open rows are not moved, since they come before the tiles that add to
+    these rows.
     """
     first, *others = block.steps
     movable = [tile for tile in first.tiles if not (tile.opens_queries or tile.opens_keys)]
@@ -74,8 +75,8 @@ def _hide_last_hop(block: HeadBlock) -> HeadBlock:
 def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int, *, backward: bool) -> tuple[int, int]:
     """How many blocks of heads, and how many shares of every hop, keep the communication buffers small.
 
-    The buffers alive together are at most three of K and V (packed or being forwarded, in use, in flight), and in
-    backward three of dK and dV in the statistics dtype (being computed, leaving, arriving).
+    At most three buffers of K and V exist at a time: one to send, one in use, one to receive. In a backward, there are
+    at most three more of dK and dV, in the statistics dtype: one being computed, one to send, one to receive.
     """
     longest = max(map(schedule.layout.local_len, {0, schedule.layout.ring_size - 1}))
     tensors = 4 * longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
@@ -91,5 +92,5 @@ def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int, *, backward: bo
 
 
 def num_cuts(schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
-    """How many blocks of heads a plan has, one after the other, and into how many shares it cuts every hop."""
+    """Return the number of blocks of heads in a plan, and the number of shares into which it cuts every hop."""
     return _cuts(schedule, batch * head_dim * itemsize, itemsize, backward=backward)

@@ -2,7 +2,8 @@
 
 A plan is a list of blocks of heads. The first step of a block computes the tiles whose keys are local. Each further
 step receives parcels of K and V, computes the tiles that need them, and forwards what other ranks still need. All ranks
-number their steps alike, also those in which they do nothing. :mod:`ring_backends.schedule.planner` makes plans.
+number the steps in the same way. In some steps a rank may do nothing. :mod:`ring_backends.schedule.planner` makes
+plans.
 """
 
 from __future__ import annotations
@@ -15,11 +16,17 @@ from ring_backends.schedule.rows import DilatedRows
 
 @dataclass(frozen=True, eq=False)
 class Parcel:
-    """The K and V rows of some streams in one piece of a segment, which travel along one route together.
+    """Rows of K and V that travel along one route together: those of some streams in one piece of a segment.
 
     A stream is a distinct (key/value head, offset) pair. Every query head with this pair attends to its rows.
 
     Attributes:
+        start: global position where the piece begins.
+        streams: the (key/value head, offset) pairs.
+        first_row, rows: number of the first row in the piece, and number of rows, for each stream.
+        reach: number of hops.
+        direction: +1 if the route goes to higher ranks, −1 if it goes to lower ranks.
+        source: the rows on the rank that holds them.
         first_positions: per stream, the global position of its first row. Rows are ``source.rate`` positions apart.
     """
 
@@ -53,7 +60,7 @@ class Message:
 
 @dataclass(frozen=True)
 class ParcelRows:
-    """The K and V rows ``rows`` of the streams ``streams`` of a parcel."""
+    """Some rows of some streams of a parcel: the streams ``streams``, and of each the rows ``row_range``."""
 
     parcel: Parcel
     streams: range
@@ -84,8 +91,9 @@ class Tile:
 
     Attributes:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
-        opens_queries, opens_keys: whether this is the first tile of the block for its query rows, or its key rows. Its
-            results are then stored, instead of merged or added.
+        opens_queries: whether this is the first tile of the block for its query rows. The results of a first tile are
+            stored, and not merged or added.
+        opens_keys: the same for its key rows.
     """
 
     branch: int
@@ -110,7 +118,7 @@ class Tile:
 
     @property
     def heads_per_group(self) -> int:
-        """How many consecutive heads a cut keeps together: those of one stream, or 1 if streams are not grouped."""
+        """How many consecutive heads share a stream, and are not separated by a cut; 1 if streams are not grouped."""
         return len(self.stream_of_head) // self.keys.num_heads if self.streams_are_grouped else 1
 
     def part(self, segments: range, groups: range) -> Tile:
@@ -136,7 +144,7 @@ class Phantom:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan. K and V arrive before its tiles; the dK and dV of these K and V leave after them."""
+    """One step of a plan. K and V arrive before its tiles are computed. Their dK and dV are sent afterwards."""
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
@@ -151,7 +159,8 @@ class HeadBlock:
     """A range of query heads, their key/value heads, and the steps that compute them.
 
     Attributes:
-        is_opened: whether tiles that open rows cover all rows of all heads, so that no sum has to start from zeros.
+        is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum
+            is filled with zeros first.
     """
 
     heads: slice

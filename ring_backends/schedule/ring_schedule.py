@@ -1,8 +1,8 @@
 """The schedule of a ring as data: what every rank sends, computes and holds in one call.
 
 Every rank computes the same schedule from (pattern, layout, heads, causal), without a process group or communication.
-This module totals it for all ranks at once, by arithmetic on arrays. :mod:`ring_backends.schedule.planner` writes out
-one rank's part step by step, for the engine to carry out.
+This module computes its totals for all ranks at once, by arithmetic on arrays. :mod:`ring_backends.schedule.planner`
+makes the plan of one rank, step by step, for the engine.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class RingSchedule:
         is_causal: whether a query sees only keys at or before its own position.
 
     Raises:
-        ValueError, TypeError: an argument breaks a rule, or the pattern cannot mean anything on this layout and heads.
+        ValueError, TypeError: an argument is invalid, or the pattern is undefined for this length and number of heads.
 
     >>> schedule = RingSchedule(DilatedPattern([64, 256], [1, 4]), SequenceLayout(256, 4), num_heads=4)
-    >>> schedule.num_steps  # the branch of 256 crosses shards, that of 64 does not
+    >>> schedule.num_steps  # segments of 256 cross shards, segments of 64 do not
     3
     >>> schedule.wire_bytes(0, batch=1, head_dim=8, itemsize=4)
     12288
@@ -106,32 +106,32 @@ class RingSchedule:
 
     @cached_property
     def num_steps(self) -> int:
-        """Hops of K and V until all have arrived; 0 if no segment crosses a chunk boundary."""
+        """Number of hops until all K and V have arrived; 0 if no segment crosses a chunk boundary."""
         return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
 
     @cached_property
     def key_links(self) -> Links:
-        """Where K and V travel in a forward, and again in a backward."""
+        """The links of K and V, the same in a forward and in a backward."""
         return Links.of_keys(self.branches, self.layout.ring_size)
 
     @cached_property
     def grad_links(self) -> Links:
-        """Where dK and dV travel in a backward."""
+        """The links of dK and dV in a backward."""
         return Links.of_grads(self.branches, self.layout.ring_size)
 
     @cached_property
     def rows_sent(self) -> Tensor:
-        """Head rows that each rank sends in a forward, a row of K and its row of V as one: int64 [ring size]."""
+        """Rows of all heads that each rank sends in a forward. K and V count as one row: int64 [ring size]."""
         return self.key_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def grad_rows_sent(self) -> Tensor:
-        """Head rows of dK and dV that each rank sends in a backward: int64 [ring size]."""
+        """Rows of all heads of dK and dV that each rank sends in a backward: int64 [ring size]."""
         return self.grad_links.rows_sent(self.layout.ring_size)
 
     @cached_property
     def max_rows_in_flight(self) -> int:
-        """The most head rows of K and V that one rank sends or receives in one step."""
+        """Maximum number of rows of K and V, over all heads, that one rank sends or receives in one step."""
         rows = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
         for branch in self.branches:
             travelling = branch.num_rows * branch.streams_at * (branch.reach > 0)
@@ -148,7 +148,7 @@ class RingSchedule:
         return pairs
 
     def _pairs_before(self, position: Tensor, branch: BranchSchedule) -> Tensor:
-        """One head's visible pairs whose query lies before each position: float64 [positions, offsets]."""
+        """Number of one head's visible pairs with a query before each position: float64 [positions, offsets]."""
         length, n = branch.segment_length, self.layout.seq_len
         whole = (position // length).unsqueeze(1)
         segment_rows = num_covered(_integers([length]), branch.offsets, branch.rate).double()
@@ -169,14 +169,15 @@ class RingSchedule:
         masked: bool = False,
         document_bytes: int = 0,
     ) -> int:
-        """Payload bytes that ``rank`` sends in one forward, or in one backward alone.
+        """Payload bytes that ``rank`` sends in one forward, or in one backward.
 
         Args:
-            batch, head_dim: as of the inputs.
-            itemsize: bytes per element of K and V. In backward dK and dV travel beside them at 4 bytes (8 for fp64).
-            masked: whether the call has a key padding mask, which travels as one byte per key and head.
-            document_bytes: bytes per document number, which travels once per key and head and includes the mask; 0
-                without documents.
+            batch, head_dim: sizes of the inputs.
+            itemsize: bytes per element of K and V. In a backward, the elements of dK and dV have 4 bytes (8 for fp64).
+            backward: whether to count a backward instead of a forward.
+            masked: whether the call has a key padding mask. It takes one byte per key and head.
+            document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
+                document number, which includes the mask.
         """
         row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
         sent = int(self.rows_sent[rank]) * row_bytes
@@ -188,17 +189,17 @@ class RingSchedule:
         """Payload bytes that cross between hosts in one forward and one backward of the ring.
 
         Args:
-            hosts: the host of each ring rank, as any number.
-            batch, head_dim, itemsize: as of :meth:`wire_bytes`.
+            hosts: for each ring rank, a number that identifies its host.
+            batch, head_dim, itemsize: as in :meth:`wire_bytes`.
         """
         numbers = _integers(hosts)
         keys, grads = (links.rows_between(numbers) for links in (self.key_links, self.grad_links))
         return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
-        """Floating-point operations of ``rank`` in a forward: two matrix products per visible pair.
+        """Floating-point operations of ``rank`` in a forward, which has two matrix products.
 
-        A backward has five.
+        A backward has five matrix products.
         """
         return int(self.pairs[rank]) * 4 * head_dim * batch
 

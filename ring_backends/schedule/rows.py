@@ -1,7 +1,7 @@
 """Dilated rows as data: which positions of a tensor a branch reads for each head, without an index per row.
 
-The rows that a branch shows to a set of heads differ from head to head by their offset. Where head and offset advance
-evenly (``j % r``, ``j // k``), the rows of all those heads form one lattice, which a kernel can address by strides.
+The rows that a branch selects differ from head to head by the offset. If the offset grows by the same amount from each
+head to the next (``j % r``, ``j // k``), the rows of these heads form one lattice. A kernel can address it by strides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class HeadRun:
-    """A lattice of outer × inner heads whose index and first row advance evenly along both axes."""
+    """A lattice of outer × inner heads. Head index and first row grow by constant steps along both axes.
+
+    Attributes:
+        head: index of the first head.
+        phase: position of the first head's first row.
+        outer, inner: number of heads along each axis.
+        outer_head, inner_head: steps of the head index.
+        outer_phase, inner_phase: steps of the position of the first row.
+    """
 
     head: int
     phase: int
@@ -40,7 +48,7 @@ class HeadRun:
 
 @dataclass(frozen=True)
 class DilatedRows:
-    """Every ``rate``-th position of equally long segments, for a list of heads that each have a first row of their own.
+    """Every ``rate``-th position of equally long segments, for a list of heads. Each head has its own first row.
 
     Attributes:
         start: local position where the first segment, or the local piece of it, begins.
@@ -74,9 +82,9 @@ class DilatedRows:
 
 
 def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...]:
-    """Group heads with their phases into few lattices, greedily.
+    """Group heads with their phases greedily into a small number of lattices.
 
-    Steps in memory are never negative, since torch has no negative strides.
+    Steps are never negative, since torch has no negative strides.
     """
     inner_runs: list[HeadRun] = []
     index = 0
@@ -96,7 +104,7 @@ def head_runs(heads: Sequence[int], phases: Sequence[int]) -> tuple[HeadRun, ...
 
 
 def _stack(runs: Sequence[HeadRun]) -> Iterator[HeadRun]:
-    """Stack evenly spaced runs of equal shape into two-dimensional ones."""
+    """Stack one-dimensional runs of equal shape and spacing into two-dimensional runs."""
     index = 0
     while index < len(runs):
         first = runs[index]

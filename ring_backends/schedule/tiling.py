@@ -1,8 +1,8 @@
-"""Cuts tiles so that one kernel call works in cache, and takes little memory compared with the tensors.
+"""Cuts tiles so that one kernel call fits into the cache, and takes little memory compared with the tensors.
 
 A tile is cut first by segments, then by heads, and by rows only where one head has too many. A causal square then falls
-into squares on its diagonal and rectangles below it. Each rank cuts its own kernel calls; what ranks exchange does not
-depend on it.
+into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not
+depend on these cuts.
 """
 
 from __future__ import annotations
@@ -15,25 +15,26 @@ import torch
 from ring_backends.schedule.rank_plan import Tile
 
 MIN_TILE_ROWS = 1024
-"""Rows are not cut finer than this, since smaller kernel calls are slower."""
+"""Minimum number of rows after a cut by rows, since smaller kernel calls are slower."""
 
 MIN_TILE_BYTES = 256 * 1024
+"""Minimum value of the limit on the query of one kernel call on the CPU."""
 
 MAX_TILE_BYTES = 4 * 1024 * 1024
-"""The most that the query of one kernel call takes, for each thread."""
+"""Maximum size of the query of one kernel call on the CPU, for each thread."""
 
 MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
-"""On an accelerator, smaller kernel calls would be bound by their launch."""
+"""The same on an accelerator, where the launch would dominate the time of smaller kernel calls."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
-"""The query of one kernel call, as a share of this rank's query.
+"""Size of the query of one kernel call, as a share of the size of this rank's query.
 
-A backward has nine tensors of that size, and gradients besides.
+In a backward, a kernel call takes nine tensors of this size, while the gradients exist too.
 """
 
 
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
-    """The most that the query of one kernel call may take, where this rank's whole query takes ``query_bytes``."""
+    """Maximum size of the query of one kernel call, if this rank's whole query has ``query_bytes`` bytes."""
     share = int(query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE))
     if device.type == "cpu":
         return max(MIN_TILE_BYTES, min(share, MAX_TILE_BYTES * torch.get_num_threads()))
@@ -43,7 +44,8 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
 def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
     """Cut ``tile`` into tiles with at most ``max_rows`` head rows of queries each.
 
-    A tile has more where ``MIN_TILE_ROWS`` rows of the heads that share a key/value head are more.
+    A tile may have more, since it always has at least ``MIN_TILE_ROWS`` rows (or all rows) of all heads that share a
+    key/value head.
     """
     queries, keys = tile.queries, tile.keys
     longest = max(queries.rows, keys.rows)
@@ -72,6 +74,6 @@ def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
 
 
 def _ranges(total: int, at_most: int) -> list[range]:
-    """0 … total − 1 in the fewest ranges of at most ``at_most``, of even sizes."""
+    """Cut 0 … total − 1 into the smallest number of ranges of at most ``at_most``, of nearly equal sizes."""
     parts = -(-total // at_most)
     return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]
