@@ -1,7 +1,8 @@
-"""A baseline: only the attention kernel, on contiguous rows.
+"""A baseline: only the calls of the attention kernel, on contiguous rows.
 
-One call per branch, over all segments and heads at once, with the row counts that dilation leaves. It gathers nothing,
-merges nothing and writes its results nowhere: what is on top of it is the price of dilation as such.
+There is one call per branch, over all segments and heads. Each call has as many rows as the dilated branch. The
+baseline does not gather rows, merge results or write them. The overhead of dilation is the additional time that dilated
+attention needs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ring_backends.kernels import KernelInputs, select_kernel
 
 @dataclass(frozen=True)
 class BareKernels:
-    """One tile per branch: query, key, value and grad_out, each [segments, heads, rows, head_dim]."""
+    """One tile per branch. A tile is query, key, value and grad_out: [segments, heads, rows, head_dim] each."""
 
     tiles: list[tuple[Tensor, Tensor, Tensor, Tensor]]
     operator: Callable[..., tuple[Tensor, Tensor]]
@@ -27,18 +28,18 @@ class BareKernels:
 
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device) -> BareKernels:
-        """The tiles of ``case``, with normally distributed values.
+        """Make the tiles of ``case``, with normally distributed values.
 
         Raises:
-            ValueError: a segment length does not divide the sequence, or a rate its segment length, so that tiles of
-                one branch would differ in size.
+            ValueError: a segment length does not divide the sequence length, or a dilation rate does not divide its
+                segment length. The tiles of such a branch would differ in size.
         """
         tiles = []
         for index, (_, rate) in enumerate(case.branches):
             length = case.pattern.segment_length(index, case.seq_len)
             if case.seq_len % length or length % rate:
                 raise ValueError(
-                    f"branches: ({length}, {rate}) cuts {case.seq_len} tokens into unequal tiles; take a segment "
+                    f"branches: ({length}, {rate}) cuts {case.seq_len} tokens into unequal tiles; use a segment "
                     "length that divides the sequence and is a multiple of its rate."
                 )
             tiles.append(
@@ -60,7 +61,7 @@ class BareKernels:
 
 
 def _operators(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[Any, Any]:
-    """ATen's operator on the CPU, elsewhere the kernel that the package selects."""
+    """Return the functions for forward and backward: ATen's operators on the CPU, else those of the selected kernel."""
     scale = case.head_dim**-0.5
     if device.type == "cpu":
         aten = torch.ops.aten

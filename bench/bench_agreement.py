@@ -16,7 +16,7 @@ from ring_backends.ring.agreement import Agreement
 
 
 def bench_agreed_call(benchmark: Any) -> None:
-    """From the checked arguments to the tag of the first hop, forward and backward."""
+    """Time the agreement of one forward and one backward: from the checked arguments to the tag of the first hop."""
     agreement = Agreement(HashStore(), 0, 1, timedelta(seconds=60), lambda: None)
     attention = RingDilatedAttention(
         (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)

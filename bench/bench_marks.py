@@ -1,4 +1,4 @@
-"""The cost of packed documents and of dropout: forward and backward on one device, with one thread."""
+"""The cost of packed documents and of dropout: forward and backward, on one device with one thread."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ MARKS = {
 
 @pytest.mark.parametrize("marks", MARKS)
 def bench_marks(benchmark: Any, request: pytest.FixtureRequest, branches: Branches, marks: str) -> None:
-    """Dropout needs the math kernel. With documents, tiles without visible pairs are skipped."""
+    """Time one forward and backward. Dropout needs the math kernel. Tiles without visible pairs are skipped."""
     seq_len = SHRUNK if request.config.option.smoke else LENGTH
     options: dict[str, Any] = dict(MARKS[marks])
     if "documents" in options:
         count = options.pop("documents")
-        shift = seq_len // count // 8  # documents begin where no segment does
+        shift = seq_len // count // 8  # so that documents do not begin where segments begin
         bounds = [seq_len * number // count + shift * (0 < number < count) for number in range(count + 1)]
         options["document_ids"] = document_ids(bounds, seq_len)
     query, key, value = (torch.randn(1, seq_len, 8, 64, requires_grad=True) for _ in range(3))

@@ -1,4 +1,4 @@
-"""One device, one thread: dilated attention against its bare kernel calls, and against plain SDPA."""
+"""Compares dilated attention on one device and one thread with its bare kernel calls and with plain SDPA."""
 
 from __future__ import annotations
 

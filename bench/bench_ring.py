@@ -1,4 +1,4 @@
-"""Rings: every usable adapter, against a ring that sends all rows and against all-gather."""
+"""Compares the rings of all usable adapters with a ring that sends all rows and with all-gather."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The measured attention call of one contestant, as plain values for the ranks and for JSON."""
+"""Describes the attention call of one contestant by plain values, which can be sent to ranks and written as JSON."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ STANDARD: Branches = ((2048, 1), (4096, 2), (8192, 4))
 
 @dataclass(frozen=True)
 class Case:
-    """One call: batch 1, causal unless said otherwise.
+    """One attention call with batch 1.
 
     Attributes:
-        contestant: an adapter's name, or one of the constants of this module.
-        seq_len: tokens of the whole sequence.
-        ring_size: ranks that hold it, each a process with one thread.
+        contestant: the name of an adapter, or a constant of this module.
+        seq_len: length of the global sequence.
+        ring_size: number of ranks. Each rank is a process with one thread.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
-        device: ``"cpu"``, or ``"cuda"``, where ranks beyond the number of GPUs share them.
+        device: ``"cpu"`` or ``"cuda"``. With fewer GPUs than ranks, ranks share a GPU.
     """
 
     contestant: str
@@ -53,6 +53,6 @@ class Case:
 
     @property
     def tensor_bytes(self) -> int:
-        """Bytes of q, k, v, out and their gradients, over all ranks."""
+        """Bytes of q, k, v, out and their gradients, summed over all ranks."""
         itemsize = {"fp64": 8, "fp32": 4}.get(self.dtype, 2)
         return 4 * (self.num_heads + self.kv_heads) * self.seq_len * self.head_dim * itemsize

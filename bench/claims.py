@@ -1,4 +1,4 @@
-"""Measurements of the project's claims: `python bench/claims.py --help`.
+"""Measures what the documentation claims: `python bench/claims.py --help`.
 
 The contestants of a claim take turns, so background load affects all of them equally.
 """
@@ -26,7 +26,10 @@ app.command("hidden-hops")(hidden_hops_command)
 
 @app.command("overhead")
 def overhead_command(repeats: Repeats = 11, shrink: Shrink = 1, json: Json = None) -> None:
-    """One device, one thread, 32,768 tokens: dilated attention over its bare kernel calls."""
+    """Measure the time of dilated attention relative to its bare kernel calls, on one device and one thread.
+
+    The sequence has 32,768 tokens.
+    """
     with Worlds() as worlds:
         report("overhead", {"repeats": repeats, "shrink": shrink}, overhead(worlds, repeats, shrink), json)
 
@@ -56,10 +59,11 @@ def overhead(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
 
 @app.command("scaling")
 def scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
-    """Two ranks of one thread against one rank of one thread: forward and backward together, 65,536 tokens.
+    """Measure the speed-up of two ranks over one rank, with one thread each.
 
-    What the machine could give at most stands beside it: how much faster two processes that know nothing of each other
-    get the bare kernel calls done than one, at a quarter of the length.
+    A call is forward and backward at 65,536 tokens. For comparison, the command also measures the speed-up of two
+    independent processes that run the bare kernel calls, at a quarter of the length. The machine
+    allows no larger speed-up.
     """
     options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
     setups = {name: case for name, case in ring_setups(shrink, dtype).items() if name != PLAIN}
@@ -69,7 +73,7 @@ def scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp
 
 @app.command("plain-scaling")
 def plain_scaling_command(repeats: Repeats = 3, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
-    """The same for plain ring attention of 65,536 tokens, which takes minutes per call."""
+    """Measure the same as `scaling` for plain ring attention at 65,536 tokens. A call takes minutes."""
     options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
     setups = {PLAIN: ring_setups(shrink, dtype)[PLAIN]}
     with Worlds() as worlds:
@@ -84,7 +88,7 @@ def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Ro
             dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
             dataclasses.replace(case, contestant="native", ring_size=2),
             kernels,
-            dataclasses.replace(kernels, ring_size=2),  # all of it on each
+            dataclasses.replace(kernels, ring_size=2),  # both ranks compute all kernel calls
         ]
         alone, together, kernels_alone, kernels_twice = in_turns(worlds, contestants, "both", repeats, shorter=8)
         rows.append(
@@ -112,15 +116,15 @@ def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Ro
 def memory_command(
     shrink: Shrink = 1,
     dtype: Dtype = "fp32",
-    ring_sizes: Annotated[str, typer.Option(help="Ranks, as 1,2,4; the first is what the others are held against.")] = (
-        "1,2,4"
-    ),
+    ring_sizes: Annotated[
+        str, typer.Option(help="Ring sizes, for example 1,2,4. The first is the base of comparison.")
+    ] = ("1,2,4"),
     json: Json = None,
 ) -> None:
-    """Peak memory per rank of forward and backward at 65,536 tokens, inputs included, and the buffers' share.
+    """Measure the peak memory and the wire buffers of each rank.
 
-    Both are set against the tensors of the call (q, k, v, out and their gradients) that lie on a rank. Plain ring
-    attention of that length takes minutes.
+    A call is forward and backward at 65,536 tokens. The peak includes the inputs. Both values are relative to a rank's
+    part of q, k, v, out and their gradients. A call of plain ring attention takes minutes.
     """
     sizes = [int(size) for size in ring_sizes.split(",")]
     options = {"shrink": shrink, "dtype": dtype, "ring_sizes": sizes}
@@ -155,7 +159,7 @@ def memory(worlds: Worlds, ring_sizes: Sequence[int], shrink: int, dtype: str) -
 
 @app.command("million")
 def million_command(repeats: Repeats = 2, shrink: Shrink = 1, ring_size: RingSize = 4, json: Json = None) -> None:
-    """1,048,576 tokens in bf16 on four ranks, forward and backward: the cost of a token against 65,536 tokens."""
+    """Measure forward and backward at 1,048,576 tokens in bf16, and compare the time per token with 65,536 tokens."""
     options = {"repeats": repeats, "shrink": shrink, "ring_size": ring_size}
     with Worlds() as worlds:
         report("million", options, million(worlds, repeats, shrink, ring_size), json)
@@ -195,7 +199,7 @@ def timeline_command(
     ring_size: RingSize = 2,
     dtype: Dtype = "fp32",
 ) -> None:
-    """When each rank computes, posts hops and waits for them, in a call of dilated and one of plain attention."""
+    """Record when each rank computes, posts hops and waits for hops, with dilated and with plain attention."""
     with Worlds() as worlds:
         found = timelines(worlds, shrink, ring_size, dtype)
     json.write_text(json_module.dumps(found) + "\n")
@@ -215,7 +219,11 @@ def timelines(worlds: Worlds, shrink: int, ring_size: int, dtype: str) -> list[d
 def in_turns(
     worlds: Worlds, cases: Sequence[Case], direction: rank.Direction, repeats: int, *, shorter: int = 1
 ) -> list[list[float]]:
-    """Seconds of the calls of each case, in turns, after a warm-up call with lengths divided by ``shorter``."""
+    """Measure the seconds of each case's calls. The cases take turns.
+
+    Args:
+        shorter: divides the lengths of the warm-up call of each case.
+    """
     for case in cases:
         worlds.time(shortened(case, shorter), direction)
     rounds = [[worlds.time(case, direction)["seconds"] for case in cases] for _ in range(repeats)]

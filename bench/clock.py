@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 class SlowestRankClock:
-    """Keeps the time of the pipes to the ranks out of the statistics."""
+    """A clock that leaves out the time of the pipes to the ranks."""
 
     __name__ = "slowest_rank"  # in the results, instead of an address
 

@@ -15,7 +15,7 @@ from contestants import unusable
 from pytest_benchmark.fixture import BenchmarkFixture
 from worlds import Worlds
 
-pytest_plugins = ["ring_backends.testing.plugin"]  # its markers
+pytest_plugins = ["ring_backends.testing.plugin"]  # defines the markers
 
 LENGTHS = [2048 << doubling for doubling in range(6)]
 SMOKE_BRANCHES: Branches = ((64, 1), (128, 2), (256, 4))
@@ -32,33 +32,43 @@ def _words(text: str) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("ring", "ring attention's benchmarks")
-    group.addoption("--seq-lens", type=_integers, help="tokens, as 2048,4096; if not given, 2,048 to 65,536")
-    group.addoption("--ring-sizes", type=_integers, help="ranks, as 2,4; if not given, 1,2,4")
-    group.addoption("--dtypes", type=_words, help="of fp32, bf16, fp16, fp64; if not given, fp32,bf16")
-    group.addoption("--contestants", type=_words, help="only these, as 'native,dense ring'")
+    group = parser.getgroup("ring", "benchmarks of ring attention")
+    group.addoption(
+        "--seq-lens",
+        type=_integers,
+        help="sequence lengths, for example 2048,4096; default: the powers of two from 2,048 to 65,536",
+    )
+    group.addoption("--ring-sizes", type=_integers, help="ring sizes, for example 2,4; default: 1,2,4")
+    group.addoption("--dtypes", type=_words, help="dtypes from fp32, bf16, fp16 and fp64; default: fp32,bf16")
+    group.addoption(
+        "--contestants", type=_words, help="contestants to run, for example 'native,dense ring'; default: all"
+    )
     group.addoption("--layout", choices=["contiguous", "zigzag"], default="contiguous")
     group.addoption("--device", choices=["cpu", "cuda"], default="cpu")
-    group.addoption("--rounds", type=int, default=7, help="timed calls of a case, after a warm-up call")
+    group.addoption("--rounds", type=int, default=7, help="timed calls per case, after a warm-up call")
     group.addoption(
         "--budget",
         type=float,
         default=60.0,
-        help="seconds per case; a call that takes longer is made once, without warm-up",
+        help="seconds per case; if one call takes longer, the case has only this call, without warm-up",
     )
-    group.addoption("--no-memory", action="store_true", help="do not measure memory, which needs new ranks")
-    group.addoption("--smoke", action="store_true", help="tiny sizes, in seconds; the times mean nothing")
+    group.addoption("--no-memory", action="store_true", help="do not measure memory; measuring it starts new ranks")
+    group.addoption(
+        "--smoke",
+        action="store_true",
+        help="check with tiny sizes that the benchmarks run; takes seconds, and the times mean nothing",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.option.device == "cuda" and not torch.cuda.is_available():
-        raise pytest.UsageError("--device=cuda: torch sees no GPU here; use --device=cpu.")
+        raise pytest.UsageError("--device=cuda: torch finds no GPU on this machine; use --device=cpu.")
     if config.option.smoke:
         config.option.seq_lens = config.option.seq_lens or [512]
         config.option.ring_sizes = config.option.ring_sizes or [2]
         config.option.dtypes = config.option.dtypes or ["fp32"]
         config.option.rounds, config.option.no_memory = 1, True
-        config.option.benchmark_autosave = None  # meaningless times are not kept
+        config.option.benchmark_autosave = None  # do not save meaningless times
     config.option.seq_lens = config.option.seq_lens or LENGTHS
     config.option.ring_sizes = config.option.ring_sizes or [1, 2, 4]
     config.option.dtypes = config.option.dtypes or ["fp32", "bf16"]
@@ -68,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a benchmark. The last parameter changes fastest, so both directions share a case's inputs."""
     option = metafunc.config.option
     contestants = getattr(metafunc.module, "CONTESTANTS", None)
-    if contestants is None:  # no benchmarks
+    if contestants is None:  # the module has no contestants
         return
     values: dict[str, list[Any]] = {
         "contestant": [name for name in contestants if option.contestants is None or name in option.contestants],
@@ -95,11 +105,11 @@ def branches(request: pytest.FixtureRequest) -> Branches:
 
 @pytest.fixture(scope="session")
 def memory(request: pytest.FixtureRequest, worlds: Worlds) -> Callable[[Case], dict[str, Any]]:
-    """Peak memory of a case, measured once for both its directions."""
+    """A function that measures the peak memory of a case, once for both directions."""
     known: dict[Case, dict[str, Any]] = {}
 
     def measure(case: Case) -> dict[str, Any]:
-        # The bare kernels hold the rows of all branches at once, which attention does not need.
+        # The bare kernels keep the rows of all branches in memory. Their peak says nothing about attention.
         if request.config.option.no_memory or case.contestant == BARE_KERNELS:
             return {}
         if case not in known:
@@ -116,7 +126,7 @@ def measure(
     worlds: Worlds,
     memory: Callable[[Case], dict[str, Any]],
 ) -> Measure:
-    """Time one direction of a case with pytest-benchmark. Skip it with the reason if its adapter cannot run."""
+    """A function that times one direction of a case with pytest-benchmark. It skips a case that cannot run here."""
     option = request.config.option
 
     def run(case: Case, direction: rank.Direction) -> None:
@@ -136,7 +146,7 @@ def measure(
         benchmark.group = f"{direction}, {case.seq_len:,} tokens, {case.dtype}, {_ranks(case.ring_size)}"
         benchmark.pedantic(one_call, rounds=max(1, rounds))
         benchmark.extra_info.update(
-            {"direction": direction, **dataclasses.asdict(case), **_of_one_call(calls), **memory(case)},
+            {"direction": direction, **dataclasses.asdict(case), **_median_call(calls), **memory(case)},
             **worlds.of(case).run(rank.environment, case)[0],
         )
 
@@ -147,7 +157,7 @@ def _ranks(ring_size: int) -> str:
     return f"{ring_size} rank{'s' if ring_size > 1 else ''}"
 
 
-def _of_one_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
-    """Messages, bytes and share of waiting by rank, in the median call."""
+def _median_call(calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the messages, bytes and waiting share of each rank, in the call of median duration."""
     median = sorted(calls, key=lambda call: call["seconds"])[len(calls) // 2]
     return {name: value for name, value in median.items() if name != "seconds"}

@@ -1,7 +1,7 @@
-"""The contestants: forward and backward of each over one case, on this rank.
+"""The contestants. Each runs forward and backward of a case on this rank.
 
-All except the bare kernels and SDPA compute the same values. SDPA is ``scaled_dot_product_attention`` over the whole
-sequence, the cost without dilation.
+All contestants except the bare kernels and SDPA compute the same values. SDPA is ``scaled_dot_product_attention`` over
+the whole sequence. It shows the cost without dilation.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Call:
     """A contestant with its inputs. ``backward`` takes the result of ``forward``.
 
     Attributes:
-        attention: the module, for contestants that use an adapter's ring.
-        computed_bytes: bytes that this rank sends, by direction, if ``ring.traffic`` does not count them.
+        attention: the attention module of a contestant that uses an adapter's ring, else None.
+        computed_bytes: bytes that this rank sends, by direction. None: ``ring.traffic`` counts them.
     """
 
     ring: Ring
@@ -49,20 +49,20 @@ class Call:
 
 
 def unusable(case: Case) -> str | None:
-    """The reason why a case cannot run here, or None."""
+    """Return the reason why a case cannot run on this machine. None: it can."""
     if case.contestant == DENSE_RING and case.device != "cpu":
-        return "the dense ring calls a kernel of the CPU"
+        return "the dense ring runs only on the CPU"
     return available_adapters().get(case.contestant)
 
 
 def inputs(case: Case, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's rows of query, key, value and the gradient of out."""
+    """Make this rank's rows of query, key, value and the gradient of out."""
     dtype = resolve_dtype(case.dtype, device)
     return local_inputs(ring, case.seq_len, case.num_heads, case.kv_heads, case.head_dim, dtype, device)
 
 
 def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
-    """Make this rank's inputs and the contestant that runs on them."""
+    """Make the contestant of ``case``, with this rank's inputs."""
     if case.contestant == BARE_KERNELS:
         kernels = BareKernels.of(case, resolve_dtype(case.dtype, device), device)
         return Call(ring, kernels.forward, kernels.backward)
@@ -108,15 +108,15 @@ def _sdpa(is_causal: bool) -> Attend:
 
 
 class SynchronousRingDilatedAttention(NativeRingDilatedAttention):
-    """The native adapter without overlap: each hop is waited for directly after it is posted."""
+    """The native adapter without overlap. It waits for each hop directly after posting it."""
 
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         started = time.perf_counter()
         super().ring_pass(outgoing, incoming, tag).wait(self.ring.timeout)
         self.ring.traffic.wait_seconds += time.perf_counter() - started
-        return _Over()
+        return _FinishedTransfer()
 
 
-class _Over(Transfer):
+class _FinishedTransfer(Transfer):
     def wait(self, timeout: timedelta) -> None:
         pass

@@ -1,12 +1,15 @@
 """A baseline: ring attention that sends all rows, and masks keys outside of a query's segments and dilation.
 
-It is a ring attention as one would write it without this project (arXiv 2310.01889): all rows of K and V travel round
-the ring, dK and dV in fp32 behind them; the next hop is posted before the current chunk is computed; at most two
-received buffers are alive; the fused kernel takes the mask as a bias, block by block, so that no n × n matrix exists,
-and blocks in which nobody sees anything are skipped. A key that m branches show counts m times, which is a bias of
-log m: the results are exact.
+This is ring attention (arXiv 2310.01889) with a dilated mask:
 
-Tensors are [batch, seq, heads, head_dim] outside and [batch, heads, seq, head_dim] inside. CPU only.
+- All rows of K and V travel round the ring. dK and dV follow them, in fp32.
+- The next hop is posted before the current chunk is computed. At most two received buffers are in memory.
+- The fused kernel takes the mask as a bias, block by block. No n × n matrix exists. Blocks without visible pairs are
+  skipped.
+- A key that a query sees in m branches counts m times. Its bias is log m. So the results are exact.
+
+The arguments and results have the shape [batch, seq, heads, head_dim], and the tensors inside of this module [batch,
+heads, seq, head_dim]. This module runs only on the CPU.
 """
 
 from __future__ import annotations
@@ -34,16 +37,16 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def dense_ring_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
 ) -> Tensor:
-    """Dilated attention over a sequence that is sharded over ``ring``; arguments as in RingDilatedAttention.
+    """Compute dilated attention over a sequence that is sharded over ``ring``. Arguments as in RingDilatedAttention.
 
     Returns:
-        out like query, with exact gradients.
+        out, with the shape and dtype of query. It is differentiable.
 
     Raises:
-        ValueError: the tensors are not on the CPU, whose kernel this calls.
+        ValueError: the tensors are not on the CPU.
     """
     if query.device.type != "cpu":
-        raise ValueError(f"query is on {query.device}: the dense ring calls a CPU kernel; measure it with device cpu.")
+        raise ValueError(f"query is on {query.device}: the dense ring runs only on the CPU; use device cpu.")
     mask = _Mask(pattern, ring, query.shape[2], seq_len, is_causal, _sum_dtype(query))
     out: Tensor = _DenseRing.apply(query, key, value, mask)
     return out
@@ -51,7 +54,7 @@ def dense_ring_attention(
 
 @dataclass(frozen=True)
 class _Mask:
-    """The key rows of a rank's chunk that local query rows see, block by block."""
+    """The mask between local query rows and the key rows of another rank, block by block."""
 
     pattern: DilatedPattern
     ring: Ring
@@ -61,7 +64,7 @@ class _Mask:
     dtype: torch.dtype
 
     def blocks(self, source: int) -> Iterator[tuple[slice, slice, Tensor]]:
-        """(query rows, key rows, bias [1, heads, query rows, key rows]) of local queries and ``source``'s keys."""
+        """Yield (query rows, key rows, bias [1, heads, query rows, key rows]) for the keys of rank ``source``."""
         layout = self.ring.layout(self.seq_len)
         query_positions, key_positions = layout.positions(self.ring.rank), layout.positions(source)
         query_segments, key_segments = self._segments(query_positions), self._segments(key_positions)
@@ -79,7 +82,7 @@ class _Mask:
                 yield q, k, bias.unsqueeze(0)
 
     def _segments(self, positions: Tensor) -> list[Tensor]:
-        """Per branch, the segment that covers each position for each head, or −1: int32 [heads, positions]."""
+        """For each branch, return the number of the segment that covers a position, or −1: int32 [heads, positions]."""
         found = []
         for index, rate in enumerate(self.pattern.dilation_rates):
             length = self.pattern.segment_length(index, self.seq_len)
@@ -92,10 +95,10 @@ class _Mask:
 
 
 def _bias(query_segments: list[Tensor], key_segments: list[Tensor], dtype: torch.dtype) -> Tensor | None:
-    """log of the number of branches that show a key to a query: [heads, queries, keys]; None if no pair is visible.
+    """Compute the log of the number of branches in which a query sees a key: [heads, queries, keys].
 
-    As a product of matrices, with a column for every segment of a branch that has both queries and keys: whoever
-    compares segment numbers pair by pair instead takes longer for the mask than for the attention.
+    Returns None if no pair is visible. The number is a product of two matrices, with one column for each segment that
+    has both queries and keys. Comparing segment numbers pair by pair would take longer than the attention.
     """
     query_columns, key_columns = [], []
     for queries, keys in zip(query_segments, key_segments, strict=True):
@@ -105,7 +108,7 @@ def _bias(query_segments: list[Tensor], key_segments: list[Tensor], dtype: torch
     if not query_columns:
         return None
     times_seen = torch.stack(query_columns, -1).to(dtype) @ torch.stack(key_columns, 1).to(dtype)
-    # 0 becomes log 0.5 on its way, since log is slow at 0.
+    # log is slow at 0. So 0 is replaced by 0.5, and log 0.5 by −inf.
     return F.threshold_(times_seen.clamp_(min=0.5).log_(), -0.1, -math.inf)
 
 
@@ -132,7 +135,7 @@ class _DenseRing(torch.autograd.Function):
         query, key, value, out, lse = ctx.saved_tensors
         mask, ring = ctx.mask, ctx.mask.ring
         grad_query = torch.zeros_like(query.transpose(1, 2), dtype=_sum_dtype(query))
-        lse = lse.masked_fill(lse == -math.inf, math.inf)  # so that rows which see nothing get exp(-inf) = 0
+        lse = lse.masked_fill(lse == -math.inf, math.inf)  # rows without visible keys then have weights exp(-inf) = 0
         queries, outs, grad_outs = (x.transpose(1, 2) for x in (query, out, grad_out))
         arriving: _Hop | None = None
         for step, chunk in enumerate(_chunks(key, value, mask)):
@@ -148,7 +151,7 @@ class _DenseRing(torch.autograd.Function):
             if arriving is not None:
                 sums += arriving.wait()
             if ring.size > 1:
-                # Whoever holds this chunk next adds to its sums; after the last step that is the chunk's own rank.
+                # The next rank adds to the sums of this chunk. After the last step, the next rank owns the chunk.
                 arriving = _Hop.post(sums, mask, (ring.rank - step - 1) % ring.size, tag=2 * step + 1)
         if arriving is not None:
             sums = arriving.wait()
@@ -157,7 +160,7 @@ class _DenseRing(torch.autograd.Function):
 
 
 def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
-    """This rank's K and V, then those of the ranks before it: [2, batch, heads, seq, head_dim]."""
+    """Yield this rank's K and V, then those of the ranks before it: [2, batch, heads, seq, head_dim]."""
     ring = mask.ring
     chunk = torch.stack([key, value]).transpose(2, 3).contiguous()
     for step in range(ring.size):
@@ -170,7 +173,7 @@ def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A chunk on its way to the next rank, and one from the previous rank."""
+    """A hop: one chunk is sent to the next rank, and one is received from the previous rank."""
 
     works: list[dist.Work]
     leaving: Tensor
@@ -179,7 +182,11 @@ class _Hop:
 
     @classmethod
     def post(cls, chunk: Tensor, mask: _Mask, incoming_from: int, tag: int) -> _Hop:
-        """``incoming_from``: the rank whose rows arrive, through the previous rank."""
+        """Post a hop.
+
+        Args:
+            incoming_from: the rank that owns the rows that arrive. They come from the previous rank.
+        """
         ring = mask.ring
         kind, batch, heads, _, head_dim = chunk.shape
         incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
@@ -201,12 +208,13 @@ class _Hop:
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     out, lse = _forward(query, key, value, 0.0, False, attn_mask=bias, scale=_scale(query))
-    blind = (bias.amax(-1) == -math.inf).expand(lse.shape)  # the kernel gives such rows the LSE 0
-    return out.masked_fill(blind.unsqueeze(-1), 0.0), lse.masked_fill(blind, -math.inf)
+    # For rows without visible keys, the kernel returns the LSE 0.
+    masked = (bias.amax(-1) == -math.inf).expand(lse.shape)
+    return out.masked_fill(masked.unsqueeze(-1), 0.0), lse.masked_fill(masked, -math.inf)
 
 
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """Merge by online softmax, in place; −inf with −inf stays −inf."""
+    """Merge two partial results with online softmax, in place. Two LSEs of −inf merge to −inf."""
     merged = torch.logaddexp(lse, other_lse)
     weight, other_weight = ((x - merged).exp().masked_fill(merged == -math.inf, 0.0) for x in (lse, other_lse))
     out.mul_(weight.unsqueeze(-1)).add_(other_out * other_weight.unsqueeze(-1))

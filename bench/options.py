@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options that several commands of claims.py share."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Annotated
 import typer
 
 
-def _has_a_place(path: Path | None) -> Path | None:
-    """Check before the measurement that the directory of the file exists."""
+def _check_directory(path: Path | None) -> Path | None:
+    """Check that the directory of the file exists, before the measurement starts."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path.absolute().parent} is no directory; create it first.")
+        raise typer.BadParameter(f"{path.absolute().parent} is no directory; create it, or give another path.")
     return path
 
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed calls of each contestant, after a warm-up call.")]
 Shrink = Annotated[int, typer.Option(min=1, help="Divide all lengths by this, for a quick run.")]
-RingSize = Annotated[int, typer.Option(min=1, help="Ranks of one thread each.")]
-Dtype = Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the inputs.")]
+RingSize = Annotated[int, typer.Option(min=1, help="Number of ranks. Each has one thread.")]
+Dtype = Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Dtype of the inputs.")]
 Json = Annotated[
-    Path | None, typer.Option(metavar="FILE", callback=_has_a_place, help="Write all results to this file.")
+    Path | None, typer.Option(metavar="FILE", callback=_check_directory, help="Write all results to this file.")
 ]
 JsonRequired = Annotated[
     Path,
-    typer.Option("--json", metavar="FILE", callback=_has_a_place, help="File for the result, which plot.py draws."),
+    typer.Option("--json", metavar="FILE", callback=_check_directory, help="File for the result, which plot.py draws."),
 ]

@@ -1,7 +1,7 @@
-"""Draws the result files: `python bench/plot.py` draws all of bench/results/ there.
+"""Draws the result files: `python bench/plot.py` draws those in bench/results/.
 
-table.json (pytest-benchmark's) becomes time and memory against sequence length and against ring size; timeline.json
-(of `claims.py timeline`) becomes one timeline per call in it.
+pytest-benchmark writes table.json. From it come two pictures: time and memory against the sequence length, and against
+the ring size. `claims.py timeline` writes timeline.json. From it comes one timeline for each recorded call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 from matplotlib.ticker import LogLocator
-from records import ORDER, Record, beside, is_on_one_rank, read_records
+from records import ORDER, Record, by_contestant, is_on_one_rank, read_records
 
 from ring_backends.plotting import draw_timeline, new_figure
 
@@ -25,10 +25,12 @@ _MARKERS = "osD^vXP*"
 
 def main(
     folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="Where the result files are.")
+        Path, typer.Argument(exists=True, file_okay=False, help="Folder with the result files.")
     ] = _RESULTS,
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Of the calls in table.json.")] = "fp32",
-    suffix: Annotated[str, typer.Option(metavar="svg|png|pdf")] = "svg",
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Dtype of the calls to draw from table.json.")
+    ] = "fp32",
+    suffix: Annotated[str, typer.Option(metavar="svg|png|pdf", help="Format of the pictures.")] = "svg",
 ) -> None:
     """Draw the result files of a folder into that folder."""
     drawn: list[Path] = []
@@ -42,17 +44,20 @@ def main(
         for number, call in enumerate(json.loads(timeline.read_text())):
             drawn.append(_save(timeline_figure(call), folder / f"timeline-{number}.{suffix}"))
     if not drawn:
-        print(f"{folder}: neither table.json nor timeline.json is there; see bench/README.md.", file=sys.stderr)
+        print(f"{folder} has no table.json and no timeline.json; see bench/README.md to make them.", file=sys.stderr)
         raise typer.Exit(1)
     print(*drawn, sep="\n")
 
 
 def by_length(records: Sequence[Record]) -> Any:
-    """Time and memory over sequence length: a column per ring size. Contestants of one rank are dashed lines in all."""
+    """Draw time and memory against the sequence length, with one column per ring size.
+
+    Contestants on one rank are dashed lines in every column.
+    """
     sizes = sorted({record.ring_size for record in records})
     figure, axes = _grid(len(sizes))
     for column, size in enumerate(sizes):
-        lines = beside(records, lambda record, size=size: record.ring_size == size or is_on_one_rank(record))
+        lines = by_contestant(records, lambda record, size=size: record.ring_size == size or is_on_one_rank(record))
         _draw_lines(axes[:, column], lines, lambda record: record.seq_len)
         axes[0, column].set_title(f"{size} rank{'s' if size > 1 else ''}")
         axes[1, column].set_xlabel("tokens")
@@ -62,12 +67,15 @@ def by_length(records: Sequence[Record]) -> Any:
 
 
 def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
-    """Time and memory over ring size: a column per long sequence. Contestants of one rank are dashed levels."""
+    """Draw time and memory against the ring size, with one column for each of the ``most`` longest sequences.
+
+    Contestants on one rank are dashed horizontal lines.
+    """
     lengths = sorted({record.seq_len for record in records})[-most:]
     sizes = sorted({record.ring_size for record in records})
     figure, axes = _grid(len(lengths))
     for column, length in enumerate(lengths):
-        lines = beside(records, lambda record, length=length: record.seq_len == length)
+        lines = by_contestant(records, lambda record, length=length: record.seq_len == length)
         _draw_lines(axes[:, column], lines, lambda record: record.ring_size, levels_over=sizes)
         axes[0, column].set_title(f"{length:,} tokens")
         axes[1, column].set_xlabel("ranks")
@@ -77,7 +85,7 @@ def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
 
 
 def timeline_figure(call: dict[str, Any]) -> Any:
-    """One call of ``claims.py timeline``: forward above backward, a lane per rank."""
+    """Draw one call of ``claims.py timeline``: forward above backward, with one lane per rank."""
     ranks = call["ranks"]
     figure = new_figure((10, 2.2 + 0.9 * len(ranks)))
     for axes, part in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
@@ -102,7 +110,11 @@ def _draw_lines(
     x_of: Callable[[Record], int],
     levels_over: Sequence[int] | None = None,
 ) -> None:
-    """Seconds on the first of ``axes``, MiB on the second. ``levels_over``: x range for contestants of one rank."""
+    """Draw seconds on the first of ``axes``, and MiB on the second.
+
+    Args:
+        levels_over: x values over which contestants on one rank are horizontal lines. None: draw them as the others.
+    """
     values: tuple[Callable[[Record], float | None], ...] = (
         lambda record: record.total_seconds,
         lambda record: None if record.peak_bytes is None else record.peak_bytes / 2**20,
@@ -122,7 +134,7 @@ def _draw_lines(
 
 
 def _label_log(axes: Any, values: Sequence[int]) -> None:
-    """A logarithmic x axis with exactly these ticks, and plain numbers on the y axis."""
+    """Make the x axis logarithmic with ticks at ``values``, and label the y axis with plain numbers."""
     axes.set_xscale("log", base=2)
     axes.set_xticks(values, [f"{value:,}" for value in values])
     axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
@@ -139,7 +151,7 @@ def _with_legend(figure: Any, axes: Any) -> Any:
 
 def _save(figure: Any, path: Path) -> Path:
     vector = path.suffix == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # the same numbers give the same file
+    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # makes the file reproducible
         figure.savefig(path, dpi=150, metadata={"Date": None} if vector else None)
     return path
 

@@ -1,6 +1,6 @@
-"""Measurements on one rank. All ranks of a case make these calls together.
+"""Measurements on one rank. All ranks of a case call these functions at the same time.
 
-Results are plain values, since they are sent through a pipe. The times do not include the pipe.
+The results go through a pipe to the parent process, so they are plain values. The measured times exclude the pipe.
 """
 
 from __future__ import annotations
@@ -42,9 +42,13 @@ _WARM_UP_TOKENS = 64  # per rank
 
 
 def timed(case: Case, direction: Direction) -> dict[str, Any]:
-    """One call that all ranks begin together: its seconds, seconds of waiting for hops, messages and bytes sent.
+    """Time one call that all ranks begin together.
 
-    ``"both"`` is forward and backward without a barrier between them. Inputs are kept for the next call of the case.
+    The direction ``"both"`` is forward and backward, without a barrier between them. Inputs are kept for further calls
+    of the case.
+
+    Returns:
+        The seconds, the seconds of waiting for hops, and the number of messages and bytes that this rank sends.
     """
     device, call = _device(case), _call(case)
     saved = call.forward() if direction == "backward" else None
@@ -71,17 +75,17 @@ def timed(case: Case, direction: Direction) -> dict[str, Any]:
 
 
 def peak_memory(case: Case) -> dict[str, int | None]:
-    """Peak bytes of one forward and backward with its inputs, on ranks that did nothing else before.
+    """Measure the peak memory of one forward and backward, including the inputs. The ranks should be new.
 
-    On the CPU this is the increase of the resident set after a warm-up on a few tokens, on a GPU the increase of the
-    allocated memory. ``buffers`` is the peak of the wire buffers, for adapters' rings.
+    A warm-up on a few tokens comes first. On the CPU, ``peak`` is the increase of the resident set. On a GPU, it is the
+    increase of the allocated memory. ``buffers`` is the peak of the wire buffers, or None if the contestant has none.
     """
     device = _device(case)
-    tokens = _WARM_UP_TOKENS * case.ring_size  # in one segment over all ranks, so that connections are opened
+    tokens = _WARM_UP_TOKENS * case.ring_size  # one segment over all ranks, so that all connections open
     warm = _prepare(dataclasses.replace(case, seq_len=tokens, branches=((tokens, 1),)))
     warm.backward(warm.forward())
     del warm
-    _give_back()
+    _trim_heap()
     synchronize_ranks(device)
     reset_peak_memory(device)
     held = peak_memory_bytes(device)
@@ -92,13 +96,13 @@ def peak_memory(case: Case) -> dict[str, int | None]:
     else:
         with watched_buffers(call.attention) as watch:
             call.backward(call.forward())
-        buffers = watch.most
+        buffers = watch.peak_bytes
     synchronize_ranks(device)
     return {"peak": peak_memory_bytes(device) - held, "buffers": buffers}
 
 
 def results(case: Case) -> list[Tensor]:
-    """query, key, value, grad_out, out, dq, dk and dv of the whole sequence, on the CPU."""
+    """Return query, key, value, grad_out, out, dq, dk and dv of the whole sequence, on the CPU."""
     ring, device = _ring(case.adapter, case.layout), _device(case)
     call = _prepare(case)
     out = call.forward()
@@ -108,7 +112,7 @@ def results(case: Case) -> list[Tensor]:
 
 
 def spans(case: Case) -> list[Span]:
-    """When this rank computes, posts hops and waits for them, in one forward and one backward."""
+    """Record when this rank computes, posts hops and waits for hops, in one forward and one backward."""
     device, call = _device(case), _call(case)
     call.backward(call.forward())
 
@@ -126,7 +130,7 @@ def spans(case: Case) -> list[Span]:
 
 
 def environment(case: Case) -> dict[str, Any]:
-    """Device, threads and versions of a rank."""
+    """Return the device, the number of threads and the versions of this rank."""
     return {"device": device_name(_device(case)), "threads": torch.get_num_threads(), "versions": versions()}
 
 
@@ -137,14 +141,17 @@ def forget() -> None:
 
 
 def leave() -> None:
-    """Destroy the process group, in a process that no World manages."""
+    """Free the inputs, and destroy the process group. Only for processes that :class:`World` did not start."""
     forget()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def _give_back() -> None:
-    """Return freed memory to the system, as far as the C library can, so that the next call's memory is counted."""
+def _trim_heap() -> None:
+    """Return freed memory to the operating system.
+
+    Otherwise the next call could reuse it, and the resident set would not grow.
+    """
     gc.collect()
     with contextlib.suppress(AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)

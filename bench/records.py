@@ -10,7 +10,7 @@ from typing import Any
 
 from case import ALL_GATHER, DENSE_RING, ON_ONE_RANK, ONE_DEVICE, SDPA
 
-# In one order in all tables and pictures.
+# The order of the contestants in tables and pictures.
 ORDER = ("native", "fsdp", "deepspeed", "fairscale", DENSE_RING, ALL_GATHER, ONE_DEVICE, SDPA)
 
 
@@ -19,10 +19,10 @@ class Record:
     """One call of one contestant.
 
     Attributes:
-        seconds: median of the slowest rank's, by direction.
-        bytes: sent by the busiest rank, by direction.
-        wait_share: the largest of the ranks' shares of their time, by direction.
-        peak_bytes: of the rank that needs most, inputs included; None where it was not measured.
+        seconds: median seconds of the slowest rank, by direction.
+        bytes: bytes that the busiest rank sends, by direction.
+        wait_share: largest share of a rank's time that it waits for hops, by direction.
+        peak_bytes: peak memory of the rank that needs most, including its inputs. None: not measured.
     """
 
     contestant: str
@@ -40,10 +40,10 @@ class Record:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The calls in a JSON file of pytest-benchmark, by length, ring size and contestant.
+    """Read the calls from a JSON file of pytest-benchmark, ordered by length, ring size and contestant.
 
     Raises:
-        ValueError: the file holds no benchmarks of this folder.
+        ValueError: the file has no benchmarks.
     """
     records: dict[tuple[Any, ...], Record] = {}
     for benchmark in json.loads(path.read_text()).get("benchmarks", []):
@@ -55,12 +55,12 @@ def read_records(path: Path) -> list[Record]:
         record.bytes[direction] = max(found["bytes"])
         record.wait_share[direction] = max(found["wait_share"])
     if not records:
-        raise ValueError(f"{path}: no benchmarks in it; write it with pytest bench --benchmark-json={path}.")
+        raise ValueError(f"{path}: has no benchmarks; write it with pytest bench --benchmark-json={path}.")
     return sorted(records.values(), key=lambda record: (record.seq_len, record.ring_size, _place(record.contestant)))
 
 
-def beside(records: Iterable[Record], chosen: Callable[[Record], bool]) -> dict[str, list[Record]]:
-    """The chosen records by contestant, in :data:`ORDER`."""
+def by_contestant(records: Iterable[Record], chosen: Callable[[Record], bool]) -> dict[str, list[Record]]:
+    """Group the records that ``chosen`` accepts by contestant, in :data:`ORDER`."""
     lines: dict[str, list[Record]] = {}
     for record in sorted(filter(chosen, records), key=lambda record: _place(record.contestant)):
         lines.setdefault(record.contestant, []).append(record)

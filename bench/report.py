@@ -1,4 +1,4 @@
-"""Prints rows as a table, and writes them as JSON together with the machine."""
+"""Prints rows as a table, and writes them as JSON together with a description of the machine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = dict[str, Any]
 
 
 def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path | None) -> None:
-    """Print ``rows``, and write them to ``json_file`` if given. Lists are only written to the file."""
+    """Print ``rows`` as a table, and write them to ``json_file`` if it is given. The table omits lists and dicts."""
     if json_file is not None:
         known = pytest_benchmark_generate_machine_info()
         machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}

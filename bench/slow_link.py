@@ -1,10 +1,13 @@
-"""Hops over a slow link: two network namespaces, a veth pair whose rate tc limits, a rank of one thread on either side.
+"""Measures hops over a slow link between two network namespaces.
 
-On one machine a hop is a copy by the same cores that compute, so hiding it gains nothing. Over a link that is slower
-than memory it does: this measures the share of a call that is left waiting, with the hops hidden behind the tiles and
-with each waited for as soon as it is posted.
+The namespaces are connected by a veth pair, whose rate tc limits. One rank with one thread runs in each namespace.
 
-Needs Linux, root, and the commands ip and tc.
+On one machine, the cores that compute also copy the bytes of a hop. So overlapping hops with tiles saves no time there.
+Over a link that is slower than memory, overlapping saves time. This module measures the share of its time that a rank
+waits for hops. It compares overlapped hops with synchronous hops. A rank waits for a synchronous hop as soon as it has
+posted it.
+
+It needs Linux, root, and the commands ip and tc.
 """
 
 from __future__ import annotations
@@ -38,17 +41,17 @@ _PORT = "29400"
 
 
 class NoNamespacesError(RuntimeError):
-    """The machine cannot make network namespaces or limit links; the message says why."""
+    """This machine cannot make network namespaces or limit the rate of links. The message says why."""
 
 
 def hidden_hops_command(
-    rates: Annotated[str, typer.Option(help="Of the link, as tc writes them.")] = "1gbit,100mbit",
+    rates: Annotated[str, typer.Option(help="Rates of the link, in the notation of tc.")] = "1gbit,100mbit",
     repeats: Repeats = 5,
     shrink: Shrink = 1,
     dtype: Dtype = "fp32",
     json: Json = None,
 ) -> None:
-    """Two ranks at the ends of a slow link: the share of a call that waits for hops, with and without overlap."""
+    """Measure the share of time that two ranks wait for hops over a slow link, with and without overlap."""
     options = {"rates": rates, "repeats": repeats, "shrink": shrink, "dtype": dtype}
     try:
         rows = [row for rate in rates.split(",") for row in hidden_hops(rate, repeats, shrink, dtype)]
@@ -59,11 +62,14 @@ def hidden_hops_command(
 
 
 def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float = 3600.0) -> list[Row]:
-    """Rows per setup and contestant, at one rate of the link. ``wire_share``: bytes sent / rate, over the call."""
+    """Measure each setup with each contestant, at one rate of the link.
+
+    ``wire_share`` is the time that the link needs for the bytes, divided by the time of the call.
+    """
     setups = {
         name: dataclasses.replace(case, ring_size=2)
         for name, case in ring_setups(shrink, dtype, plain_tokens=16384).items()
-        if not name.endswith("contiguous")  # whose ranks wait for each other, however fast the hops
+        if not name.endswith("contiguous")  # its ranks wait for each other even if hops are fast
     }
     cases = [dataclasses.replace(case, contestant=name) for case in setups.values() for name in CONTESTANTS]
     with limited_link(rate) as namespaces:
@@ -94,28 +100,34 @@ def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float
 
 
 def bits_per_second(rate: str) -> float:
-    """A rate in the notation of tc, for example ``"100mbit"``."""
+    """Convert a rate in the notation of tc, for example ``"100mbit"``, to bits per second.
+
+    Raises:
+        ValueError: the rate is not a whole number with a known unit.
+    """
     for unit, factor in _UNITS.items():
         if rate.endswith(unit) and rate.removesuffix(unit).isdigit():
             return int(rate.removesuffix(unit)) * factor
-    raise ValueError(f"rate = {rate!r}: write a whole number and one of {', '.join(_UNITS)}, such as 100mbit.")
+    raise ValueError(f"rate = {rate!r}: write a whole number and one of {', '.join(_UNITS)}, for example 100mbit.")
 
 
 @contextlib.contextmanager
 def limited_link(rate: str) -> Iterator[list[str]]:
-    """Two network namespaces that reach each other at 10.231.0.1 and .2, at ``rate`` either way, and no one else.
+    """Make two network namespaces that reach only each other, with the addresses 10.231.0.1 and 10.231.0.2.
+
+    The link between them has the rate ``rate`` in each direction.
 
     Raises:
-        NoNamespacesError: with what is missing, or what the system refused.
+        NoNamespacesError: a command or a right is missing, or the system refused a command.
     """
     bits_per_second(rate)
     for command in ("ip", "tc"):
         if shutil.which(command) is None:
             raise NoNamespacesError(f"the command {command} is not installed; install iproute2.")
     if os.geteuid() != 0:
-        raise NoNamespacesError("making network namespaces needs root; run it as root, in a container of its own, say.")
+        raise NoNamespacesError("making network namespaces needs root; run it as root, for example in a container.")
     names = [f"ring{os.getpid()}-{end}" for end in range(2)]
-    # Else SIGTERM would end this process without the clean-up below.
+    # Without a handler, SIGTERM would end this process without the clean-up below.
     previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit("hidden-hops: terminated."))
     try:
         for name in names:
@@ -126,13 +138,13 @@ def limited_link(rate: str) -> Iterator[list[str]]:
             _run("ip", "-n", name, "addr", "add", f"10.231.0.{1 + end}/24", "dev", "ring0")
             _run("ip", "-n", name, "link", "set", "lo", "up")
             _run("ip", "-n", name, "link", "set", "ring0", "up")
-            # Room for a segment as large as the kernel hands out at once, and for what is under way.
+            # burst: the largest segment that the kernel sends at once. limit: bytes that wait in the queue.
             _run("tc", "-n", name, "qdisc", "add", "dev", "ring0", "root", "tbf", "rate", rate, "burst", "256kb",
                  "limit", "4mb")  # fmt: skip
         yield names
     finally:
         signal.signal(signal.SIGTERM, previous)
-        for name in names:  # with a namespace goes its end of the link, and with that the other end
+        for name in names:  # this also deletes both ends of the link
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
 
 
@@ -143,10 +155,10 @@ def _run(*command: str) -> None:
 
 
 def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int, timeout: float) -> list[list[dict[str, Any]]]:
-    """What each rank, started as torchrun would, found of each case.
+    """Start one rank per namespace, with the environment variables of torchrun. Return its results, by rank and case.
 
     Raises:
-        RuntimeError: a rank failed, with what it said; or ``timeout`` seconds have passed.
+        RuntimeError: a rank failed, or took longer than ``timeout`` seconds. The message contains its output.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         Path(folder, "cases").write_bytes(pickle.dumps(cases))
@@ -163,8 +175,8 @@ def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int, timeout: 
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             }
             command = ["ip", "netns", "exec", name, sys.executable, __file__, folder, str(repeats)]
-            said = stack.enter_context(Path(folder, f"said-{number}").open("w"))
-            process = subprocess.Popen(command, env=os.environ | environment, stdout=said, stderr=said)
+            output = stack.enter_context(Path(folder, f"output-{number}").open("w"))
+            process = subprocess.Popen(command, env=os.environ | environment, stdout=output, stderr=output)
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
@@ -176,7 +188,7 @@ def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int, timeout: 
         for number, process in sorted(enumerate(processes), key=lambda entry: not entry[1].poll()):
             if process.poll() != 0:
                 how = f"took longer than {timeout:g} s" if process.poll() is None else "failed"
-                raise RuntimeError(f"rank {number} {how}:\n{Path(folder, f'said-{number}').read_text()}")
+                raise RuntimeError(f"rank {number} {how}:\n{Path(folder, f'output-{number}').read_text()}")
         return [json_module.loads(Path(folder, f"{number}.json").read_text()) for number in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""pytest-benchmark's JSON as a table, in Markdown: `python bench/tables.py bench/results/table.json`."""
+"""Prints the JSON of pytest-benchmark as a Markdown table: `python bench/tables.py bench/results/table.json`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,13 @@ from rich.console import Console
 
 
 def main(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Written with --benchmark-json.")],
+    file: Annotated[
+        Path, typer.Argument(exists=True, dir_okay=False, help="File that pytest wrote with --benchmark-json.")
+    ],
     dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Show calls of this dtype.")] = "fp32",
     seq_len: Annotated[int | None, typer.Option(help="Show calls of this length. Default: all lengths.")] = None,
 ) -> None:
-    """Time, memory and bytes of every call, by length and ring size."""
+    """Print the time, memory and bytes of every call, ordered by length and ring size."""
     rows: list[dict[str, Any]] = [
         {
             "tokens": record.seq_len,
@@ -32,7 +34,7 @@ def main(
         if record.dtype == dtype and seq_len in (None, record.seq_len)
     ]
     if not rows:
-        print(f"{file} holds no calls of dtype = {dtype!r}, seq_len = {seq_len}; name others.", file=sys.stderr)
+        print(f"{file} has no calls with dtype = {dtype!r}, seq_len = {seq_len}; give other values.", file=sys.stderr)
         raise typer.Exit(2)
     Console(width=160, highlight=False).print(table(rows, markup=True))
 

@@ -1,4 +1,4 @@
-"""The measurement of every claim runs at tiny lengths, and its results have the expected form."""
+"""Every command of claims.py runs at tiny lengths, and its results have the expected form."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worlds import Worlds
 
 from ring_backends import RingSchedule, SequenceLayout
 
-SHRINK = 128  # no further: a segment of 8192 at rate 4 keeps 16 rows
+SHRINK = 128  # the segment of 8192 tokens at rate 4 still has 16 rows
 
 
 def test_overhead(worlds: Worlds) -> None:
@@ -48,8 +48,9 @@ def test_memory(worlds: Worlds) -> None:
     assert rows[0]["over_1_rank"] == 1
 
 
-def test_peak_memory_is_that_of_the_call_with_its_inputs() -> None:
-    # One rank's two chunks of the ring and the sums of dK and dV are 6 of its 8 tensors; a block's bias is 8 MiB.
+def test_peak_memory_covers_the_call_and_its_inputs() -> None:
+    # The call has 8 tensors. One rank also holds two chunks of K and V, and the sums of dK and dV: 6 more tensors. The
+    # bias of a block adds 8 MiB.
     case = Case(DENSE_RING, 8192, branches=((512, 1),), num_heads=4, kv_heads=4)
     with Worlds() as worlds:
         (peak,) = worlds.peak_memory(case)["peak_bytes"]
@@ -73,7 +74,7 @@ def test_million(worlds: Worlds) -> None:
     )
 
 
-def test_timelines_have_the_clocks_of_all_ranks_in_common(worlds: Worlds) -> None:
+def test_timelines_of_all_ranks_share_one_clock(worlds: Worlds) -> None:
     for call in claims.timelines(worlds, SHRINK, 2, "fp32"):
         for part in ("forward", "backward"):
             whole = [next(span for span in spans if span[:2] == (part, "call")) for spans in call["ranks"]]
@@ -81,11 +82,11 @@ def test_timelines_have_the_clocks_of_all_ranks_in_common(worlds: Worlds) -> Non
                 inside = [span for span in spans if span[0] == part and span[1] != "call"]
                 assert {"tile", "post"} <= {what for _, what, _, _ in inside}
                 assert all(start <= begin <= finish <= end for _, _, begin, finish in inside)
-            # They begin together, and none can end before the other has begun.
+            # The ranks begin together. Neither can end before the other has begun.
             assert max(start for _, _, start, _ in whole) < min(end for _, _, _, end in whole)
 
 
-def test_hops_over_a_slow_link_and_nothing_is_left_behind() -> None:
+def test_hidden_hops_cleans_up_its_namespaces() -> None:
     try:
         rows = slow_link.hidden_hops("20mbit", 1, SHRINK, "fp32", timeout=120)
     except slow_link.NoNamespacesError as error:
@@ -95,14 +96,16 @@ def test_hops_over_a_slow_link_and_nothing_is_left_behind() -> None:
     assert [row["hops"] for row in rows] == ["hidden", "synchronous"] * 3
     for row in rows:
         assert 0 <= row["waited_share"] < 1
-    # 0.6 MiB a rank take 0.26 s on this link, and its tiles a few milliseconds: hidden or not, the call waits.
+    # A rank sends 0.6 MiB, which takes 0.26 s on this link. Its tiles take a few milliseconds, so it waits in any case.
     plain = rows[-2:]
     for row in plain:
         assert row["waited_share"] > 0.3
         assert row["wire_share"] == pytest.approx(row["sent_per_rank_bytes"] * 8 / 20e6 / row["seconds"])
 
 
-def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_hidden_hops_without_root_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(slow_link.shutil, "which", lambda name: f"/sbin/{name}")
     monkeypatch.setattr(slow_link.os, "geteuid", lambda: 1000)
     with pytest.raises(slow_link.typer.Exit) as left:
@@ -112,12 +115,12 @@ def test_without_root_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("rate", ["fast", "10", "1.5mbit"])
-def test_a_rate_that_is_none_is_refused(rate: str) -> None:
+def test_invalid_rates_are_refused(rate: str) -> None:
     with pytest.raises(ValueError, match=f"rate = '{rate}': write a whole number"):
         slow_link.bits_per_second(rate)
 
 
-def test_shrinking_too_far_is_refused() -> None:
+def test_too_large_shrink_is_refused() -> None:
     def shrunk(shrink: int) -> Any:
         return ring_setups(shrink, "fp32")
 

@@ -1,4 +1,4 @@
-"""Every contestant computes what it claims to: values and gradients against the dense fp64 reference."""
+"""The values and gradients of every contestant agree with the dense fp64 reference."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from worlds import Worlds
 
 from ring_backends.testing.reference import reference_attention
 
-# Shards of more than one of the dense ring's blocks, and nothing that divides anything.
+# A shard has more rows than a block of the dense ring. The last segment, shard and block are shorter than the others.
 UNEVEN = Case(
     "", 1101, branches=((100, 1), (701, 2), (1101, 5)), dtype="fp64", num_heads=4, kv_heads=2, head_dim=8
 )  # fmt: skip
@@ -26,15 +26,18 @@ NAMES = ("out", "dq", "dk", "dv")
 _known: dict[Case, list[Tensor]] = {}
 
 
-def by_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
-    """out, dq, dk and dv; known already where only the contestant differs, since all get the same inputs."""
+def reference_results(inputs: list[Tensor], case: Case) -> list[Tensor]:
+    """Return out, dq, dk and dv of the reference.
+
+    The results are cached. Cases that differ only in contestant, ring size or layout have the same inputs and results.
+    """
     at = dataclasses.replace(case, contestant="", ring_size=1, layout="contiguous")
     if at not in _known:
-        _known[at] = _by_reference(inputs, case)
+        _known[at] = _compute_reference(inputs, case)
     return _known[at]
 
 
-def _by_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
+def _compute_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
     *leaves, grad_out = inputs
     leaves = [x.double().requires_grad_() for x in leaves]
     lengths, rates = zip(*case.branches, strict=True)
@@ -44,7 +47,7 @@ def _by_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
 
 def check(worlds: Worlds, case: Case, tolerance: float) -> None:
     query, key, value, grad_out, *found = worlds.of(case).run(rank.results, case)[0]
-    wanted = by_reference([query, key, value, grad_out], case)
+    wanted = reference_results([query, key, value, grad_out], case)
     for name, ours, reference in zip(NAMES, found, wanted, strict=True):
         error = (ours.double() - reference).abs().max() / reference.abs().max()
         assert error < tolerance, f"{name} of {case}"
@@ -74,24 +77,25 @@ def test_the_dense_ring_sums_in_fp32(worlds: Worlds) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_all_are_exact_on_one_rank(worlds: Worlds, contestant: str, causal: bool) -> None:
     case = dataclasses.replace(UNEVEN, contestant=contestant, causal=causal)
-    if contestant == SDPA:  # which knows of no branches
+    if contestant == SDPA:  # SDPA has no branches
         case = dataclasses.replace(case, branches=((case.seq_len, 1),))
     check(worlds, case, 1e-12)
 
 
-def test_a_dense_ring_sends_everything_and_counts_it(worlds: Worlds) -> None:
+def test_dense_ring_counts_the_bytes_of_all_rows(worlds: Worlds) -> None:
     case = Case(DENSE_RING, 512, 2, ((64, 1),), dtype="bf16", num_heads=2, kv_heads=2, head_dim=8)
     rows = 2 * 256 * 2 * 8  # of K and of V
     assert worlds.time(case, "forward")["bytes"] == [rows * 2, rows * 2]
-    # K and V once more; dK and dV in fp32, on to the next rank and home
+    # K and V once more. dK and dV in fp32 make two hops: to the next rank, and back to the owner.
     assert worlds.time(case, "backward")["bytes"] == [rows * 2 + 2 * rows * 4] * 2
 
 
 @pytest.mark.parametrize("ring_size", [2, 4])
-def test_dilated_hops_carry_a_sixteenth(worlds: Worlds, ring_size: int) -> None:
-    """Of the branches (2048, 1), (8192, 4), (65536, 16), shortened, only the last one crosses shards.
+def test_dilated_hops_carry_a_sixteenth_of_the_bytes(worlds: Worlds, ring_size: int) -> None:
+    """Of the branches (2048, 1), (8192, 4), (65536, 16), with divided lengths, only the last one crosses shards.
 
-    In backward dK and dV pass p − 1 hops, and one more in the dense ring, where they come home with the others.
+    In the backward of a ring of p ranks, dK and dV travel p − 1 hops. In the dense ring they travel p hops, since each
+    rank also sends the sums of the last chunk to its owner.
     """
     case = dataclasses.replace(ring_setups(128, "fp32")["dilated"], ring_size=ring_size)
     native, dense = (dataclasses.replace(case, contestant=name) for name in ("native", DENSE_RING))

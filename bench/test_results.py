@@ -1,4 +1,4 @@
-"""Tables and pictures from the JSON of a real run of one small case."""
+"""tables.py and plot.py read the JSON of a real run of one small case."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, worlds: Worlds) -> Path:
     return folder
 
 
-def test_the_statistics_are_those_of_the_slowest_rank(results: Path) -> None:
+def test_statistics_come_from_the_slowest_rank(results: Path) -> None:
     found: list[dict[str, Any]] = json.loads((results / "table.json").read_text())["benchmarks"]
     assert [benchmark["group"] for benchmark in found][:2] == [
         f"{direction}, 256 tokens, fp32, 1 rank" for direction in ("forward", "backward")

@@ -1,4 +1,4 @@
-"""The ranks for measurements: processes with one thread each, which many cases share."""
+"""The ranks that run measurements. Each is a process with one thread. Many cases share the same ranks."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from case import Case
 
 from ring_backends.testing.world import World
 
-_CALL_TIMEOUT = 3 * 3600.0  # seconds; a dense method over 65,536 tokens takes minutes
+_CALL_TIMEOUT = 3 * 3600.0  # seconds; one call of a dense method at 65,536 tokens takes minutes
 
 
 class Worlds:
-    """A world per adapter and ring size, started at first use. As a context manager it ends all of them.
+    """Holds one world for each adapter and ring size. A world is a set of ranks, and starts at its first use.
+
+    This is a context manager. It ends all its worlds at exit.
 
     Args:
-        fresh_for_memory: whether to measure memory on new ranks.
+        fresh_for_memory: whether to start new ranks to measure memory.
     """
 
     def __init__(self, *, fresh_for_memory: bool = True) -> None:
@@ -25,14 +27,19 @@ class Worlds:
         self._worlds: dict[tuple[str, int], World] = {}
 
     def of(self, case: Case) -> World:
-        """The ranks for ``case``, which other cases share."""
+        """Return the world for ``case``. Other cases share it."""
         at = case.adapter, case.ring_size
         if at not in self._worlds:
             self._worlds[at] = World(case.ring_size, call_timeout=_CALL_TIMEOUT)
         return self._worlds[at]
 
     def time(self, case: Case, direction: rank.Direction) -> dict[str, Any]:
-        """One call: seconds of the slowest rank; by rank the share of waiting, messages and bytes sent."""
+        """Time one call.
+
+        Returns:
+            The seconds of the slowest rank, and for each rank the share of its time that it waits for hops, and the
+            messages and bytes that it sends.
+        """
         ranks = self.of(case).run(rank.timed, case, direction)
         return {
             "seconds": max(found["seconds"] for found in ranks),
@@ -42,8 +49,8 @@ class Worlds:
         }
 
     def peak_memory(self, case: Case) -> dict[str, Any]:
-        """Peak bytes of forward and backward by rank, with inputs, and of the wire buffers if known."""
-        if self.fresh_for_memory:  # memory that an earlier case left in the heap must not count
+        """Measure the peak memory of forward and backward with the inputs, and that of the wire buffers, by rank."""
+        if self.fresh_for_memory:  # an earlier case may have left memory in the heap
             with World(case.ring_size, call_timeout=_CALL_TIMEOUT) as world:
                 ranks = world.run(rank.peak_memory, case)
         else:

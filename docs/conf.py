@@ -1,8 +1,8 @@
-"""The documentation's configuration: Sphinx, pages in Markdown (MyST), and the API from the docstrings.
+"""Configures Sphinx: pages in Markdown (MyST), and the API reference from the docstrings.
 
 A build needs no network and no framework other than torch. Every warning is an error. A page may include a whole file
-of the repository, such as ADAPTERS.md. Links of an included file that lead into the repository are checked here, and
-become links to pages.
+of the repository, such as ADAPTERS.md. This module checks the links of an included file that lead into the repository,
+and turns them into links to pages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Attributes", "params_style")]  # the default reads "size, rank" as a type
 
-# Names of other projects. Their inventories need a network. Names of this project must resolve.
+# References to names of other projects may stay unresolved: resolving them needs a network. References to names of this
+# project must resolve.
 _ELSEWHERE = (
     "torch",
     "collections",
@@ -68,7 +69,7 @@ _ELSEWHERE = (
     "typing",
     "typing_extensions",
     "pytest",
-    "_pytest",  # where pytest defines its names
+    "_pytest",  # the module in which pytest defines its public names
 )
 _SHORT = {
     *dir(builtins),
@@ -99,7 +100,7 @@ _LINK = re.compile(r"(?<!!)\[(?P<text>[^\]]+)\]\((?P<target>[^)#\s]+)\)")
 
 
 def _adapt_links(app: Sphinx, path: Path, page: str, content: list[str]) -> None:
-    """Turns links of an included file into links to pages. Where a file has no page, the text names the file."""
+    """Turns links of an included file into links to pages. A link to a file without a page becomes the file's name."""
     folder = (Path(app.srcdir) / path).resolve().parent
 
     def adapt(link: re.Match[str]) -> str:
@@ -108,7 +109,7 @@ def _adapt_links(app: Sphinx, path: Path, page: str, content: list[str]) -> None
             return link[0]
         place = (folder / target).resolve()
         if not place.exists():
-            logging.getLogger(__name__).warning("%s links to %s, which is not there", path, target)
+            logging.getLogger(__name__).warning("%s links to %s, which does not exist", path, target)
         name = place.relative_to(ROOT).as_posix()
         if name in PAGES:
             return f"[{text}](/{PAGES[name]})"
@@ -143,7 +144,7 @@ class CommandLineOptions(SphinxDirective):
 
 
 def _check_picture(app: Sphinx) -> None:
-    """Warns if the picture of the rooms is not what the code gives now."""
+    """Warns if architecture.svg differs from the picture that draw_architecture.py would draw now."""
     if draw_architecture.PICTURE.read_text(encoding="utf-8") != draw_architecture.draw():
         logging.getLogger(__name__).warning("architecture.svg is out of date: run python docs/draw_architecture.py")
 

@@ -1,6 +1,7 @@
 """Draws ``architecture.svg``: the rooms of the package, and which room imports which.
 
-``python docs/draw_architecture.py`` writes the picture. The documentation's build warns if the picture is out of date.
+A *room* is a sub-package of ``ring_backends``, or a module in its root. ``python docs/draw_architecture.py`` writes the
+picture. The build of the documentation fails if the picture is out of date.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ BOX_WIDTH, BOX_HEIGHT, GAP, BEND_WIDTH, ROW, MARGIN = 156, 30, 14, 44, 70, 12
 LEFT_OUT = {"testing", "__main__"}
 
 Node = tuple[str, int]
-"""A room and its level. Between the two ends of a long arrow, "importer imported" and a level."""
+"""A room and its level, or a bend of an arrow that crosses a level: "importer imported" and this level."""
 
 
 def rooms() -> list[str]:
-    """The rooms in the order of imports, importers first, from the contract in setup.cfg."""
+    """Read the rooms from the contract in setup.cfg. Rooms come before the rooms that they import."""
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg", encoding="utf-8")
     layers = config["importlinter:contract:order"]["layers"]
@@ -30,7 +31,7 @@ def rooms() -> list[str]:
 
 
 def room_imports() -> dict[str, set[str]]:
-    """The rooms that each room imports, from the package's source."""
+    """Find the rooms that each room imports, from the source of the package."""
     graph = grimp.build_graph("ring_backends", exclude_type_checking_imports=True, cache_dir=None)
     imports: dict[str, set[str]] = {room: set() for room in rooms() if room not in LEFT_OUT}
     for module in graph.modules:
@@ -42,7 +43,7 @@ def room_imports() -> dict[str, set[str]]:
 
 
 def without_implied(imports: dict[str, set[str]]) -> dict[str, set[str]]:
-    """Leaves out an import of a room that another imported room imports as well, directly or indirectly."""
+    """Leave out imports that others imply: if a imports b and c, and b imports c, a's import of c is left out."""
     reached: dict[str, set[str]] = {}
     for room in reversed(imports):  # imported rooms first
         reached[room] = imports[room].union(*(reached[other] for other in imports[room]))
@@ -50,7 +51,7 @@ def without_implied(imports: dict[str, set[str]]) -> dict[str, set[str]]:
 
 
 def place(imports: dict[str, set[str]]) -> tuple[list[list[Node]], list[tuple[Node, Node]]]:
-    """Rows of nodes, importers on top, and the lines between neighbouring rows."""
+    """Return rows of nodes, with importers on top, and the lines between neighbouring rows."""
     level: dict[str, int] = {}
     for room in reversed(imports):
         level[room] = 1 + max((level[other] for other in imports[room]), default=-1)
@@ -71,7 +72,7 @@ def place(imports: dict[str, set[str]]) -> tuple[list[list[Node]], list[tuple[No
 
 
 def _order_by_neighbours(rows: list[list[Node]], lines: list[tuple[Node, Node]]) -> None:
-    """Sorts each row by the mean place of its nodes' neighbours in the row before, so that fewer lines cross."""
+    """Sort the nodes of each row by the mean place of their neighbours in the row before, so that fewer lines cross."""
     neighbours = defaultdict(set)
     for upper, lower in lines:
         neighbours[upper].add(lower)
@@ -92,7 +93,7 @@ def _width(node: Node) -> int:
 
 
 def draw() -> str:
-    """The picture, as SVG."""
+    """Return the picture as SVG."""
     rows, lines = place(without_implied(room_imports()))
     widths = [[_width(node) for node in row] for row in rows]
     width = max(map(sum, widths)) + 2 * MARGIN

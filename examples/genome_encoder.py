@@ -3,9 +3,10 @@
     torchrun --nproc-per-node 2 examples/genome_encoder.py --steps 100 --seq-len 512
 
 The sequences are satellite DNA: a unit of 16 random bases per sequence, repeated with some mutations. The model can
-find a masked base only in the other copies of the unit. Guessing costs ln 4 = 1.386 per base. The loss stays there for
-about 20 steps, and then falls. The sequences have different lengths and are padded at the end. Plain ``python`` trains
-on one rank. For another framework change the import line.
+find a masked base only in the other copies of the unit. Guessing gives a loss of ln 4 = 1.386 per base. The loss stays
+at this value for about 20 steps, and then falls. The sequences have different lengths and are padded at the end.
+
+Plain ``python`` instead of ``torchrun`` trains on one rank. For another framework, change the import of ``backend``.
 """
 
 from collections.abc import Callable
@@ -34,7 +35,7 @@ class Block(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Bases, masks and padding [batch, local seq] to the logits of bases [batch, local seq, 4]."""
+    """Maps tokens (bases, masks and padding) [batch, local seq] to logits of the bases [batch, local seq, 4]."""
 
     def __init__(self, make_attention: Callable[[], nn.Module], width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
@@ -50,7 +51,10 @@ class Encoder(nn.Module):
 
 
 def draw_batch(seq_len: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Tokens of which some are masked, and all bases: [batch, seq] each. Ranks with the same seed draw the same."""
+    """Draw tokens, some of which are masked or padding, and the true bases: [batch, seq] each.
+
+    Ranks with the same seed draw the same batch.
+    """
     shape = (BATCH, seq_len)
     bases = torch.randint(BASES, (BATCH, UNIT), generator=generator).repeat(1, -(-seq_len // UNIT))[:, :seq_len]
     mutated = torch.rand(shape, generator=generator) < 0.05
@@ -78,7 +82,7 @@ def main(steps: int = 100, seq_len: int = 512, learning_rate: float = 3e-3, seed
         if ring.rank == 0:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if ring.rank == 0:
-        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; this one sent {ring.traffic.bytes:,} bytes")
+        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; rank 0 sent {ring.traffic.bytes:,} bytes")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 examples/hugging_face.py --steps 20 --seq-len 4096
 
 The model is a tiny Llama with random weights, so nothing is downloaded. ``from_pretrained`` takes the same
-``attn_implementation``. Plain ``python`` trains on one rank. For another framework change the import line.
+``attn_implementation``. Plain ``python`` instead of ``torchrun`` trains on one rank. For another framework, change the
+import of ``backend``.
 """
 
 from pathlib import Path
@@ -31,7 +32,7 @@ def make_model() -> nn.Module:
 
 
 def read_document() -> Tensor:
-    """The bytes of some of torch's installed sources. Each byte is a token."""
+    """Read some of torch's source files. Each byte is a token."""
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -48,7 +49,7 @@ def main(steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed
         start = (step - 1) * seq_len % (len(document) - seq_len)
         input_ids = document[start : start + seq_len].unsqueeze(0)
         inputs = shard_inputs(ring, input_ids=input_ids, labels=input_ids)
-        labels = inputs.pop("labels")  # already shifted, so the loss needs no rows of other ranks
+        labels = inputs.pop("labels")  # shard_inputs has shifted them, so the loss needs no rows of other ranks
         del inputs["shift_labels"]
         logits = state.model(**inputs).logits
         token_losses = nn.functional.cross_entropy(
@@ -60,7 +61,7 @@ def main(steps: int = 20, seq_len: int = 4096, learning_rate: float = 3e-3, seed
         if ring.rank == 0:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if ring.rank == 0:
-        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; this one sent {ring.traffic.bytes:,} bytes")
+        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; rank 0 sent {ring.traffic.bytes:,} bytes")
 
 
 if __name__ == "__main__":

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/language_model.py --backend fsdp --steps 20 --seq-len 4096
 
-``--backend`` chooses the framework: native, fsdp, deepspeed or fairscale. A program with one framework imports it
-instead: ``from ring_backends.adapters import fsdp as backend``. Plain ``python`` trains the same model on one rank.
+``--backend`` chooses the framework: native, fsdp, deepspeed or fairscale. A program that uses only one framework can
+import its adapter instead: ``from ring_backends.adapters import fsdp as backend``. Plain ``python`` instead of
+``torchrun`` trains the same model on one rank.
 """
 
 from collections.abc import Callable
@@ -30,7 +31,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Bytes [batch, local seq] to logits [batch, local seq, 256]; only the attention uses the rows of other ranks."""
+    """Maps bytes [batch, local seq] to logits [batch, local seq, 256]. Only the attention uses rows of other ranks."""
 
     def __init__(self, make_attention: Callable[[], nn.Module], width: int = 64, num_layers: int = 2) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class LanguageModel(nn.Module):
 
 
 def read_document() -> Tensor:
-    """The bytes of some of torch's installed sources. Each byte is a token."""
+    """Read some of torch's source files. Each byte is a token."""
     files = sorted(Path(nn.__file__).parent.glob("modules/*.py"))
     return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8).long()
 
@@ -73,7 +74,7 @@ def main(
         if ring.rank == 0:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if ring.rank == 0:
-        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; this one sent {ring.traffic.bytes:,} bytes")
+        print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; rank 0 sent {ring.traffic.bytes:,} bytes")
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[l
     assert done.returncode == 0, done.stdout
     losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.M)}
     assert [*losses] == [*range(1, steps + 1)], done.stdout
-    (sent,) = re.findall(rf"on {num_ranks} ranks; this one sent ([\d,]+) bytes", done.stdout)
+    (sent,) = re.findall(rf"on {num_ranks} ranks; rank 0 sent ([\d,]+) bytes", done.stdout)
     return [*losses.values()], int(sent.replace(",", ""))
 
 

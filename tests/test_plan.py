@@ -47,12 +47,13 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
     assert found["speedup"] == pytest.approx(alone / sum(seconds.values()))
     assert found["smallest_ring"] == {"fits": 1, "fits_and_pays": 2}
     assert [size["ring_size"] for size in found["ring_sizes"]] == [1, 2, 4, 8, 16, 32, 64]
-    for text in ("4,096 tokens, contiguous, ring of 4", "memory in all", "Constants as given.", "sent forward"):
+    for text in ("4,096 tokens, contiguous, ring of 4", "total memory", "Constants as given.", "sent forward"):
         assert text in shown
     last = shown.strip().splitlines()[-1]
     assert last.startswith("At 4,096 tokens a ring of 4 pays:")
     assert (
-        "the smallest ring that fits into 1.0 GB per rank has 1 rank, the smallest that fits and pays 2 ranks." in last
+        "the smallest ring that fits into 1.0 GB per rank has 1 rank, and the smallest that fits and pays has 2 ranks."
+        in last
     )
 
 

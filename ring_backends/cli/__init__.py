@@ -1,4 +1,4 @@
-"""The command line ``ring-backends``, also ``python -m ring_backends``.
+"""The command-line program ``ring-backends``. ``python -m ring_backends`` runs it too.
 
 Each command parses and checks options, calls a function of the library, and prints. Importing this package does not
 import torch, so ``--help`` is fast. Nothing imports this package.
@@ -20,7 +20,7 @@ from ring_backends.cli.plan import plan_command
 from ring_backends.cli.train import train_command
 from ring_backends.ring.launch import TRACEBACK_VARIABLE
 
-# torch warns at import where NumPy is missing. Nothing here uses NumPy.
+# torch warns when it is imported without NumPy. The commands do not use NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 
 app = typer.Typer(
@@ -56,5 +56,5 @@ def _options(
 
 
 def main() -> None:
-    """The console script. Exits with the status of the command."""
+    """Run the command line, and exit with the status of the command."""
     app()

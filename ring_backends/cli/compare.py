@@ -1,4 +1,4 @@
-"""``compare``: one attention call by every adapter, by the all-gather method and on one rank, in one table.
+"""``compare``: measures one attention call with every adapter, with the all-gather method and on one rank.
 
 This module imports no torch. The measurement is in :mod:`ring_backends.comparison.compare`.
 """
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CompareOptions:
-    """The options of the command by their names, as plain values."""
+    """The options of the command, as plain values. Each field has the name of its option."""
 
     seq_len: int
     nproc_per_node: int
@@ -65,10 +65,10 @@ class CompareOptions:
     plot: Path | None
 
     def check(self) -> None:
-        """Check everything that needs no torch.
+        """Check the options, as far as that needs no torch.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is invalid. The message names it.
         """
         self.setup().pattern.check(seq_len=self.seq_len, num_heads=self.num_heads)
         check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
@@ -109,43 +109,47 @@ def compare_command(
     layout: Layout = "contiguous",
     device: Device = "auto",
     repeats: Annotated[
-        int, typer.Option(min=1, help="Timed calls, after one that warms up.", rich_help_panel=RANKS)
+        int, typer.Option(min=1, help="Timed calls, after one warm-up call.", rich_help_panel=RANKS)
     ] = 3,
     json: Json = None,
     plot: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="Draw time, memory and a timeline (needs matplotlib).", rich_help_panel=FILES
+            metavar="FILE",
+            help="Draw time, memory and a timeline into this file (needs matplotlib).",
+            rich_help_panel=FILES,
         ),
     ] = None,
 ) -> None:
-    """Measure one attention call by every adapter, by all-gather and on one rank.
+    """Measure one attention call with every adapter, with all-gather and on one rank.
 
-    Every method runs in processes of its own, on the same inputs.
+    Each method runs in its own processes. All methods get the same inputs.
 
-    Time: forward and backward, the median of the timed calls. A call takes
-    as long as its slowest rank.
+    Time: seconds of forward and of backward. Each is the median of the
+    timed calls. A call takes as long as its slowest rank.
 
-    Memory: the peak of the first call beyond its inputs, on the rank that
-    needs most: the increase of the resident set, or on a GPU of the
-    allocated memory.
+    Memory: the peak memory of the first call, without its inputs, on the
+    rank that needs most. On the CPU this is the increase of the resident
+    set. On a GPU it is the increase of the allocated memory.
 
-    Bytes: what the busiest rank sends in forward and backward. Adapters
-    count their hops. For all-gather the bytes are computed: each rank sends
-    its rows, padded to the longest, to all others. A reduce-scatter sums
-    the gradients. In gloo it is an all-reduce, which sends twice as much.
+    Bytes: the bytes that the busiest rank sends in forward and backward.
+    Adapters count the bytes of their hops. The bytes of all-gather are
+    computed: each rank sends its rows to all other ranks, padded to the
+    largest contribution. A reduce-scatter sums the gradients. gloo
+    implements it as an all-reduce, which sends twice as much.
 
     Error: the largest difference of out, dq, dk and dv from their fp64
-    values, over the largest fp64 value. The fp64 values are computed once,
-    from the definition, by code that no method shares. They take 8 bytes
-    per number in temporary files.
+    values, divided by the largest fp64 value. The fp64 values are computed
+    once, by code that follows the definition and that no method shares.
+    They take 8 bytes per number in temporary files.
 
-    The all-gather method gathers the dilated rows of K and V of the
-    branches that cross shards, and nothing else, in one collective. Then it
-    computes the same tiles as the ring.
+    The all-gather method gathers only the dilated K and V rows of branches
+    that cross shards, in one collective. Then it computes the same tiles as
+    the ring.
 
-    Plot: time, memory, and when each rank of the first adapter computed and
-    when it waited for hops, in one more call.
+    Plot: time, memory and a timeline. The timeline shows when each rank of
+    the first adapter computed, and when it waited for hops. It is recorded
+    in one more call.
     """
     given = dict(locals())
     names = [field.name for field in fields(CompareOptions)]

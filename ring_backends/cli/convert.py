@@ -1,4 +1,4 @@
-"""``convert``: converts a torchscale checkpoint with :mod:`ring_backends.longnet.convert`, and shows the result."""
+"""``convert``: converts a torchscale checkpoint with :mod:`ring_backends.longnet.convert`, and prints a summary."""
 
 from __future__ import annotations
 
@@ -19,34 +19,48 @@ _MOST_ROWS = 20
 
 
 def convert_command(
-    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Checkpoint: a state_dict, or one under 'model'.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Checkpoint: a state_dict, or a dict that holds one under 'model'.")
+    ],
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="File to write.")],
     num_heads: Annotated[
-        int, typer.Option(min=1, help="Heads, which a checkpoint does not show; GigaPath's slide encoders have 16.")
+        int,
+        typer.Option(
+            min=1, help="Number of heads. A checkpoint does not contain it. GigaPath's slide encoders have 16 heads."
+        ),
     ],
     prefix: Annotated[
         str | None,
-        typer.Option(metavar="NAME.", help="Beginning of the names, for example encoder. Default: found from them."),
+        typer.Option(
+            metavar="NAME.",
+            help="Prefix of the parameter names, for example 'encoder.'. Default: inferred from the names.",
+        ),
     ] = None,
-    kind: Annotated[str | None, typer.Option(metavar="encoder|decoder", help="Default: found from the prefix.")] = None,
+    kind: Annotated[
+        str | None,
+        typer.Option(metavar="encoder|decoder", help="Kind of the model. Default: inferred from the prefix."),
+    ] = None,
     segment_lengths: Annotated[
         list[str] | None,
         typer.Option(
             metavar="N,N,…",
-            help="Segment lengths of the training; kept in TARGET, and compared when it is loaded.",
+            help="Segment lengths that the model was trained with. They are stored in TARGET. The class that loads "
+            "TARGET compares them with its attention.",
         ),
     ] = None,
     dilation_rates: Annotated[
-        list[str] | None, typer.Option(metavar="N,N,…", help="Dilation rates of the training.")
+        list[str] | None, typer.Option(metavar="N,N,…", help="Dilation rates that the model was trained with.")
     ] = None,
     seq_len: Annotated[
         int | None,
-        typer.Option(min=1, help="Longest sequence to run on, for the check of the branches. Default: any."),
+        typer.Option(
+            min=1, help="Longest sequence that the model will run on. It is used to check the branches. Default: any."
+        ),
     ] = None,
     activation: Annotated[
-        str, typer.Option(metavar="gelu|relu", help="Of the feed-forward networks (activation_fn).")
+        str, typer.Option(metavar="gelu|relu", help="Activation of the feed-forward networks (activation_fn).")
     ] = "gelu",
-    layer_norm_eps: Annotated[float, typer.Option(help="Of every LayerNorm (layernorm_eps).")] = 1e-5,
+    layer_norm_eps: Annotated[float, typer.Option(help="Epsilon of every LayerNorm (layernorm_eps).")] = 1e-5,
     scale_embedding: Annotated[
         bool, typer.Option("--scale-embedding", help="The model was trained with no_scale_embedding=False.")
     ] = False,
@@ -80,7 +94,7 @@ def _check_paths(source: Path, target: Path, force: bool) -> None:
         raise ValueError(f"source = {str(source)!r}: not a file; give a checkpoint that torch.save wrote.")
     check_files(target=target)
     if target.exists() and (target.is_dir() or source.samefile(target)):
-        raise ValueError(f"target = {str(target)!r}: is a directory, or SOURCE itself; give another file.")
+        raise ValueError(f"target = {str(target)!r}: is a directory or SOURCE itself; give another file.")
     if target.exists() and not force:
         raise ValueError(f"target = {str(target)!r}: exists already; give another file, or --force.")
 
@@ -91,7 +105,7 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
     from rich.table import Table
 
     settings, tensors = converted.settings, converted.state_dict.values()
-    branches = "not given; the attention needs those of the training"
+    branches = "not given; pass the attention the branches of the training run"
     if settings["segment_lengths"] is not None:
         branches = describe_branches(settings["segment_lengths"], settings["dilation_rates"])
     norms = ("yes" if settings[name] else "no" for name in ("sub_layer_norm", "normalize_output"))
@@ -108,7 +122,7 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
         "class": "LongNetEncoder" if settings["kind"] == "encoder" else "LongNetDecoder",
     }
     console = Console(highlight=False)
-    table = Table("what", "converted", title=f"In {escape(str(target))}", title_justify="left")
+    table = Table("property", "value", title=f"In {escape(str(target))}", title_justify="left")
     for name, value in rows.items():
         table.add_row(name, escape(value))
     console.print(table)

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 _BANDWIDTH = "16 MiB both ways"
 
-# The decisions of auto_dtype, with reasons. Compute capabilities are NVIDIA's.
+# What auto_dtype decides, and why. The numbers are compute capabilities of NVIDIA GPUs.
 DTYPE_ADVICE = (
     ("CPU", "fp32", "bf16 is faster where the CPU multiplies it in hardware (AMX, AVX-512 BF16)"),
     ("Pascal and older (below 7.0)", "fp32", "no tensor cores; no bf16"),
-    ("Volta, Turing (7.0, 7.5)", "fp16", "no bf16; fp16 needs loss scaling, so `train` takes fp32"),
-    ("Ampere, Ada, Hopper, Blackwell (8.0 and above)", "bf16", "the range of fp32, no loss scaling"),
+    ("Volta, Turing (7.0, 7.5)", "fp16", "no bf16; fp16 needs loss scaling, so `train` uses fp32"),
+    ("Ampere, Ada, Hopper, Blackwell (8.0 and above)", "bf16", "has the range of fp32, needs no loss scaling"),
 )
 HOPS = (
-    ("gloo, CPU tensors", "sent as they are, over TCP"),
+    ("gloo, CPU tensors", "sent directly over TCP"),
     ("gloo, CUDA tensors", "staged through pinned host memory, then over TCP"),
     ("NCCL, CUDA tensors", "GPU to GPU, over NVLink, PCIe or the network"),
 )
@@ -37,13 +37,16 @@ def info_command(
         bool,
         typer.Option(
             "--probe",
-            help="Also measure on local ranks together: latency and bandwidth of hops, FLOP/s of tiles. With --json, "
-            "`ring-backends plan --probe FILE` reads the result.",
+            help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
+            "`ring-backends plan --probe FILE` reads the file that --json writes.",
         ),
     ] = False,
     nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2,
     dtype: Annotated[
-        str, typer.Option(metavar="auto|fp32|bf16|fp16|fp64", help="To measure in; auto: the device's recommended one.")
+        str,
+        typer.Option(
+            metavar="auto|fp32|bf16|fp16|fp64", help="Dtype of the measurement. auto: recommended for the device."
+        ),
     ] = "auto",
     device: Annotated[
         str, typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU.")
@@ -64,7 +67,7 @@ def info_command(
 
 
 def collect() -> dict[str, Any]:
-    """Everything except the probe, as plain values."""
+    """Collect the information about this machine, without the measurement, as plain values."""
     import os
 
     import torch
@@ -103,7 +106,7 @@ def _show(found: dict[str, Any]) -> None:
     console.print(
         _table(
             "Devices",
-            ("device", "name", "dtype of auto"),
+            ("device", "name", "recommended dtype"),
             [(device["device"], device["name"], device["dtype"]) for device in found["devices"]],
         )
     )
@@ -142,13 +145,14 @@ def _show(found: dict[str, Any]) -> None:
         where = f"{ranks}, {probe['transport']}, {probe['device']}"
         console.print(_table(where, ("message", "measured"), hops))
         title = (
-            f"Constants for plan: all ranks at once, {probe['dtype']}, head dim {probe['head_dim']}, {probe['kernel']}"
+            f"Constants for plan, measured on all ranks at once: {probe['dtype']}, head dim {probe['head_dim']}, "
+            f"{probe['kernel']}"
         )
         console.print(_table(title, ("constant", "measured"), _constants(probe)))
 
 
 def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and values of the constants, as text."""
+    """Return the names and values of the measured constants, as text."""
     hardware = Hardware.of(probe["hardware"])
 
     def rate(backward: bool, causal: bool) -> str:
@@ -165,8 +169,8 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if hardware.copy_bytes_per_second is not None:
         shown.append(("gathering and merging rows", f"{hardware.copy_bytes_per_second / 1e9:.2f} GB/s"))
-    shown.append(("share of a hop that a tile hides", f"{hardware.overlap:.0%}"))
-    shown.append(("speed of one rank alone", f"{hardware.speed_alone:.2f} times that beside others"))
+    shown.append(("share of a hop that overlaps with tiles", f"{hardware.overlap:.0%}"))
+    shown.append(("speed of one rank alone", f"{hardware.speed_alone:.2f} times its speed beside the other ranks"))
     if hardware.memory_bytes is not None:
         shown.append(("memory per rank", f"{hardware.memory_bytes / 2**30:,.1f} GiB"))
     return shown

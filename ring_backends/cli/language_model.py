@@ -44,7 +44,7 @@ class Block(nn.Module):
         )
 
     def forward(self, x: Tensor, seq_len: int) -> Tensor:
-        """x [batch, local seq, embed_dim] to the same shape; ``seq_len`` is the length of the global sequence."""
+        """Map x [batch, local seq, embed_dim] to the same shape. ``seq_len`` is the length of the global sequence."""
         x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
@@ -57,10 +57,10 @@ class LongNetLM(nn.Module):
         num_layers: number of blocks.
         make_attention: called once per block; returns a RingDilatedAttention of any adapter.
         mlp_ratio: hidden width of the MLP divided by embed_dim.
-        tied: the output layer shares the matrix of the embedding.
-        activation_checkpointing: keep only the input of each block, and recompute the block in the backward.
+        tied: whether the output layer shares the weight of the embedding.
+        activation_checkpointing: whether to keep only the input of each block, and recompute the block in the backward.
 
-    The initial weights depend only on torch's random state, not on rank, device or layout.
+    The initial weights depend only on torch's random state. They do not depend on the rank or the layout.
     """
 
     def __init__(
@@ -89,7 +89,10 @@ class LongNetLM(nn.Module):
             self.head.weight = self.embedding.weight
 
     def reset_parameters(self) -> None:
-        """Draw normal weights of deviation 0.02, divided by sqrt(2 num_layers) where a layer adds to the residual."""
+        """Draw weights from a normal distribution with mean 0 and standard deviation 0.02, and set biases to 0.
+
+        Layers that write to the residual stream have the standard deviation 0.02 / sqrt(2 num_layers).
+        """
         residual = 0.02 / math.sqrt(2 * max(1, len(self.blocks)))
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):

@@ -12,16 +12,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 ATTENTION, RANKS, FILES = "Attention", "Ranks", "Files"
-"""Headings of the options in ``--help``."""
+"""Headings of the groups of options in ``--help``."""
 
-_WIDTH = 120  # of output that goes to no terminal
+_WIDTH = 120  # columns of output that does not go to a terminal
 
 SegmentLengths = Annotated[
     list[str] | None,
     typer.Option(
         metavar="N,N,…",
-        help="Segment length of each branch, in tokens. Default: three branches of nearly linear cost, the last over "
-        "the whole sequence: 256,4096,131072 with rates 1,8,64 for 131,072 tokens.",
+        help="Segment length of each branch, in tokens. Default: three branches whose cost is nearly linear in the "
+        "sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
         rich_help_panel=ATTENTION,
     ),
 ]
@@ -48,13 +48,12 @@ Padding = Annotated[
     str,
     typer.Option(
         metavar="masked|zeros",
-        help="zeros: fill the last segment with visible zero keys, as torchscale does.",
+        help="masked: no query sees the padding of the last segment. zeros: queries see it as zero keys, as in "
+        "torchscale.",
         rich_help_panel=ATTENTION,
     ),
 ]
-SeqLen = Annotated[
-    int, typer.Option(min=1, help="Tokens of the sequence, over the whole ring.", rich_help_panel=ATTENTION)
-]
+SeqLen = Annotated[int, typer.Option(min=1, help="Length of the whole sequence, in tokens.", rich_help_panel=ATTENTION)]
 NumHeads = Annotated[int, typer.Option(min=1, help="Query heads.", rich_help_panel=ATTENTION)]
 NumKvHeads = Annotated[
     int | None,
@@ -64,20 +63,20 @@ HeadDim = Annotated[int, typer.Option(min=1, help="Width of a head.", rich_help_
 Causal = Annotated[
     bool,
     typer.Option(
-        "--causal/--no-causal", help="Whether a query sees only keys up to its position.", rich_help_panel=ATTENTION
+        "--causal/--no-causal", help="Whether a query sees only keys up to its own position.", rich_help_panel=ATTENTION
     ),
 ]
 Dtype = Annotated[
     str,
     typer.Option(
         metavar="auto|fp32|bf16|fp16|fp64",
-        help="Of the tensors; auto: what `ring-backends info` recommends for the device.",
+        help="Dtype of the tensors. auto: the dtype that `ring-backends info` recommends for the device.",
         rich_help_panel=ATTENTION,
     ),
 ]
 Layout = Annotated[
     str,
-    typer.Option(metavar="contiguous|zigzag", help="How the sequence lies over the ring.", rich_help_panel=RANKS),
+    typer.Option(metavar="contiguous|zigzag", help="How the sequence is sharded over the ring.", rich_help_panel=RANKS),
 ]
 Device = Annotated[
     str,
@@ -97,48 +96,53 @@ _CHOICES = {
 
 
 def check_choices(options: Any) -> None:
-    """Check that layout, dtype and device are known.
+    """Check the options ``layout``, ``dtype`` and ``device``.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: an option has an unknown value. The message names the option.
     """
     for name in _CHOICES:
         check_choice(name, getattr(options, name))
 
 
 def check_choice(name: str, value: str) -> None:
-    """Check that the layout, dtype or device ``value`` is known.
+    """Check the value of one of the options ``layout``, ``dtype`` and ``device``.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: the value is unknown. The message names the option.
     """
     if value not in _CHOICES[name]:
         raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(_CHOICES[name])}.")
 
 
 def check_kv_heads(name: str, num_kv_heads: int | None, num_heads: int) -> None:
-    """Check that the key/value heads divide the query heads.
+    """Check that the number of key/value heads divides the number of query heads.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: it does not. The message names the option.
     """
     if num_kv_heads is not None and num_heads % num_kv_heads:
         raise ValueError(f"{name} = {num_kv_heads}: must divide the {num_heads} query heads; use a divisor.")
 
 
 def check_files(**paths: Path | None) -> None:
-    """Check that the directory of each output file exists, by the option that names the file.
+    """Check that the directory of each output file exists.
+
+    Args:
+        paths: the file of each option, by the name of the option. None: the option is not given.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: a directory does not exist. The message names the option.
     """
     for name, path in paths.items():
         if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it first.")
+            raise ValueError(
+                f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it, or give another path."
+            )
 
 
 def wide_console() -> Console:
-    """A console whose tables are not cut at 80 columns where there is no terminal."""
+    """Make a console. Without a terminal, its tables are 120 columns wide instead of 80."""
     from rich.console import Console
 
     console = Console(highlight=False)

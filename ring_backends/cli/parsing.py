@@ -1,4 +1,4 @@
-"""Lists of integers, sizes and hosts as people write them on a command line. This module imports no torch."""
+"""Parses lists of integers, sizes in bytes and lists of hosts. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -16,11 +16,15 @@ _UNITS = {
 }
 
 Branches = tuple[tuple[int, ...], tuple[int, ...]]
-"""Segment lengths, and as many dilation rates."""
+"""The segment lengths and the dilation rates of the branches."""
 
 
 class BranchesCommand(TyperCommand):
-    """Accepts ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and the option repeated."""
+    """A command that accepts lists with commas, lists with spaces and repeated options.
+
+    ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and ``--segment-lengths 2048 --segment-lengths
+    8192`` are equivalent.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         joined: list[str] = []
@@ -35,7 +39,7 @@ class BranchesCommand(TyperCommand):
 
 
 def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] | None) -> Branches | None:
-    """Parse the two options of the branches; None if neither is given.
+    """Parse ``--segment-lengths`` and ``--dilation-rates``. Returns None if neither is given.
 
     Raises:
         ValueError: only one of them is given, or a value is not an integer.
@@ -46,7 +50,7 @@ def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] 
         return None
     if lengths is None or rates is None:
         name, other = ("dilation_rates", "segment_lengths")[:: 1 if rates is None else -1]
-        raise ValueError(f"{name} is missing beside {other}: a branch is one pair; give both, or neither.")
+        raise ValueError(f"{name} is missing beside {other}: each branch needs both; give both options, or neither.")
     return lengths, rates
 
 
@@ -55,7 +59,7 @@ def describe_branches(segment_lengths: tuple[int, ...], dilation_rates: tuple[in
 
 
 def _integers(name: str, values: list[str] | None) -> tuple[int, ...] | None:
-    """``["2048,8192", "16384"]`` as integers."""
+    """Parse ``["2048,8192", "16384"]`` into ``(2048, 8192, 16384)``."""
     if values is None:
         return None
     parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
@@ -66,10 +70,10 @@ def _integers(name: str, values: list[str] | None) -> tuple[int, ...] | None:
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:
-    """``"80GB"``, ``"40 GiB"`` or ``"1000000"`` as a number of bytes.
+    """Parse ``"80GB"``, ``"40 GiB"`` or ``"1000000"`` into a number of bytes.
 
     Raises:
-        ValueError: naming the option.
+        ValueError: the text is not a size of at least one byte. The message names the option.
     """
     if text is None:
         return None
@@ -80,18 +84,20 @@ def parse_bytes(name: str, text: str | None) -> int | None:
         )
     size = int(float(found[1]) * _UNITS[found[2].lower()])
     if size < 1:
-        raise ValueError(f"{name} = {text!r}: must be at least one byte; give more.")
+        raise ValueError(f"{name} = {text!r}: must be at least one byte; give a larger size.")
     return size
 
 
 def parse_hosts(hosts: str | None, ranks_per_host: int | None, ring_size: int) -> tuple[str, ...] | None:
-    """The host of every rank of the world, which holds one ring or several; None if neither option is given.
+    """Return the host of every rank, or None if neither option is given.
+
+    ``hosts`` may name the hosts of several rings. ``ranks_per_host`` describes one ring.
 
     Raises:
-        ValueError: both options are given, or the number of hosts is no multiple of the ring size.
+        ValueError: both options are given, or the number of hosts is not a multiple of the ring size.
     """
     if hosts is not None and ranks_per_host is not None:
-        raise ValueError("hosts: ranks_per_host is given too; give only one of them.")
+        raise ValueError("hosts: ranks_per_host is given too; give only one of the two options.")
     if hosts is None:
         if ranks_per_host is None:
             return None
@@ -99,7 +105,7 @@ def parse_hosts(hosts: str | None, ranks_per_host: int | None, ring_size: int) -
     names = tuple(name for name in re.split(r"[,\s]+", hosts.strip()) if name)
     if not names or len(names) % ring_size:
         raise ValueError(
-            f"hosts = {hosts!r}: names the hosts of {len(names)} ranks; name one host per rank, for one ring of "
-            f"{ring_size} ranks or for several."
+            f"hosts = {hosts!r}: has {len(names)} names, and a ring has {ring_size} ranks; name one host per rank, for "
+            "one ring or for several whole rings."
         )
     return names

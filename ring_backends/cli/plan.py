@@ -1,6 +1,6 @@
-"""``plan``: the memory, bytes, FLOPs and estimated seconds of a ring, and whether it pays.
+"""``plan``: prints the memory, bytes, FLOPs and estimated seconds of a ring, next to those of one device.
 
-This module imports no torch before the command runs. The numbers come from :mod:`ring_backends.cost.estimate`.
+This module imports torch only when the command runs. The numbers come from :mod:`ring_backends.cost.estimate`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _CONSTANTS = "Constants of the estimate"
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the command by their names, as plain values."""
+    """The options of the command, as plain values. Each field has the name of its option."""
 
     seq_len: int
     ring_size: int
@@ -86,10 +86,10 @@ class PlanOptions:
     plot: Path | None
 
     def check(self) -> None:
-        """Check everything that needs no torch.
+        """Check the options, as far as that needs no torch.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is invalid. The message names it.
         """
         self.pattern().check(seq_len=self.seq_len, num_heads=self.heads)
         check_kv_heads("kv_heads", self.kv_heads, self.heads)
@@ -100,11 +100,13 @@ class PlanOptions:
                 raise ValueError(f"{name} = {value}: must be above 0; give a positive number.")
         if self.probe is not None and not self.probe.is_file():
             raise ValueError(
-                f"probe = {str(self.probe)!r}: there is no such file; write one with `ring-backends info --probe "
+                f"probe = {str(self.probe)!r}: the file does not exist; write one with `ring-backends info --probe "
                 "--json FILE`."
             )
         if self.probe is not None and self.nproc_per_node is not None:
-            raise ValueError("nproc_per_node: --probe FILE replaces the measurement; leave one of them out.")
+            raise ValueError(
+                "nproc_per_node: has no effect with --probe, which replaces the measurement; leave one of the two out."
+            )
         check_files(json=self.json, plot=self.plot)
         if self.plot is not None:
             check_plot(self.plot)
@@ -132,8 +134,8 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="SIZE",
-            help="Memory per rank, for example 80GB, for the smallest ring sizes that fit. Default: the memory of a "
-            "rank where the constants were measured.",
+            help="Memory per rank, for example 80GB. The command prints the smallest ring size that fits into it. "
+            "Default: the memory that the measurement found.",
             rich_help_panel=RANKS,
         ),
     ] = None,
@@ -141,38 +143,43 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="NAME,NAME,…",
-            help="The host of each rank, for the bytes that cross hosts by rank order and by topology.",
+            help="The host of each rank. The command prints the bytes between hosts, with the ranks in rank order and "
+            "in topology order.",
             rich_help_panel=RANKS,
         ),
     ] = None,
     ranks_per_host: Annotated[
-        int | None, typer.Option(min=1, help="Instead of --hosts: ranks on each host.", rich_help_panel=RANKS)
+        int | None, typer.Option(min=1, help="Ranks per host, as an alternative to --hosts.", rich_help_panel=RANKS)
     ] = None,
     probe: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Constants from `ring-backends info --probe --json FILE`. Default: measure them now, unless the next "
-            "three options give all.",
+            help="File with constants, from `ring-backends info --probe --json FILE`. Default: measure them now, "
+            "unless --latency, --bandwidth and --flops are given.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
     latency: Annotated[
         float | None,
-        typer.Option(metavar="SECONDS", help="Of a hop; replaces the measured one.", rich_help_panel=_CONSTANTS),
+        typer.Option(
+            metavar="SECONDS", help="Latency of a hop. Replaces the measured latency.", rich_help_panel=_CONSTANTS
+        ),
     ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(
-            metavar="BYTES/S", help="In each direction; replaces the measured one.", rich_help_panel=_CONSTANTS
+            metavar="BYTES/S",
+            help="Bandwidth in each direction. Replaces the measured bandwidth.",
+            rich_help_panel=_CONSTANTS,
         ),
     ] = None,
     flops: Annotated[
         float | None,
         typer.Option(
             metavar="FLOP/S",
-            help="Of the attention kernel on one rank, forward and backward; replaces the measured rates. Gathering "
-            "and merging rows then cost nothing.",
+            help="Rate of the attention kernel on one rank, in forward and in backward. Replaces the measured rates. "
+            "The estimate then ignores the time to gather and merge rows.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
@@ -180,7 +187,8 @@ def plan_command(
         int | None,
         typer.Option(
             min=2,
-            help="Local ranks to measure on. Default: the ring size, or 2 if the machine has fewer GPUs or cores.",
+            help="Local ranks that measure. Default: the ring size, or 2 if the ring size is 1 or is more than the "
+            "machine's GPUs or cores.",
             rich_help_panel=_CONSTANTS,
         ),
     ] = None,
@@ -190,20 +198,23 @@ def plan_command(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Draw time and memory per rank over ring sizes 1, 2, 4, … (needs matplotlib).",
+            help="Draw time and memory per rank against the ring size into this file (needs matplotlib).",
             rich_help_panel=FILES,
         ),
     ] = None,
 ) -> None:
-    """Estimate what a ring needs, and whether it pays at this length.
+    """Estimate the cost of a ring, and whether it is faster than one device.
 
-    Memory, bytes and FLOPs per rank are counted from the schedule. A
-    billion tokens on thousands of ranks take seconds. Memory is that of one
-    attention call and its gradients: query, key, value, out and a gradient
-    of each, the LSE, the wire buffers, and the rows of the largest tile.
+    Memory, bytes and FLOPs per rank are counted from the schedule. Counting
+    takes seconds, even for a billion tokens on thousands of ranks.
 
-    Seconds are estimated from constants. They are measured in a few seconds
-    on some ranks of this machine together, read from a file, or given.
+    Memory is the memory of one attention call: query, key, value, out, the
+    gradient of each, the LSE, the wire buffers, and the rows of the largest
+    tile.
+
+    Seconds are estimated from constants of the hardware: latency, bandwidth
+    and FLOP/s. Options give the constants, a file contains them, or the
+    command measures them on local ranks in a few seconds.
     """
     given = dict(locals())
     names = [field.name for field in fields(PlanOptions)]
@@ -263,7 +274,7 @@ def _plan(options: PlanOptions) -> None:
 def _hardware(
     options: PlanOptions, dtype: torch.dtype, console: Console
 ) -> tuple[Hardware, dict[str, Any] | None, str]:
-    """The constants, the measurement that they come from if any, and a sentence that names their source."""
+    """Return the constants, their measurement (None if options give all constants), and a sentence on their source."""
     latency, bandwidth, flops = options.latency, options.bandwidth, options.flops
     if options.probe is not None:
         probe = local_probe.read(options.probe, _name(dtype))
@@ -302,13 +313,13 @@ def _num_local_ranks(options: PlanOptions) -> int:
 
 
 def _table(estimate: Estimate) -> Table:
-    """The largest number of any rank, beside one device."""
+    """Make a table of the largest value over all ranks of the ring, and of the value on one device."""
     from rich.filesize import decimal
     from rich.table import Table
 
     from ring_backends.cost.estimate import format_seconds
 
-    table = Table(title="per rank, the largest of any rank", title_justify="left")
+    table = Table(title="largest value over all ranks", title_justify="left")
     table.add_column("")
     table.add_column(f"ring of {estimate.ring.ring_size:,}", justify="right")
     table.add_column("one device", justify="right")
@@ -318,7 +329,7 @@ def _table(estimate: Estimate) -> Table:
         ("LSE", lambda cost: cost.lse_bytes.max()),
         ("wire buffers, at most", lambda cost: cost.communication_bytes),
         ("rows and sums of the largest tiles", lambda cost: cost.tile_bytes.max()),
-        ("memory in all", lambda cost: cost.memory_bytes.max()),
+        ("total memory", lambda cost: cost.memory_bytes.max()),
         ("sent forward", lambda cost: cost.sent_bytes().max()),
         ("sent backward", lambda cost: cost.sent_bytes(backward=True).max()),
     )
@@ -338,7 +349,7 @@ def _hosts_sentence(between_hosts: dict[str, int], num_hosts: int) -> str:
 
     by_rank, by_topology = decimal(between_hosts["rank"]), decimal(between_hosts["topology"])
     return (
-        f"Between {num_hosts:,} hosts {by_rank} cross in forward and backward with "
+        f"Forward and backward send {by_rank} between the {num_hosts:,} hosts with "
         f'ring_order="rank", and {by_topology} with ring_order="topology".'
     )
 

@@ -1,6 +1,7 @@
-"""How a command reports an error: one message on stderr and an exit status.
+"""Reports the error of a command: one message on stderr and an exit status.
 
-Status 2: an argument or the installation cannot work. 1: the command failed while it ran. 130: Ctrl-C.
+The status is 2 if an argument or the installation cannot work, 1 if the command failed while it ran, and 130 after
+Ctrl-C.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ INTERRUPTED = 130
 
 @contextlib.contextmanager
 def reported_errors(command: str, options: Iterable[str] = ()) -> Iterator[None]:
-    """Turn an exception of the body into a message and ``typer.Exit``.
+    """Turn an exception in the ``with`` block into a message on stderr and a ``typer.Exit``.
 
     Args:
         command: name of the command, for the message.
-        options: Python names of the command's parameters. A message that begins with one of them gets the name of the
-            option in front.
+        options: Python names of the command's parameters. If the message of the exception begins with one of them, the
+            report begins with the option: ``--seq-len`` for ``seq_len``.
     """
     try:
         yield

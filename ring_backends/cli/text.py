@@ -1,7 +1,7 @@
 """The document that ``train`` reads: the bytes of files, cut into windows.
 
-Every rank computes the same windows without communication, and reads only the window that it needs from disk. The last
-window is kept for the evaluation loss.
+All ranks agree on the windows without communication. A rank reads from disk only the windows that it needs. The last
+window is held out for the evaluation loss.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def standard_library_sources() -> list[Path]:
     Installed packages and the tests of the library are left out.
 
     Raises:
-        ValueError: there are no such files.
+        ValueError: the standard library has no ``*.py`` files on disk.
     """
     root = Path(sysconfig.get_path("stdlib"))
     kept: list[Path] = []
@@ -37,14 +37,16 @@ def standard_library_sources() -> list[Path]:
 
 
 class Document:
-    """The bytes of files in order, as windows of ``seq_len`` + 1 bytes: tokens, and their labels one byte later.
+    """The bytes of files, as windows of ``seq_len`` + 1 bytes.
+
+    The first ``seq_len`` bytes of a window are the tokens. The last ``seq_len`` bytes are their labels.
 
     Args:
         paths: the files, read as bytes, in this order.
         seq_len: tokens per window.
 
-    Training windows start every ``seq_len`` bytes, so each byte is a label once per pass. The last ``seq_len`` + 1
-    bytes are the evaluation window, and belong to no training window.
+    Training windows start every ``seq_len`` bytes, so a byte is a label at most once per pass. The last ``seq_len`` + 1
+    bytes are the evaluation window. No training window overlaps with it.
 
     Raises:
         ValueError: a path is not a file, or the files together have fewer than 2 (seq_len + 1) bytes.
@@ -53,7 +55,7 @@ class Document:
     def __init__(self, paths: Sequence[Path], seq_len: int) -> None:
         for path in paths:
             if not path.is_file():
-                raise ValueError(f"text = {str(path)!r}: not a file; give the path of a readable file, once per file.")
+                raise ValueError(f"text = {str(path)!r}: not a file; give the path of a file.")
         self._paths = list(paths)
         self._starts = [0, *itertools.accumulate(path.stat().st_size for path in paths)]
         self.seq_len = seq_len
@@ -61,14 +63,14 @@ class Document:
         shortest = 2 * (seq_len + 1)
         if self.num_bytes < shortest:
             raise ValueError(
-                f"text: {self.num_bytes:,} bytes in {len(self._paths)} file(s) with seq_len = {seq_len:,}: at "
-                f"least {shortest:,} are needed, for one window to train on and one to evaluate; give more text, or "
-                f"a shorter --seq-len."
+                f"text: {self.num_bytes:,} bytes in {len(self._paths)} file(s) with seq_len = {seq_len:,}: at least "
+                f"{shortest:,} are needed, for one training window and one evaluation window; give more text, or a "
+                "smaller --seq-len."
             )
         self.num_windows = (self.num_bytes - (seq_len + 1) - 1) // seq_len
 
     def window(self, index: int) -> bytes:
-        """Training window ``index``; after the last window the first one follows."""
+        """Return training window ``index``. The windows repeat after the last one."""
         start = index % self.num_windows * self.seq_len
         return self._read(start, start + self.seq_len + 1)
 
@@ -76,7 +78,7 @@ class Document:
         return self._read(self.num_bytes - self.seq_len - 1, self.num_bytes)
 
     def fingerprint(self) -> int:
-        """A 48-bit hash of the sizes of the files, of the first window and of the evaluation window."""
+        """Return a 48-bit hash of the file sizes, the first window and the evaluation window."""
         digest = hashlib.sha256(repr(self._starts).encode() + self.window(0) + self.evaluation_window())
         return int.from_bytes(digest.digest()[:6], "big")
 
@@ -92,7 +94,7 @@ class Document:
                 part = file.read(size)
             if len(part) != size:
                 raise ValueError(
-                    f"text = {str(self._paths[index])!r}: the file became shorter during the run; keep it unchanged."
+                    f"text = {str(self._paths[index])!r}: the file became shorter during the run; do not change it."
                 )
             parts.append(part)
             position += size

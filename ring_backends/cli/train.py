@@ -1,6 +1,6 @@
 """``train``: starts the ranks that train. The training loop is in :mod:`ring_backends.cli.trainer`.
 
-This module imports no torch before the command runs: ``--help`` and the checks of options are fast.
+This module imports torch only when the ranks start, so ``--help`` and the checks of options are fast.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def train_command(
     ] = "native",
     nproc_per_node: Annotated[
         int,
-        typer.Option(min=1, help="Ranks to start on this machine. Not used under torchrun.", rich_help_panel=RANKS),
+        typer.Option(min=1, help="Ranks to start on this machine. Ignored under torchrun.", rich_help_panel=RANKS),
     ] = 1,
     ring_size: Annotated[
         int | None,
@@ -52,7 +52,7 @@ def train_command(
     device: Device = "auto",
     timeout: Annotated[
         float,
-        typer.Option(metavar="SECONDS", help="How long a rank waits for a hop.", rich_help_panel=RANKS),
+        typer.Option(metavar="SECONDS", help="Longest time that a rank waits for a hop.", rich_help_panel=RANKS),
     ] = 300.0,
     seq_len: SeqLen = 131072,
     segment_lengths: SegmentLengths = None,
@@ -65,13 +65,13 @@ def train_command(
     dtype: Dtype = "auto",
     kernel: Annotated[
         str,
-        typer.Option(metavar="NAME", help="auto, or a kernel that `ring-backends info` lists.", rich_help_panel=_MODEL),
+        typer.Option(metavar="NAME", help="A kernel that `ring-backends info` lists, or auto.", rich_help_panel=_MODEL),
     ] = "auto",
     embed_dim: Annotated[int, typer.Option(min=1, help="Width of the model.", rich_help_panel=_MODEL)] = 128,
     num_layers: Annotated[int, typer.Option(min=1, help="Transformer blocks.", rich_help_panel=_MODEL)] = 2,
     tied: Annotated[
         bool,
-        typer.Option("--tied", help="The output layer shares the matrix of the embedding.", rich_help_panel=_MODEL),
+        typer.Option("--tied", help="Share the weight of the embedding with the output layer.", rich_help_panel=_MODEL),
     ] = False,
     activation_checkpointing: Annotated[
         bool,
@@ -85,25 +85,26 @@ def train_command(
         list[Path] | None,
         typer.Option(
             metavar="PATH",
-            help="A file to read as bytes; repeat the option for more files, in order. Default: the sources of the "
-            "running Python's standard library (*.py, sorted by path, without its tests and without installed "
-            "packages).",
+            help="File to read as bytes. Repeat the option for more files. Default: the *.py files of the running "
+            "Python's standard library, without its tests.",
             rich_help_panel=_TRAINING,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per step and ring.", rich_help_panel=_TRAINING)] = 1,
     steps: Annotated[
         int,
-        typer.Option(min=1, help="Optimizer steps, including those before a resume.", rich_help_panel=_TRAINING),
+        typer.Option(
+            min=1, help="Optimizer steps in total, including the steps of the resumed run.", rich_help_panel=_TRAINING
+        ),
     ] = 20,
     lr: Annotated[
-        float, typer.Option(help="Learning rate of AdamW after 4 warm-up steps.", rich_help_panel=_TRAINING)
+        float, typer.Option(help="Learning rate of AdamW, reached in 4 warm-up steps.", rich_help_panel=_TRAINING)
     ] = 3e-3,
     max_grad_norm: Annotated[
-        float | None, typer.Option(help="Clip the norm of the gradient to this.", rich_help_panel=_TRAINING)
+        float | None, typer.Option(help="Clip the norm of the gradient to this value.", rich_help_panel=_TRAINING)
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Of the initial weights.", rich_help_panel=_TRAINING)
+        int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the initial weights.", rich_help_panel=_TRAINING)
     ] = 0,
     save: Annotated[
         Path | None,
@@ -121,7 +122,7 @@ def train_command(
     """Train a small byte-level LongNet language model on a real document.
 
     Each sequence is sharded over the ring. Step k trains on window k of the
-    document. The last window is kept for the evaluation loss. The same seed
+    document. The last window is held out for the evaluation loss. The same seed
     gives the same losses on any number of ring ranks, up to rounding.
     """
     given = dict(locals())

@@ -16,7 +16,7 @@ _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of the command by their names, as plain values that can be sent to the ranks."""
+    """The options of the command, as plain values that can be sent to the ranks."""
 
     backend: str
     segment_lengths: tuple[int, ...]
@@ -50,10 +50,10 @@ class TrainOptions:
     json: Path | None
 
     def check(self) -> None:
-        """Check everything that needs neither torch nor the other ranks.
+        """Check the options, as far as that needs neither torch nor the other ranks.
 
         Raises:
-            ValueError: naming the option.
+            ValueError: an option is invalid. The message names it.
         """
         self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
         self.document()
@@ -63,7 +63,7 @@ class TrainOptions:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} = {value}: must be above 0 and finite; give a positive number.")
         if self.timeout > _LONGEST_TIMEOUT:
-            raise ValueError(f"timeout = {self.timeout}: must be at most {_LONGEST_TIMEOUT:,} s, a year.")
+            raise ValueError(f"timeout = {self.timeout}: must be at most {_LONGEST_TIMEOUT:,} s (one year); give less.")
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")

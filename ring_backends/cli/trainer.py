@@ -1,7 +1,8 @@
 """One rank of ``train``: the training loop, its checkpoints, its output and the JSON file.
 
-The adapter hides the differences between frameworks (``initialize``, ``RingDilatedAttention``, ``parallelize``). Step k
-depends only on k, the options and the parameters, so a resumed run has the same losses as an uninterrupted one.
+The adapter hides the differences between frameworks behind ``initialize``, ``RingDilatedAttention`` and
+``parallelize``. Step k depends only on k, the options and the training state. So a resumed run has the same losses as
+an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -48,11 +49,12 @@ _MAY_DIFFER_ON_RESUME = frozenset(
 
 
 def run(options: TrainOptions) -> None:
-    """Train, as the rank that the environment variables name.
+    """Train on one rank. The environment variable RANK says which one.
 
     Raises:
         ValueError, AdapterUnavailableError: an option cannot work.
-        RingMismatchError, RingPeerError: from the ring.
+        RingMismatchError: the ranks made different calls.
+        RingPeerError: another rank failed or did not answer in time.
     """
     device = select_device(options.device)
     backend = load_adapter(options.backend)
@@ -123,7 +125,7 @@ class Trainer:
             self._save()
         evaluation_loss = self._evaluate()
         peaks = [int(peak) for (peak,) in self._all_gather(peak_memory_bytes(self.device))]
-        timed = steps[1:] or steps  # the first step also makes plans and connections
+        timed = steps[1:] or steps  # the first step also computes plans and opens connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
             "steps": steps,
@@ -150,8 +152,8 @@ class Trainer:
         if len(set(fingerprints)) > 1:
             different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
             raise ValueError(
-                f"text: ranks {different} read a different document than rank 0; give --text with the same files "
-                "on every host."
+                f"text: ranks {different} read another document than rank 0; pass the same files to --text on every "
+                "host."
             )
 
     @property
@@ -178,7 +180,7 @@ class Trainer:
         }
 
     def _evaluate(self) -> float:
-        """The mean loss on the evaluation window, the same on every rank."""
+        """Compute the mean loss on the evaluation window. Every rank returns the same value."""
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
@@ -186,7 +188,7 @@ class Trainer:
         return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
-        """Sum of the cross-entropy over this rank's labels, and the number of labels."""
+        """Return the sum of the cross-entropy over this rank's labels, and the number of these labels."""
         window = torch.frombuffer(bytearray(b"".join(windows)), dtype=torch.uint8).view(len(windows), -1)
         # Shift before sharding: the label of a shard's last token is the next rank's first token.
         tokens = self.ring.shard(window[:, :-1], dim=1).to(self.device, torch.int64)
@@ -200,16 +202,17 @@ class Trainer:
         return local_sum, labels.numel()
 
     def _all_gather(self, *values: float) -> list[list[float]]:
-        """The values of every rank, by global rank. fp64 holds a loss and any byte count up to 2⁵³."""
+        """Gather the values of all ranks, by global rank. They are sent as fp64, exact for integers up to 2⁵³."""
         return agree(self.world, "train", None, values)
 
-    # Checkpoints: the adapter's own, and the options of the run in a file beside it.
+    # A checkpoint is the adapter's checkpoint, and a file beside it with the options of the run.
 
     def _save(self) -> None:
         path = self.options.save
         assert path is not None
-        # If the run is killed here, a checkpoint never lies beside the options of another run: the options of a first
-        # checkpoint are written before it, and those of an earlier run are deleted before it is replaced.
+        # A run can be killed at any point, and a checkpoint must never lie beside the options of another run. So the
+        # options are written before a new checkpoint. The options of an earlier run are deleted before its checkpoint
+        # is replaced.
         if self.is_first and not path.exists():
             self._write_options(path)
         elif self.is_first and not self.options.resume:
@@ -230,28 +233,28 @@ class Trainer:
         do_on_rank0(self.world, "save", lambda: check_place(path, is_folder=is_folder, name="save"))
         if not self.options.resume:
             if path.exists():
-                self.console.print(f"{path} will be overwritten at the end; --resume would continue from it.")
+                self.console.print(f"{path} exists and will be overwritten; pass --resume to continue from it.")
             return
         if not self.state.has_checkpoint(path):
-            self.console.print(f"{path} does not exist yet: training starts at step 1.")
+            self.console.print(f"{path} does not exist; training starts at step 1.")
             return
         if not _options_path(path).exists():
             raise ValueError(
-                f"save = {str(path)!r}: there is no {_options_path(path)}, so `train` did not write this "
-                f"checkpoint; give another --save, or leave --resume out."
+                f"save = {str(path)!r}: {_options_path(path)} is missing, so `train` did not write this checkpoint; "
+                "give another --save, or leave --resume out."
             )
         saved = json.loads(_options_path(path).read_text())
         for name, value in self._plain_options().items():
             if name not in _MAY_DIFFER_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
-                    f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}; give the same value "
-                    f"to continue that run, or another --save."
+                    f"{name} = {value!r}: the run that saved {path} had {saved.get(name)!r}; give that value to "
+                    "continue the run, or give another --save."
                 )
         self.state.load(path)
         self.console.print(f"resumed {path} after step {self.state.step_count}.")
 
     def _plain_options(self) -> dict[str, Any]:
-        """The options, the number of rings and the hash of the text, as JSON reads them back."""
+        """Return the options, the number of rings and the hash of the text, as values that JSON can store."""
         values = {
             **dataclasses.asdict(self.options),
             "data_size": self.ring.data_size,
@@ -265,7 +268,7 @@ class Trainer:
     def _print_header(self) -> None:
         options, ring = self.options, self.ring
         branches = describe_branches(options.segment_lengths, options.dilation_rates)
-        source = "given files" if options.text else "the Python standard library's sources"
+        source = "files of --text" if options.text else "the Python standard library's sources"
         ranks = f"{ring.data_size} ring{'s' if ring.data_size > 1 else ''} of {ring.size}"
         self.console.print(
             f"{options.backend} adapter, {ranks}, {device_name(self.device)}, {_name(self.dtype)}; "
@@ -273,18 +276,23 @@ class Trainer:
             f"branches {branches}; text: {source}, {self.document.num_bytes:,} bytes."
         )
         if self.dtype == torch.float16:
-            self.console.print("fp16 without loss scaling: small gradients become 0; bf16 or fp32 are safer.")
+            self.console.print(
+                "fp16 is used without loss scaling, so small gradients become 0; bf16 and fp32 are safer."
+            )
         elif options.dtype == "auto" and auto_dtype(self.device) != self.dtype:
             self.console.print("auto uses fp32: this device has no bf16, and fp16 would need loss scaling.")
         if options.nproc_per_node not in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             self.console.print(
-                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so a launcher has "
-                f"started the ranks."
+                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so a launcher has started "
+                "the ranks."
             )
 
     @contextlib.contextmanager
     def _progress(self) -> Iterator[Any]:
-        """A function that shows one step: in a progress bar on a terminal, else as a plain line every few steps."""
+        """Yield a function that shows one step.
+
+        On a terminal it updates a progress bar. Otherwise it prints a line every few steps.
+        """
         if not (self.is_first and self.console.is_terminal):
             every = min(50, max(1, self.options.steps // _LINES_OFF_TERMINAL))
 
@@ -327,13 +335,13 @@ def _options_path(checkpoint: Path) -> Path:
 
 
 def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """``resolve_dtype``, but fp32 where ``"auto"`` would be fp16, since the loop has no loss scaling."""
+    """Resolve a dtype. ``"auto"`` gives fp32 instead of fp16, since the training loop has no loss scaling."""
     dtype = resolve_dtype(wanted, device)
     return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
 def _parameters_sha256(state: Mapping[str, Tensor]) -> str:
-    """SHA-256 of the names and the bits of CPU tensors."""
+    """Compute the SHA-256 hash of names, dtypes, shapes and bytes. The tensors lie on the CPU."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
         tensor = tensor.contiguous()
@@ -351,7 +359,7 @@ def _mebibytes(size: float) -> str:
 
 
 def _per_rank(values: list[str]) -> str:
-    """``"12 / 13"``; of more than eight ranks only the first three and the last."""
+    """Join the values of all ranks: ``"12 / 13"``. For more than eight ranks, keep the first three and the last."""
     if len(values) > 8:
         return f"{' / '.join(values[:3])} / … / {values[-1]} ({len(values)} ranks)"
     return " / ".join(values)

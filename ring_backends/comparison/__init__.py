@@ -1,5 +1,5 @@
-"""Measures one attention call by every adapter, by all-gather and on one rank: time, memory, bytes and error.
+"""Measures one attention call with every adapter, with all-gather and on one rank: time, memory, bytes and error.
 
-The all-gather method and the fp64 values that the comparison needs are here. The package imports ``attention``,
-``engine`` and the rooms below it. It loads adapters by name.
+This package contains the all-gather method, and the code that computes the fp64 values. It imports ``attention``,
+``engine`` and the packages below them. It loads adapters by name.
 """

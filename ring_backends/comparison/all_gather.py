@@ -1,8 +1,8 @@
-"""The all-gather method, with which ``compare`` compares the ring: every rank collects K and V, then computes alone.
+"""The all-gather method: every rank collects the K and V that it needs, and then computes without communication.
 
-The comparison is fair. The method collects only dilated rows of branches that cross shards, in one collective, and
-computes the same tiles as the ring. Like the ring it keeps nothing between forward and backward: the backward collects
-K and V again, and sums the ranks' dK and dV by one reduce-scatter.
+``compare`` compares the ring with this method. For a fair comparison, the method collects only dilated rows of branches
+that cross shards, in one collective, and computes the same tiles as the ring. Like the ring, it keeps no collected rows
+between forward and backward. The backward collects K and V again. One reduce-scatter sums the ranks' dK and dV.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
 
 
 class _Rows(WireBuffer):
-    """A wire buffer whose parcels lie at given offsets."""
+    """A wire buffer with given offsets of its parcels."""
 
     def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
         super().__init__(row_format, (), buffer.device)
@@ -39,12 +39,12 @@ class _Rows(WireBuffer):
 
 @dataclass(frozen=True)
 class AllGatherExecutor:
-    """Computes a call with every rank's rows collected, tile by tile as the ring does.
+    """Computes a call from the collected rows of all ranks, with the same tiles as the ring.
 
     Attributes:
-        call: of this rank.
-        ring: carries the rows by collectives.
-        forward_plans, backward_plans: the plans of all ranks, from which the rows that each contributes follow.
+        call: the attention call of this rank.
+        ring: the ring. Its process group runs the collectives.
+        forward_plans, backward_plans: the plans of all ranks. They determine the rows that each rank contributes.
     """
 
     call: AttentionCall
@@ -62,10 +62,11 @@ class AllGatherExecutor:
         return cls(call, ring, forward_plans, backward_plans)
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
-        """The bytes that each rank sends by the collectives, computed for the ring algorithm of gloo and NCCL.
+        """Compute the bytes that each rank sends in the collectives, for the ring algorithms of gloo and NCCL.
 
-        An all-gather sends each contribution to all other ranks, and a reduce-scatter sends as many gradients. gloo's
-        reduce-scatter on the CPU is an all-reduce, which sends twice as much.
+        In an all-gather, each rank sends the size of its contribution once for each other rank. A reduce-scatter sends
+        as many rows of gradients. gloo implements a reduce-scatter on the CPU as an all-reduce, which sends twice as
+        much.
         """
         others = self.ring.size - 1
         row_format, grad_format = self._formats(key)
@@ -74,7 +75,7 @@ class AllGatherExecutor:
         return {"forward": gathered, "backward": gathered + reduced * (2 if key.device.type == "cpu" else 1)}
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
-        """out as query, LSE [batch, local seq, heads], and what the backward needs besides."""
+        """Compute out (shaped as query), the LSE [batch, local seq, heads], a call number and the inputs."""
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
         out = torch.empty_like(query, memory_format=torch.contiguous_format)
@@ -92,7 +93,7 @@ class AllGatherExecutor:
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of query, key and value."""
+        """Compute the gradients of query, key and value."""
         query, key, value = inputs.query, inputs.key, inputs.value
         grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         dtype = statistics_dtype(query.dtype)
@@ -112,12 +113,12 @@ class AllGatherExecutor:
                 tile_grads = tiles.backward(tile, here, collected, block_out, block_lse, block_grad_out)
                 add_tile_grads(tile, tile_grads, sums, remote)
             part.query.copy_(sums.query)
-        del collected  # not needed beside the buffers of the reduce-scatter
-        self._bring_home(remote, grads)
+        del collected  # frees memory for the buffers of the reduce-scatter
+        self._reduce_grads(remote, grads)
         return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
 
     def _collect(self, rows: LocalRows, plans: Sequence[RankPlan]) -> WireBuffer:
-        """Collect the rows of all ranks by one all-gather."""
+        """Collect the K and V rows of all ranks with one all-gather."""
         row_format, _ = self._formats(rows.key)
         size = _contribution_bytes(row_format, plans)
         plan = plans[self.ring.rank]
@@ -129,8 +130,8 @@ class AllGatherExecutor:
             gather_into(value, here.value, parcel.source)
         return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
 
-    def _bring_home(self, remote: WireBuffer, grads: LocalRows) -> None:
-        """Sum the dK and dV of this rank's rows over all ranks by one reduce-scatter, and add them to ``grads``."""
+    def _reduce_grads(self, remote: WireBuffer, grads: LocalRows) -> None:
+        """Sum dK and dV of this rank's rows over all ranks with one reduce-scatter. Add the sums to ``grads``."""
         if not remote.buffer.numel():
             return
         sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
@@ -143,12 +144,12 @@ class AllGatherExecutor:
             scatter_add(here.value, parcel.source, value)
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
-        """The formats of K and V, and of dK and dV."""
+        """Return the row formats of K and V, and of dK and dV."""
         row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
     def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:
-        """The contributions of all ranks in one buffer, with the parcels that this rank has tiles for."""
+        """Make one wire buffer of the contributions of all ranks. It offers the parcels that this rank's tiles use."""
         used = {
             (index, tile.parcel.key): tile.parcel
             for index, block in enumerate(plans[self.ring.rank].blocks)
@@ -168,12 +169,12 @@ class AllGatherExecutor:
 
 
 def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int:
-    """The size of every rank's contribution: that of the largest, since a collective takes equal ones."""
+    """Return the size of the largest contribution. Collectives need contributions of equal size."""
     return max(row_format.buffer_bytes(parcel for _, parcel in _starting_at(plan)) for plan in plans)
 
 
 def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> WireBuffer:
-    """The contribution of one rank."""
+    """Make a wire buffer of the contribution of one rank."""
     offsets, offset = {}, 0
     for _, parcel in _starting_at(plan):
         offsets[parcel] = offset
@@ -188,23 +189,26 @@ def _tiles(block: HeadBlock) -> Iterator[Tile]:
 
 
 def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
-    """Yield (index of the block, parcel) for the rows of the plan's rank that other ranks need."""
+    """Yield (index of the block, parcel) for each parcel that starts on the rank of ``plan``.
+
+    Parcels that the rank receives and sends on are left out.
+    """
     for index, block in enumerate(plan.blocks):
-        passing = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
+        received = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
         for message in (message for step in block.steps for message in step.sends):
-            yield from ((index, parcel) for parcel in message.parcels if parcel not in passing)
+            yield from ((index, parcel) for parcel in message.parcels if parcel not in received)
 
 
 def _all_gather(ring: Ring, tensor: Tensor) -> Tensor:
-    """Stack equally shaped tensors of all ranks: [size, …]."""
+    """Stack the tensors of all ranks, which have equal shapes: [ring size, …]."""
     gathered = tensor.new_empty((ring.size, *tensor.shape))
-    # As a list: the function for one tensor has different names in different torch releases.
+    # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
     dist.all_gather(list(gathered), tensor.contiguous(), group=ring.group)
     return gathered
 
 
 def _reduce_scatter(ring: Ring, tensor: Tensor) -> Tensor:
-    """Sum the ranks' [size, …] tensors and return this rank's entry."""
+    """Sum the tensors [ring size, …] of all ranks, and return this rank's entry of the sum."""
     reduced = tensor.new_empty(tensor.shape[1:])
     dist.reduce_scatter(reduced, list(tensor.contiguous()), group=ring.group)
     return reduced
@@ -213,16 +217,16 @@ def _reduce_scatter(ring: Ring, tensor: Tensor) -> Tensor:
 def all_gather_attention(
     query: Tensor, key: Tensor, value: Tensor, pattern: DilatedPattern, ring: Ring, *, is_causal: bool, seq_len: int
 ) -> Tensor:
-    """Dilated attention over a sequence that lies sharded over ``ring``, by the all-gather method.
+    """Compute dilated attention over a sequence that is sharded over ``ring``, with the all-gather method.
 
     Args:
         query: [batch, local seq, heads, head_dim].
         key, value: [batch, local seq, key/value heads, head_dim].
-        pattern: its padding is ``"masked"``.
+        pattern: the dilated pattern. Its padding must be ``"masked"``.
         ring, is_causal, seq_len: as in RingDilatedAttention.
 
     Returns:
-        out like query, with exact gradients.
+        out, with the shape and dtype of query. It is differentiable.
     """
     inputs = AttentionInputs(query, key, value, is_causal=is_causal, seq_len=seq_len)
     out: Tensor = attend(inputs, AllGatherExecutor.of(inputs, pattern, ring))

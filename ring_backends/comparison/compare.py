@@ -1,7 +1,7 @@
-"""Starts the ranks of each method in turn, and summarizes their measurements. This module imports no torch.
+"""Starts the ranks of one method after another, and summarizes their measurements. This module imports no torch.
 
-Every method runs in processes of its own (:mod:`ring_backends.comparison.rank`), so no method's memory or libraries
-affect another's measurement.
+Every method runs in its own processes (:mod:`ring_backends.comparison.rank`). So the memory and the libraries of one
+method do not affect the measurement of another.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Comparison:
     """The result of :func:`compare`.
 
     Attributes:
-        setup: the setup, with ``"auto"`` resolved for device and dtype.
-        device: the device that computed the fp64 values.
-        versions: of torch, this package and the frameworks.
-        rows: one per method, in the order of measurement: ``name``; ``unusable`` and ``failed``, None or the reason;
-            and for methods that ran the numbers.
-        failures: the errors of methods that failed.
+        setup: the setup. ``"auto"`` is replaced by the device and dtype that were used.
+        device: name of the device that computed the fp64 values.
+        versions: versions of Python, torch, CUDA, this package and the frameworks.
+        rows: one row per method, in the order of measurement. Each row has ``name``, and the reason in ``unusable`` or
+            ``failed``, which are None otherwise. A row of a method that ran also has the measurements.
+        failures: the errors of the methods that failed.
     """
 
     setup: Setup
@@ -40,20 +40,21 @@ class Comparison:
 def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) -> Comparison:
     """Measure every adapter, the all-gather method and one rank on the same inputs.
 
-    The fp64 values are computed first, and kept in temporary files with 8 bytes per number.
+    The fp64 values are computed first. Temporary files hold them, with 8 bytes per number.
 
     Args:
         setup: the attention call.
         on_method: called with the name of each method before it is measured.
 
     Raises:
-        ValueError: a launcher started this process, or the setup cannot work on this machine.
-        RankFailedError: the fp64 values could not be computed. A method that fails is only recorded.
+        ValueError: a launcher such as torchrun started this process.
+        RankFailedError: the fp64 values could not be computed, or the setup cannot work on this machine. The failure of
+            a method is recorded and raises nothing.
     """
     if under_launcher():
         raise ValueError(
-            "nproc_per_node: a launcher has set WORLD_SIZE, but every method needs processes of its own, which the "
-            "comparison starts itself; run it without torchrun."
+            "nproc_per_node: a launcher has set WORLD_SIZE, but the comparison starts its own ranks; run the command "
+            "without torchrun."
         )
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +75,7 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
     return Comparison(found["setup"], found["device"], found["versions"], rows, failures)
 
 
-# Run in the ranks, which import torch.
+# The functions below run in the ranks, which import torch.
 
 
 def _prepare(setup: Setup, directory: Path) -> dict[str, Any]:
@@ -90,7 +91,10 @@ def _measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
 
 
 def _summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One row from the measurements of all ranks. Times are medians over the calls of each call's slowest rank."""
+    """Make one row from the measurements of all ranks.
+
+    The time of a call is that of its slowest rank. The row has the median over the calls.
+    """
 
     def seconds(name: str) -> float:
         return float(statistics.median(max(calls) for calls in zip(*(rank[name] for rank in ranks), strict=True)))

@@ -1,7 +1,7 @@
-"""Dilated attention and its gradients in fp64, at lengths for which no n × n matrix fits into memory.
+"""Dilated attention and its gradients in fp64, also for sequences whose n × n matrix does not fit into memory.
 
-This file follows the definition and shares no code with the methods that are compared. It computes only the pairs of
-covered positions, for a few query rows at a time. The gradients are written out.
+This module follows the definition, and shares no code with the compared methods. It computes only the pairs of covered
+positions, for a few query rows at a time. It computes the gradients by their formulas, without autograd.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def exact_attention(
     *,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Compute dilated attention of a whole sequence (LongNet, arXiv 2307.02486): head mode "all", offset j % r.
+    """Compute dilated attention of a whole sequence (LongNet, arXiv 2307.02486), and its gradients.
+
+    The head mode is "all", and the offset of head j is j % r.
 
     Args:
         query, grad_out: [seq, heads, head_dim], any floating dtype.
@@ -49,7 +51,7 @@ def exact_attention(
             for w, r in zip(segment_lengths, dilation_rates, strict=True)
             for pair in _covered_pairs(seq_len, w, r, head % r, is_causal)
         ]
-        # One softmax over the keys of all branches: first the denominator, then the weights.
+        # The softmax is over the keys of all branches. The first loop computes its denominator.
         lse = q.new_full((seq_len,), -math.inf)
         for t, u in pairs:
             lse[t] = torch.logaddexp(lse[t], _scores(q, k, t, u, is_causal).logsumexp(-1))
@@ -66,7 +68,10 @@ def exact_attention(
 
 
 def _covered_pairs(seq_len: int, w: int, r: int, offset: int, is_causal: bool) -> Iterator[tuple[slice, slice]]:
-    """(queries, keys) at ``offset`` of one segment; if ``is_causal``, only keys up to the last query."""
+    """Yield slices (queries, keys) of covered positions in the same segment.
+
+    If ``is_causal``, the keys end at the last query.
+    """
     for segment in range(0, seq_len, w):
         first, end = segment + offset, min(segment + w, seq_len)
         for start in range(first, end, _QUERY_ROWS * r):

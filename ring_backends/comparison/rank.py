@@ -1,7 +1,7 @@
 """One rank of a comparison: runs the calls of one method, measures them, and compares the results with fp64 values.
 
-Inputs are drawn in small chunks, each with its own seed. So every method gets the same inputs however they are sharded,
-and no rank holds the whole inputs: the measured peak memory is that of the call.
+Inputs are drawn in small chunks, each with its own seed. So all methods get the same inputs, whatever their sharding.
+No rank holds the inputs of the whole sequence, which would count as peak memory.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def prepare(setup: Setup, directory: Path) -> dict[str, Any]:
     """Compute the fp64 values, and write them into ``directory``.
 
     Returns:
-        ``setup`` with ``"auto"`` resolved for device and dtype, ``adapters`` as :func:`available_adapters` returns
-        them, ``versions``, and the name of the ``device``.
+        A dict. ``setup`` is the setup, with ``"auto"`` replaced by the device and dtype to use. ``adapters`` is the
+        result of :func:`~ring_backends.available_adapters`. ``versions`` and ``device`` describe this machine.
 
     Raises:
-        ValueError: device ``"cuda"`` with fewer GPUs than ranks.
+        ValueError: the device is ``"cuda"``, and the machine has fewer GPUs than ranks.
     """
     device = select_device(setup.device, setup.ring_size)
     dtype = resolve_dtype(setup.dtype, device)
@@ -64,19 +64,19 @@ def prepare(setup: Setup, directory: Path) -> dict[str, Any]:
 
 
 def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
-    """Measure one method, on the rank that the environment names.
+    """Measure one method on this rank. All ranks of the method make this call.
 
-    The first call gives memory, bytes and error. The calls after it give the times.
+    The first attention call measures memory, bytes and error. The calls after it measure the time.
 
     Args:
         setup: from :func:`prepare`.
         name: name of an adapter, ``ALL_GATHER`` or ``ONE_RANK``.
-        directory: of the fp64 values.
+        directory: the directory with the fp64 values.
     """
     device = select_device(setup.device)
     module = load_adapter("native" if name in (ALL_GATHER, ONE_RANK) else name)
     ring: Ring = module.initialize(layout=setup.layout)
-    # A small call first: a process loads libraries and opens connections only once.
+    # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
     _Call.of(small, name, ring, module, device).seconds()
 
@@ -134,7 +134,7 @@ class _Call:
         return torch.autograd.grad(out, self.inputs, self.grad_out)
 
     def seconds(self) -> tuple[float, float]:
-        """Seconds of forward and of backward. All ranks begin each of them together."""
+        """Measure the seconds of forward and of backward. All ranks begin each of the two together."""
         synchronize_ranks(self.device)
         started = time.perf_counter()
         out = self.forward()
@@ -147,7 +147,7 @@ class _Call:
         return forward, time.perf_counter() - started
 
     def spans(self) -> list[Span]:
-        """The timeline of one call."""
+        """Record the timeline of one call."""
         outs = []
 
         def forward() -> None:
@@ -185,11 +185,12 @@ def _inputs(setup: Setup, ring: Ring, device: torch.device) -> tuple[Tensor, Ten
 def local_inputs(
     ring: Ring, seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """This rank's rows of random inputs.
+    """Draw this rank's rows of random inputs from a normal distribution.
+
+    The global tensors do not depend on the ring or its layout.
 
     Returns:
-        query, key and value, which require gradients, and the gradient of out: [1, local seq, heads, head_dim] each,
-        normally distributed. The global tensors do not depend on the ring or its layout.
+        query, key and value, which require gradients, and the gradient of out: [1, local seq, heads, head_dim] each.
     """
     heads = (num_heads, num_kv_heads, num_kv_heads, num_heads)
     tensors = []
@@ -207,7 +208,7 @@ def local_inputs(
 
 
 def _chunks(ring: Ring, seq_len: int) -> Iterator[tuple[slice, range]]:
-    """This rank's rows chunk by chunk: their slice of the local tensors, and their global positions."""
+    """Yield this rank's rows in chunks: their slice of the local tensors, and their global positions."""
     local = 0
     for piece in ring.layout(seq_len).pieces(ring.rank):
         start = piece.start
@@ -220,7 +221,7 @@ def _chunks(ring: Ring, seq_len: int) -> Iterator[tuple[slice, range]]:
 def _compare_with_exact(
     directory: Path, results: list[Tensor], ring: Ring, seq_len: int
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The largest error, and the largest fp64 value, of each result on this rank's rows."""
+    """Return the largest error and the largest fp64 value of each result, over this rank's rows."""
     largest_error, largest = dict.fromkeys(TENSORS, 0.0), dict.fromkeys(TENSORS, 0.0)
     for name, result in zip(TENSORS, results, strict=True):
         exact = torch.load(directory / f"{name}.pt", mmap=True)

@@ -22,12 +22,12 @@ class Setup:
     Attributes:
         seq_len: length of the global sequence.
         ring_size: ranks of the ring, all on this machine.
-        pattern: with head mode "all", offset "mod" and masked padding.
-        num_heads, num_kv_heads, head_dim: of the inputs.
+        pattern: the dilated pattern, with head mode "all", offset "mod" and masked padding.
+        num_heads, num_kv_heads, head_dim: sizes of the inputs.
         dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         layout: ``"contiguous"`` or ``"zigzag"``.
         is_causal: whether a query sees only keys up to its position.
-        repeats: timed calls, after one that warms up.
+        repeats: number of timed calls. The first call, which measures the memory, is not timed.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         timeline: whether to record when each rank computes and waits, in one more call.
     """

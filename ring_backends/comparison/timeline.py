@@ -11,7 +11,7 @@ from ring_backends.engine.hops import POST_SPAN, WAIT_SPAN
 from ring_backends.engine.tiles import TILE_SPAN
 
 Span = tuple[str, str, float, float]
-"""(part of the call, what, start, end). Times are seconds on the monotonic clock, which processes of a host share."""
+"""(part of the call, kind of span, start, end). Times are seconds of the monotonic clock of the host."""
 
 _WHAT = {TILE_SPAN: "tile", POST_SPAN: "post", WAIT_SPAN: "wait"}
 _START = "ring_backends::start"
@@ -22,12 +22,13 @@ def record_spans(parts: Mapping[str, Callable[[], None]], meet: Callable[[], Non
     """Run the parts of a call under torch.profiler.
 
     Args:
-        parts: functions by name, such as "forward", in the order to run them.
-        meet: called before each part, to let all ranks begin it together.
+        parts: the functions to run, in order, by name. A name is for example "forward".
+        meet: a function that is called before each part. It waits for the other ranks, so that all begin together.
 
     Returns:
-        Spans in order of time: each part as a whole (``"call"``), and in it ``"tile"`` for computation, ``"post"`` for
-        posting a hop, and ``"wait"`` for waiting for one. On a GPU they show when the host enqueued the work.
+        Spans in order of time. The kind of a span is ``"call"`` for a whole part, ``"tile"`` for computing a tile,
+        ``"post"`` for posting a hop, and ``"wait"`` for waiting for a hop. On a GPU, the spans show when the host
+        enqueued the work.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiler:
         started = time.monotonic()

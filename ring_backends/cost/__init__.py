@@ -1,5 +1,5 @@
-"""The cost of a ring before it exists: the cost model, measurements of the machine, and the choice of a ring size.
+"""Predicts the cost of a ring: the cost model, measurements of the machine, and the choice of a ring size.
 
-The model is arithmetic over a schedule. Only the probes compute and communicate, and no module here calls attention.
-The package imports ``ring``, ``kernels`` and ``schedule``.
+The model is arithmetic over a schedule. Only the probes compute and communicate. No module of this package calls
+attention. The package imports ``ring``, ``kernels`` and ``schedule``.
 """

@@ -1,9 +1,9 @@
-"""How the world is cut into rings, as far as that depends on the hosts, the hardware and the attention.
+"""Implements ``ring_size="auto"`` and ``ring_order="topology"`` of ``initialize``.
 
-``ring_size="auto"`` takes the smallest ring that fits into memory and is faster than one device, by the cost model
-(:mod:`ring_backends.cost.model`). All ranks measure the constants of the model in that call.
-``ring_order="topology"`` makes the ranks of one host neighbours. All ranks must arrive at the same rings, so rank 0
-decides (:mod:`ring_backends.ring.decision`).
+``ring_size="auto"`` chooses the smallest ring that fits into memory and is faster than one device. The cost model
+(:mod:`ring_backends.cost.model`) estimates both. All ranks measure the constants of the model during the call.
+``ring_order="topology"`` makes the ranks of one host neighbours. All ranks must agree on the rings, so rank 0 decides
+(:mod:`ring_backends.ring.decision`).
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 RingSize = int | Literal["auto"] | None
 
 PROBE_SECONDS = 0.05
-"""How long each kind of tile is measured. With hops and warm-up the measurement takes a second or two."""
+"""Seconds for which each kind of tile is measured. With hops and warm-up, the measurement takes a second or two."""
 
 _DECISION_TIMEOUT = timedelta(seconds=300)
 
 
 class AutoOptions(TypedDict, total=False):
-    """The attention calls for which ``initialize(ring_size="auto")`` chooses a ring size.
+    """The attention call for which ``initialize(ring_size="auto")`` chooses a ring size.
 
     Required: seq_len (of the global sequence), segment_lengths, dilation_rates, num_heads, head_dim.
 
-    Optional: num_kv_heads (default num_heads), batch (1), dtype (``"auto"``, which suits the device), is_causal
-    (False); head_mode, offset and padding, as in :class:`~ring_backends.DilatedPattern`; memory_bytes, the bytes that
-    one rank may use for one call with its gradients. By default that is the memory that is free now: of the rank's GPU,
-    or of the host, divided by the ranks that share it.
+    Optional: num_kv_heads (default: num_heads), batch (default: 1), dtype (default: ``"auto"``, the dtype recommended
+    for the device), is_causal (default: False). head_mode, offset and padding are those of
+    :class:`~ring_backends.DilatedPattern`. memory_bytes is the number of bytes that one rank may use for one call and
+    its gradients. The default is the free memory of the rank's GPU, or of the host on a CPU. Ranks that share this
+    memory get equal parts.
     """
 
     seq_len: int
@@ -67,13 +68,13 @@ _REQUIRED = ("seq_len", "segment_lengths", "dilation_rates", "num_heads", "head_
 
 
 def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object, auto: Mapping[str, Any]) -> None:
-    """Refuse options of ``initialize`` that contradict each other, before any communication.
+    """Check the options of ``initialize`` that choose rings. This does not communicate.
 
     Raises:
-        ValueError, TypeError: naming the option.
+        ValueError, TypeError: an option is unknown, missing or invalid. The message names it.
     """
     if ring_order not in get_args(RingOrder):
-        raise ValueError(f"ring_order = {ring_order!r}: unknown option; choose 'rank' or 'topology'.")
+        raise ValueError(f"ring_order = {ring_order!r}: unknown value; choose 'rank' or 'topology'.")
     unknown = sorted(set(auto) - set(AutoOptions.__annotations__))
     if unknown:
         raise TypeError(f"{unknown[0]} = {auto[unknown[0]]!r}: initialize() has no such argument; leave it out.")
@@ -81,26 +82,26 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
         if auto:
             name = next(iter(auto))
             raise ValueError(
-                f"{name} = {auto[name]!r}: only applies with ring_size='auto', and ring_size = {ring_size!r}; leave "
-                f"{name} out, or pass ring_size='auto'."
+                f"{name} = {auto[name]!r}: has no effect with ring_size = {ring_size!r}; leave {name} out, or pass "
+                "ring_size='auto'."
             )
         return
     missing = [name for name in _REQUIRED if name not in auto]
     if missing:
         raise ValueError(
-            f"ring_size = 'auto': {' and '.join(missing)} is not given, and the choice depends on it; pass "
-            f"{', '.join(_REQUIRED)}, or a number as ring_size."
+            f"ring_size = 'auto': the choice needs {' and '.join(missing)}; pass {', '.join(_REQUIRED)}, or a number "
+            "as ring_size."
         )
     _workload(layout, auto, torch.device("cpu"))
     if auto.get("memory_bytes") is not None:
-        check_integer("memory_bytes", auto["memory_bytes"], 1, advice="leave it out for what the device has")
+        check_integer("memory_bytes", auto["memory_bytes"], 1, advice="leave it out to use the free memory")
 
 
 def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> None:
-    """Refuse ``ring_size="auto"`` and ``ring_order="topology"`` where the ranks of the ring are fixed already.
+    """Refuse ``ring_size="auto"`` and ``ring_order="topology"``, where another argument excludes them.
 
     Args:
-        because: what has fixed them, for the error.
+        because: the argument that excludes them and why, for the error.
 
     Raises:
         ValueError: one of the two options is given.
@@ -114,10 +115,10 @@ def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> N
 
 
 def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> Workload:
-    """The attention call that the options describe.
+    """Return the attention call that the options describe.
 
     Raises:
-        ValueError, TypeError: an option breaks its rule.
+        ValueError, TypeError: an option is invalid.
     """
     names = ("segment_lengths", "dilation_rates", "head_mode", "offset", "padding")
     pattern = DilatedPattern(**{name: auto[name] for name in names if name in auto})
@@ -129,7 +130,7 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
         auto.get("is_causal", False),
     )
     made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], _dtype(auto, device).itemsize)
-    made.on_ring(1)  # which checks batch and head_dim
+    made.on_ring(1)  # checks batch and head_dim
     return made
 
 
@@ -140,20 +141,20 @@ def _dtype(auto: Mapping[str, Any], device: torch.device) -> torch.dtype:
 def arrange(
     ring_size: RingSize, layout: LayoutKind, world_size: int, ring_order: RingOrder, auto: Mapping[str, Any]
 ) -> tuple[int | None, tuple[int, ...]]:
-    """Choose the ring size, and the order of the world's ranks from which rings are cut.
+    """Choose the ring size, and the order of the world's ranks. Rings are cut from this order.
 
-    ``ring_size="auto"`` and ``ring_order="topology"`` communicate: all ranks of the world make this call.
+    ``ring_size="auto"`` and ``ring_order="topology"`` communicate. All ranks of the world must make this call.
 
     Args:
-        auto: options that :func:`check_arrangement` has checked.
+        auto: options, which :func:`check_arrangement` has checked.
 
     Returns:
         The ring size (None if the caller gave None) and the order.
 
     Raises:
         ValueError: no ring that divides the world fits into the memory.
-        RingMismatchError: the ranks ask for different rings.
-        RingPeerError: a rank did not make the call in time.
+        RingMismatchError: the ranks pass different arguments.
+        RingPeerError: a rank did not make this call in time.
     """
     order = tuple(range(world_size))
     if ring_size != "auto" and (ring_order == "rank" or world_size == 1):
@@ -185,32 +186,33 @@ def arrange(
 
 
 def _memory_name(device: torch.device) -> str:
-    """Names the memory of ``device`` within its host, the same in every process."""
+    """Return a name for the memory of ``device``. All processes of the host use the same name."""
     return "cpu" if device.type != "cuda" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware | None) -> int:
-    """The smallest ring that fits and is faster than one device; if there is none, the smallest that fits."""
+    """Return the smallest ring that fits and is faster than one device, or else the smallest ring that fits."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
     choice = wanted.smallest_rings(memory, hardware, sizes=sizes)
     if choice.fits is None:
         raise ValueError(
-            f"ring_size = 'auto': one call of attention over {wanted.schedule.layout.seq_len:,} tokens needs "
-            f"{wanted.memory_bytes(world_size):,} bytes per rank on a ring of all {world_size} ranks, and a rank has "
-            f"{memory:,}; start more ranks, pass a larger memory_bytes, or pass a number as ring_size."
+            f"ring_size = 'auto': one attention call over {wanted.schedule.layout.seq_len:,} tokens needs "
+            f"{wanted.memory_bytes(world_size):,} bytes per rank on a ring of all {world_size} ranks, but each rank "
+            f"has only {memory:,} bytes; start more ranks, pass a larger memory_bytes, or pass a number as ring_size."
         )
     return choice.fits_and_pays or choice.fits
 
 
 def _decide_order(reports: list[dict[str, Any]]) -> list[int]:
-    """Compare what the ranks ask for, and order them."""
+    """Check that all ranks pass the same arguments, and return the order of the ranks."""
     asked = [report["asked"] for report in reports]
     for name in dict.fromkeys(name for options in asked for name in options):
         values = [options.get(name, "not given") for options in asked]
         if any(value != values[0] for value in values):
             by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
             raise RingMismatchError(
-                f"the ranks call initialize() with different {name} ({by_rank}); pass the same on every rank."
+                f"the ranks call initialize() with different values of {name} ({by_rank}); pass the same value on "
+                "every rank."
             )
     if asked[0]["ring_order"] == "topology":
         return list(topology_order([report["host"] for report in reports]))

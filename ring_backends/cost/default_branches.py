@@ -1,15 +1,15 @@
-"""Branches for a sequence of any length, at a cost that grows almost linearly with it. This module imports no torch."""
+"""The default branches for a sequence of any length. This module imports no torch."""
 
 from __future__ import annotations
 
 
 def default_branches(seq_len: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Segment lengths and dilation rates whose cost grows almost linearly; the last segment is the whole sequence.
+    """Return segment lengths and dilation rates whose cost grows almost linearly with ``seq_len``.
 
-    There are three branches: segments of at most 256 tokens, of at most 4,096 tokens, and the whole sequence. The rate
-    of a dilated branch is the smallest power of two above the rate before it with w / r² ≤ 64. Such a branch computes
-    at most 64 scores per position and head. For 131,072 tokens the branches (w, r) are (256, 1), (4096, 8) and
-    (131072, 64).
+    There are three branches. Their segments have at most 256 tokens, at most 4,096 tokens, and the whole sequence. The
+    first branch has the dilation rate 1. The rate r of each further branch is a power of two above the rate before it:
+    the smallest one with w / r² ≤ 64, where w is the segment length. Such a branch computes at most 64 scores per
+    position and head.
 
     >>> default_branches(131072)
     ((256, 4096, 131072), (1, 8, 64))

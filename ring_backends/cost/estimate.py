@@ -1,4 +1,4 @@
-"""The estimate of one ring beside one device: memory, bytes, FLOPs, seconds, and whether the ring pays."""
+"""Compares one ring with one device: memory, bytes, FLOPs and estimated seconds. A ring *pays* if it is faster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ring_backends.cost.ring_sizes import RingChoice, Workload
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.ring_schedule import RingSchedule
 
-_MAX_POWER = 16  # of the ring sizes 1, 2, 4, …, 65,536
+_MAX_POWER = 16  # the largest exponent of the ring sizes 1, 2, 4, …, 65,536
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +24,7 @@ class Estimate:
     """The cost of an attention call on the ring of its schedule, and on one device.
 
     Args:
-        workload: the call; its schedule's layout has the ring size.
+        workload: the call. The ring size is that of its schedule's layout.
         hardware: constants for the seconds.
         memory_bytes: memory of one rank. None: ``hardware.memory_bytes``.
     """
@@ -52,24 +52,28 @@ class Estimate:
 
     @cached_property
     def seconds(self) -> dict[str, dict[str, float]]:
-        """Seconds of ``"ring"`` and ``"alone"``, each with ``"forward"`` and ``"backward"``."""
+        """Estimated seconds of the ``"ring"`` and of one device (``"alone"``), in ``"forward"`` and ``"backward"``."""
         return {"ring": self._seconds(self.ring), "alone": self._seconds(self.alone)}
 
     @property
     def speedup(self) -> float:
-        """Seconds on one device over seconds on the ring. The ring pays if this is above 1."""
+        """Seconds on one device divided by seconds on the ring. The ring pays if this is above 1."""
         return sum(self.seconds["alone"].values()) / sum(self.seconds["ring"].values())
 
     @cached_property
     def smallest_rings(self) -> RingChoice | None:
-        """The smallest ring that fits, and the smallest that fits and pays; None if the memory is unknown."""
+        """The smallest ring that fits, and the smallest ring that fits and pays. None if the memory is unknown."""
         if self.memory_bytes is None:
             return None
         return self.workload.smallest_rings(self.memory_bytes, self.hardware)
 
     @cached_property
     def over_ring_sizes(self) -> list[dict[str, Any]]:
-        """``seconds`` and ``memory_bytes`` by ``ring_size``: 1, 2, 4, … up to at least 64, and the ring's own size."""
+        """Records with ``ring_size``, ``seconds`` and ``memory_bytes``.
+
+        The ring sizes are the powers of two up to 64 or the ring's size, whichever is larger, and the ring's size. No
+        power of two exceeds the length of the sequence.
+        """
         ring_size = self.ring.ring_size
         largest = min(max(ring_size, 64), self.schedule.layout.seq_len)
         powers = {2**power for power in range(_MAX_POWER + 1) if 2**power <= largest}
@@ -84,7 +88,7 @@ class Estimate:
         ]
 
     def verdict(self) -> str:
-        """Whether the ring pays, and the smallest rings that fit, in one sentence."""
+        """Say in one sentence whether the ring pays, and which smallest rings fit."""
         here, alone = (format_seconds(sum(self.seconds[name].values())) for name in ("ring", "alone"))
         ring_size = self.ring.ring_size
         ring = f"At {self.schedule.layout.seq_len:,} tokens a ring of {ring_size:,}"
@@ -97,7 +101,7 @@ class Estimate:
             )
         else:
             text = (
-                f"{ring} does not pay: {here} for forward and backward, {1 / self.speedup:.2f} times that of one "
+                f"{ring} does not pay: {here} for forward and backward, {1 / self.speedup:.2f} times as long as one "
                 f"device ({alone})"
             )
         found = self.smallest_rings
@@ -111,7 +115,7 @@ class Estimate:
             return f"{text}, and none that fits pays."
         if found.fits_and_pays == found.fits:
             return f"{text}, and pays."
-        return f"{text}, the smallest that fits and pays {_ranks(found.fits_and_pays)}."
+        return f"{text}, and the smallest that fits and pays has {_ranks(found.fits_and_pays)}."
 
     def as_dict(self) -> dict[str, Any]:
         """All numbers as plain values, for JSON."""
@@ -136,11 +140,10 @@ class Estimate:
         }
 
     def bytes_between_hosts(self, hosts: Sequence[str]) -> dict[str, int]:
-        """Bytes that cross between hosts in forward and backward, by ``ring_order``: ``"rank"`` and ``"topology"``.
+        """Count the bytes between hosts in forward and backward, for ``ring_order="rank"`` and ``"topology"``.
 
         Args:
-            hosts: the host of every rank of the world, which holds one ring or several. The bytes are those of all
-                rings.
+            hosts: the host of every rank. They may form several rings. The bytes of all rings are added.
         """
         orders = {"rank": tuple(range(len(hosts))), "topology": topology_order(hosts)}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
@@ -159,7 +162,7 @@ class Estimate:
 
 
 def _largest(cost: RingCost) -> dict[str, Any]:
-    """Every number of the rank with the largest one."""
+    """Return each quantity of the cost, as the largest value over all ranks."""
     return {
         "ring_size": cost.ring_size,
         "tensor_bytes": int(cost.tensor_bytes.max()),
@@ -181,7 +184,7 @@ def _ranks(number: int) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Three digits with a unit: s, ms or µs."""
+    """Format seconds with three digits, in s, ms or µs."""
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:
             return f"{seconds / size:,.3g} {unit}" if seconds < 1000 * size else f"{seconds / size:,.0f} {unit}"

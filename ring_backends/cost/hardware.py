@@ -1,4 +1,4 @@
-"""The constants of a rank's device and links on which the cost of a ring depends. This module imports no torch."""
+"""The hardware constants of the cost model: speed of a rank's device and links. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -13,29 +13,31 @@ _MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "overlap")
 
 @dataclass(frozen=True)
 class Hardware:
-    """The constants of the cost model, for one rank while all other ranks are busy too.
+    """The constants of the cost model, for one rank while the other ranks are busy too.
 
-    Measured by :mod:`ring_backends.cost.probe`, or given by the user.
+    :mod:`ring_backends.cost.probe` measures them, or the user gives them.
 
     Attributes:
-        latency_seconds: time of a hop without its bytes.
-        bytes_per_second: bandwidth in each direction while both are in use.
-        forward_flops_per_second: rate of the two matrix products of a long tile, over its pairs of query and key.
-        backward_flops_per_second: rate of its five matrix products in backward.
-        causal_forward_flops_per_second, causal_backward_flops_per_second: rates of a causal tile, over its visible
-            pairs. None: the rates of other tiles.
-        row_keys, causal_row_keys: extra keys that each query row of a tile costs, because kernels compute in blocks.
-            They matter in short tiles.
-        copy_bytes_per_second: rate of gathering and merging dilated rows, over bytes read and written. None: no cost.
-        overlap: the share of a hop during which tiles run at full speed: 1 if a separate device moves the bytes, 0 if
-            the computing cores do.
-        speed_alone: speed of a rank that has the machine to itself, over its speed beside the other ranks; 1 if every
-            rank has a device of its own.
+        latency_seconds: fixed time of a hop, whatever its size.
+        bytes_per_second: bandwidth of a link in each direction, while both directions are in use.
+        forward_flops_per_second: FLOP/s of a long tile in forward, which has two matrix products.
+        backward_flops_per_second: FLOP/s of a long tile in backward, which has five matrix products.
+        causal_forward_flops_per_second, causal_backward_flops_per_second: FLOP/s of a long causal tile. Only visible
+            pairs of query and key count as FLOPs. None: as for other tiles.
+        row_keys, causal_row_keys: a tile takes as long as if each query row had this many more keys. Kernels compute
+            in blocks, which makes short tiles slower.
+        copy_bytes_per_second: rate at which dilated rows are gathered and merged, in bytes read and written. None:
+            gathering and merging take no time.
+        overlap: the share of a hop during which tiles run at full speed. It is 1 if a separate device moves the bytes,
+            and 0 if the computing cores move them.
+        speed_alone: speed of a rank that runs alone, divided by its speed beside the other ranks. It is 1 if every
+            rank has its own device.
         memory_bytes: memory of one rank. None: unknown.
 
     Raises:
-        ValueError, TypeError: a constant is not a finite number, is negative, or is 0 although it divides; or
-            ``overlap`` is above 1.
+        TypeError: a constant is not a number.
+        ValueError: a constant is infinite, NaN or negative; a constant that the model divides by is 0; or ``overlap``
+            is above 1.
     """
 
     latency_seconds: float
@@ -67,10 +69,10 @@ class Hardware:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Hardware:
-        """Read the constants from the result of ``dataclasses.asdict``, possibly through JSON.
+        """Make the constants from the result of ``dataclasses.asdict``, for example one that was read from JSON.
 
         Raises:
-            ValueError, TypeError: a constant is missing, unknown or breaks its rule.
+            ValueError, TypeError: a constant is missing, unknown or invalid.
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         unknown = sorted(set(values) - set(fields))
@@ -79,11 +81,11 @@ class Hardware:
             wrong = ", ".join(
                 [*(f"{name} is unknown" for name in unknown), *(f"{name} is missing" for name in missing)]
             )
-            raise ValueError(f"hardware: {wrong}; it has {', '.join(fields)}.")
+            raise ValueError(f"hardware: {wrong}; give {', '.join(fields)}.")
         return cls(**values)
 
     def tile_rate(self, *, backward: bool, causal: bool) -> tuple[float, float]:
-        """FLOP/s of one kind of tile, and the extra keys that each of its query rows costs."""
+        """Return the FLOP/s and the ``row_keys`` of one kind of tile."""
         rate = self.backward_flops_per_second if backward else self.forward_flops_per_second
         of_causal = self.causal_backward_flops_per_second if backward else self.causal_forward_flops_per_second
         if not causal:

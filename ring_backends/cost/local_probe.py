@@ -1,6 +1,6 @@
-"""Starts local ranks that measure the constants of the cost model together, and reads measurements from a file.
+"""Measures the constants of the cost model on local ranks, and reads measurements from a file.
 
-This module imports no torch. The ranks that it starts do.
+This module imports no torch. The ranks that it starts import torch.
 """
 
 from __future__ import annotations
@@ -16,40 +16,41 @@ from ring_backends.ring.launch import launch, under_launcher
 
 _SECONDS = 0.3
 LATENCY_BYTES = 64 * 2**10
-"""Size of the hop whose latency is reported beside the constants of the model."""
+"""Size of the hop whose time :func:`measure` reports in addition to the constants of the model."""
 
 
 def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict[str, Any]:
-    """Start ranks on this machine that all measure at once.
+    """Start ranks on this machine, and measure on all of them at the same time.
 
     Args:
         num_ranks: at least 2.
-        dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``, or as torch writes it: ``"float32"``.
-        device: ``"auto"``, ``"cpu"`` or ``"cuda"``, as :func:`~ring_backends.cost.machine.select_device` takes it.
-        head_dim: of the tiles.
+        dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``, or torch's name, such as ``"float32"``.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``, as in :func:`~ring_backends.cost.machine.select_device`.
+        head_dim: head dimension of the tiles.
 
     Returns:
-        ``hardware``: the slowest rank's constants under the names of :class:`Hardware`; ``latency_seconds`` of a hop of
-        64 KiB; ``bytes_per_second`` at 16 MiB in both directions; and how they were measured: ``ranks``, ``transport``,
-        ``device``, ``dtype``, ``head_dim``, ``kernel``, ``torch``.
+        A dict. ``hardware`` holds the constants of the slowest rank, under the names of :class:`Hardware`.
+        ``latency_seconds`` is the time of a hop of 64 KiB. ``bytes_per_second`` is the bandwidth in each direction, for
+        hops of 16 MiB. ``ranks``, ``transport``, ``device``, ``dtype``, ``head_dim``, ``kernel`` and ``torch`` describe
+        the measurement.
 
     Raises:
-        ValueError: a launcher started this process.
+        ValueError: a launcher such as torchrun started this process.
         RankFailedError: a rank failed.
     """
     if under_launcher():
         raise ValueError(
-            "nproc_per_node: a launcher has set WORLD_SIZE, but the measurement starts its own ranks; run it without "
-            "torchrun."
+            "nproc_per_node: a launcher has set WORLD_SIZE, but the measurement starts its own ranks; run the command "
+            "without torchrun."
         )
-    # The threads that `launch` gives to a single rank.
+    # The number of threads that `launch` gives to a rank that runs alone.
     threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
     found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)
     return _merge(found)
 
 
 def _merge(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """One measurement from those of all ranks, with the slowest rank's numbers."""
+    """Combine the measurements of all ranks into one, with the numbers of the slowest rank."""
     from ring_backends.cost.probe import slowest
 
     hardware = slowest([rank["hardware"] for rank in found])
@@ -98,20 +99,20 @@ def read(path: Path, dtype: str) -> dict[str, Any]:
     """Read the measurement that ``ring-backends info --probe --json`` wrote.
 
     Args:
-        dtype: expected dtype, as torch writes it: ``"float32"``.
+        dtype: the expected dtype, by torch's name, such as ``"float32"``.
 
     Raises:
-        ValueError: the file holds no measurement, or one in another dtype.
+        ValueError: the file holds no measurement, or a measurement in another dtype.
     """
-    way_out = f"write a new one with `ring-backends info --probe --dtype {dtype} --json {path}`."
+    advice = f"write a new one with `ring-backends info --probe --dtype {dtype} --json {path}`."
     try:
         probe = json.loads(path.read_text())["probe"]
         Hardware.of(probe["hardware"])
         measured = str(probe["dtype"])
     except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
         raise ValueError(
-            f"probe = {str(path)!r}: holds no constants ({type(error).__name__}: {error}); {way_out}"
+            f"probe = {str(path)!r}: holds no constants ({type(error).__name__}: {error}); {advice}"
         ) from error
     if measured != dtype:
-        raise ValueError(f"probe = {str(path)!r}: was measured in {measured}, not in {dtype}; {way_out}")
+        raise ValueError(f"probe = {str(path)!r}: was measured in {measured}, not in {dtype}; {advice}")
     return dict(probe)

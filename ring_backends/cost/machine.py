@@ -1,4 +1,4 @@
-"""The device of one rank: which one it is, its memory, and where a measurement begins and ends."""
+"""The device of one rank: its choice, its name, its memory, and waiting for its work to finish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ring_backends import __version__
 
 
 def device_of_this_rank() -> torch.device:
-    """The current GPU where every rank of the host has one, else the CPU."""
+    """Return the current GPU if the host has a GPU for each of its ranks, else the CPU."""
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
     if 0 < local_ranks <= torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
@@ -29,11 +29,12 @@ def select_device(wanted: str, local_ranks: int | None = None) -> torch.device:
     """Choose this rank's device, and make its GPU the current one.
 
     Args:
-        wanted: ``"cpu"``, ``"cuda"``, or ``"auto"``, which takes a GPU per rank if there are enough, else the CPU.
-        local_ranks: ranks on this host. None: LOCAL_WORLD_SIZE of the environment.
+        wanted: ``"cpu"``, ``"cuda"`` or ``"auto"``. ``"auto"`` takes a GPU if the host has one for each of its ranks,
+            else the CPU.
+        local_ranks: number of ranks on this host. None: LOCAL_WORLD_SIZE of the environment, or 1 if it is not set.
 
     Raises:
-        ValueError: ``"cuda"`` with fewer GPUs than ranks on this host.
+        ValueError: ``wanted`` is ``"cuda"``, and the host has fewer GPUs than ranks.
     """
     if local_ranks is None:
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -51,7 +52,7 @@ def select_device(wanted: str, local_ranks: int | None = None) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """The model of a GPU, or the CPU with its threads."""
+    """Return the name of a GPU, or "CPU" with the number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = torch.get_num_threads()
@@ -59,7 +60,7 @@ def device_name(device: torch.device) -> str:
 
 
 def available_memory_bytes(device: torch.device) -> int:
-    """Free memory of a GPU, torch's unused cache included, or of the host.
+    """Return the free memory of a GPU, including torch's unused cache, or the free memory of the host.
 
     Raises:
         OSError: the system does not say how much memory is available.
@@ -78,7 +79,7 @@ def available_memory_bytes(device: torch.device) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak memory of this process: allocated on its GPU, or resident in main memory on the CPU."""
+    """Return the peak memory of this process: allocated memory on a GPU, resident set size on the CPU."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     with contextlib.suppress(OSError):
@@ -91,7 +92,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Make :func:`peak_memory_bytes` start again from the memory in use now. On the CPU only Linux can."""
+    """Reset :func:`peak_memory_bytes` to the memory in use now. On the CPU, this works only on Linux."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
@@ -100,13 +101,13 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the GPU has finished its queued work. Does nothing on the CPU."""
+    """Wait until the GPU has finished its queued work. This does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def synchronize_ranks(device: torch.device) -> None:
-    """Wait until all ranks of the world have finished their work and are here."""
+    """Wait until all ranks of the world have finished their work and have made this call."""
     synchronize(device)
     if dist.is_initialized():
         dist.barrier()
@@ -114,7 +115,7 @@ def synchronize_ranks(device: torch.device) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions of Python, torch, CUDA, this package and the frameworks; None for what is not installed."""
+    """Return the versions of Python, torch, CUDA, this package and the frameworks. None: not installed."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),

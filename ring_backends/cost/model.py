@@ -1,13 +1,16 @@
 """Memory, bytes, FLOPs and seconds of one attention call per rank, computed from a schedule without a process group.
 
-Memory, bytes and FLOPs are counted. Seconds are estimated from the constants of
-:class:`~ring_backends.cost.hardware.Hardware` by this model:
+Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its constants are those of
+:class:`~ring_backends.cost.hardware.Hardware`.
 
-- A tile takes the FLOPs of its matrix products over the kernel's rate. Each query row costs as if it saw some more
-  keys. Gathering rows and merging results take the bytes that they read and write over the rate of copies.
-- Each hop takes a latency. A rank's hops also take the larger of the bytes sent and received over the bandwidth.
-- A hop is posted before the tiles of the previous step, and ``Hardware.overlap`` of it runs beside them. No hop
-  overlaps with the tiles of the last step. The last hop of dK and dV overlaps with no tile.
+- The time of a tile is the FLOPs of its matrix products, divided by the kernel's FLOP/s. Each query row counts
+  ``row_keys`` keys more than it sees.
+- The time to gather rows and to merge results is the number of bytes read and written, divided by
+  ``copy_bytes_per_second``.
+- The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
+  more, divided by the bandwidth.
+- A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
+  hop overlaps with the tiles of the last step. The last hop of dK and dV overlaps with no tile.
 - A call takes as long as its slowest rank.
 """
 
@@ -27,22 +30,25 @@ from ring_backends.schedule.planner import COMMUNICATION_SHARE, MIN_HOP_BYTES, n
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE, MIN_TILE_BYTES
 
-# How often a row of head_dim elements is read or written outside the kernel. Gathering a row reads it and writes it.
-# Adding a row to a sum, or merging it into an output, reads both and writes one.
+# How often a row of head_dim elements is read or written outside of the kernel. Gathering a row is one read and one
+# write. Adding a row to a sum, or merging it into an output, is two reads and one write.
 _COPY, _ADD = 2, 3
-_QUERY_MOVES = {False: _COPY + _ADD, True: 3 * _COPY + _ADD}  # q; out merged · q, out and dO; dq
-_LOCAL_KEY_MOVES = {False: 2 * _COPY, True: 2 * _COPY + 2 * _ADD}  # k and v · k and v; dk and dv
-_REMOTE_KEY_MOVES = {False: 0, True: 2 * _ADD}  # the kernel reads K and V from the wire buffer
+# forward: gather q, merge out; backward: gather q, out and dO, add dq
+_QUERY_MOVES = {False: _COPY + _ADD, True: 3 * _COPY + _ADD}
+# forward: gather k and v; backward: gather k and v, add dk and dv
+_LOCAL_KEY_MOVES = {False: 2 * _COPY, True: 2 * _COPY + 2 * _ADD}
+# forward: none, since the kernel reads k and v in the wire buffer; backward: add dk and dv
+_REMOTE_KEY_MOVES = {False: 0, True: 2 * _ADD}
 
 
 @dataclass(frozen=True, eq=False)
 class RingCost:
-    """The cost of one attention call, forward and backward, including the tensors that a training step keeps for it.
+    """The cost of one attention call, forward and backward. The memory includes the inputs, outputs and gradients.
 
     Args:
         schedule: the branches, layout, heads and mask.
-        batch, head_dim: of the inputs.
-        itemsize: bytes per element of the inputs. Statistics, and dK and dV on the wire, have 4 bytes (8 for fp64).
+        batch, head_dim: batch size and head dimension of the inputs.
+        itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element.
 
     Raises:
         ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1.
@@ -73,33 +79,33 @@ class RingCost:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Positions of each rank: int64 [ring size]."""
+        """Number of tokens on each rank: int64 [ring size]."""
         layout = self.schedule.layout
         return sum_by_rank(layout.chunk_ranks(), layout.chunk_starts().diff(), self.ring_size)
 
     @property
     def tensor_bytes(self) -> Tensor:
-        """Query, key, value, out and their gradients: int64 [ring size]."""
+        """Bytes of query, key, value, out and their gradients: int64 [ring size]."""
         heads = 4 * (self.schedule.num_heads + self.schedule.kv_heads)
         return self.tokens * (heads * self.batch * self.head_dim * self.itemsize)
 
     @property
     def lse_bytes(self) -> Tensor:
-        """The LSE: int64 [ring size]."""
+        """Bytes of the LSE: int64 [ring size]."""
         return self.tokens * (self.schedule.num_heads * self.batch * self._statistics_itemsize)
 
     @cached_property
     def _hop_bytes(self) -> tuple[int, int]:
-        """Bytes of K and V, and of dK and dV, of all heads, on the rank that sends most in one step."""
+        """Bytes of the largest hop of K and V, and of dK and dV, if all heads travel together."""
         rows = 2 * self.schedule.max_rows_in_flight * self.batch * self.head_dim
         return rows * self.itemsize, rows * self._statistics_itemsize
 
     @cached_property
     def communication_bytes(self) -> int:
-        """Upper bound of one rank's wire buffers.
+        """Upper bound of the bytes in one rank's wire buffers.
 
-        This is the size of three hops of K and V and three of dK and dV, limited by the planner: to its share of the
-        tensors, or to six hops of the smallest size that it cuts.
+        At most three hops of K and V and three hops of dK and dV are in memory. The planner cuts hops until they take
+        at most ``COMMUNICATION_SHARE`` of :attr:`tensor_bytes`. It does not cut them below ``MIN_HOP_BYTES``.
         """
         keys, grads = self._hop_bytes
         share = COMMUNICATION_SHARE * float(self.tensor_bytes.max())
@@ -112,9 +118,10 @@ class RingCost:
 
     @cached_property
     def tile_bytes(self) -> Tensor:
-        """Gathered rows of the largest backward tile, and the sums of its gradients: int64 [ring size].
+        """Bytes of the gathered rows of the largest backward tile, and of gradient sums: int64 [ring size].
 
-        Tiles are cut to a share of the query. For fp16 and bf16, gradients are summed in fp32 for two blocks of heads.
+        The planner cuts tiles to a share of the query. For fp16 and bf16, gradients are summed in fp32. The sums of at
+        most two blocks of heads are in memory.
         """
         blocks, _ = self._cuts(backward=True)
         row_bytes = self.batch * self.head_dim * self.itemsize
@@ -129,13 +136,13 @@ class RingCost:
 
     @property
     def memory_bytes(self) -> Tensor:
-        """The sum of the above: int64 [ring size]."""
+        """Total memory: tensors, LSE, wire buffers and the largest tile. int64 [ring size]."""
         return self.tensor_bytes + self.lse_bytes + self.communication_bytes + self.tile_bytes
 
     # Bytes and FLOPs
 
     def sent_bytes(self, *, backward: bool = False) -> Tensor:
-        """Payload that each rank sends, as in ``RingSchedule.wire_bytes``: int64 [ring size]."""
+        """Bytes that each rank sends, as ``RingSchedule.wire_bytes`` counts them: int64 [ring size]."""
         keys, grads = self._row_bytes
         sent = self.schedule.rows_sent * keys
         return sent + self.schedule.grad_rows_sent * grads if backward else sent
@@ -146,18 +153,22 @@ class RingCost:
         return row * self.itemsize, row * self._statistics_itemsize
 
     def _moved_bytes(self, *, backward: bool) -> Tensor:
-        """The larger of the bytes sent and received: int64 [ring size].
+        """Bytes that each rank sends or receives, whichever are more: int64 [ring size].
 
-        A rank sends dK and dV of the K and V rows that it received. It receives dK and dV of the rows that it sent.
+        A rank sends dK and dV of the K and V rows that it received. It receives dK and dV of the K and V rows that it
+        sent.
         """
         keys, grads = self._row_bytes
-        there, back = self.schedule.rows_sent, self.schedule.grad_rows_sent
+        sent, received = self.schedule.rows_sent, self.schedule.grad_rows_sent  # rows of K and V
         if not backward:
-            return torch.maximum(there, back) * keys
-        return torch.maximum(there * keys + back * grads, back * keys + there * grads)
+            return torch.maximum(sent, received) * keys
+        return torch.maximum(sent * keys + received * grads, received * keys + sent * grads)
 
     def flops(self, *, backward: bool = False) -> Tensor:
-        """FLOPs of two matrix products per visible pair in forward, five in backward: float64 [ring size]."""
+        """FLOPs of the matrix products, two in forward and five in backward: float64 [ring size].
+
+        Only visible pairs of query and key count.
+        """
         return self.schedule.pairs * self._pair_flops(backward=backward)
 
     def _pair_flops(self, *, backward: bool) -> int:
@@ -174,8 +185,8 @@ class RingCost:
         hops = blocks * shares * self.schedule.num_steps * (2 if backward else 1)
         moved = self._moved_bytes(backward=backward).double() / hardware.bytes_per_second
         communication = (moved + hops * hardware.latency_seconds) * (moved > 0)
-        homecoming = communication / hops if backward else torch.zeros_like(communication)
-        hidden = hardware.overlap * torch.minimum(communication - homecoming, compute - last)
+        last_hop = communication / hops if backward else torch.zeros_like(communication)
+        hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
         return compute + communication - hidden
 
     def call_seconds(self, hardware: Hardware, *, backward: bool = False) -> float:
@@ -183,7 +194,7 @@ class RingCost:
         return float(self.seconds(hardware, backward=backward).max())
 
     def _compute_seconds(self, hardware: Hardware, *, backward: bool) -> tuple[Tensor, Tensor]:
-        """Seconds of all tiles, and of those of the last step of the last block of heads: float64 [ring size] each."""
+        """Seconds of all tiles, and seconds of the tiles after the last hop: float64 [ring size] each."""
         rows = self.tiles.rows
         own_pairs = self.tiles.own_pairs
         other_pairs = (self.schedule.pairs - own_pairs).clamp(min=0)

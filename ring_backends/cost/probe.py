@@ -1,7 +1,8 @@
 """Measures the constants of the cost model (:class:`~ring_backends.cost.hardware.Hardware`) on the ranks of a world.
 
 All ranks measure together. Tiles are timed while every rank computes. Hops are timed while every rank sends to the next
-one and receives from the previous one, as in a ring. Ranks that share cores or a link thus measure their own share.
+rank and receives from the previous rank, as in a ring. So ranks that share cores or a link measure the speed of their
+share.
 """
 
 from __future__ import annotations
@@ -33,19 +34,20 @@ TILE_ROWS = 2048
 
 _HEADS = {"cuda": 32}
 _HEADS_ELSEWHERE = 2
-_CALLS_AT_ONCE = {"cuda": 16}  # per reading of the clock, which waits for the device
-_DILATION_RATE = 4  # of the rows that the copies gather
+_CALLS_AT_ONCE = {"cuda": 16}  # calls per clock reading, which waits for the device
+_DILATION_RATE = 4  # of the rows that _copies gathers
 _HOP_TIMEOUT = timedelta(seconds=60)
 
 
 @dataclass(frozen=True)
 class RankProbe:
-    """Measures on one rank. All ranks of the world make the same calls in the same order.
+    """Measures the constants on one rank. All ranks of the world make the same calls in the same order.
 
     Args:
-        device, dtype, head_dim: of the tiles and hops.
+        device: where tiles are computed, and where the buffers of hops lie.
+        dtype, head_dim: dtype and head dimension of the tiles.
         seconds: time to spend on each kind of tile.
-        order: at least two global ranks in ring order. Each rank's hops go to the next one.
+        order: the global ranks in ring order, at least two. Each rank sends its hops to the next rank.
     """
 
     device: torch.device
@@ -58,8 +60,8 @@ class RankProbe:
         """Measure every constant except ``memory_bytes``.
 
         Args:
-            alone_threads: threads of a rank that has this machine to itself, for ``speed_alone``. None: every rank has
-                a device of its own.
+            alone_threads: number of threads of a rank that runs alone, to measure ``speed_alone``. None: every rank
+                has its own device, and ``speed_alone`` is 1.
         """
         seconds = self._measure_tiles_and_copies()
         forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
@@ -84,7 +86,7 @@ class RankProbe:
         return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
 
     def _measure_tiles_and_copies(self) -> dict[object, float]:
-        """Seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
+        """Measure the seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
 
         The measurements are interleaved, so background load affects all of them equally.
         """
@@ -97,22 +99,23 @@ class RankProbe:
         return self._seconds_of({**calls, "copies": self._copies()})
 
     def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
-        """FLOP/s forward and backward, and the extra keys per row, from long and short tiles with equally many rows.
+        """Compute the FLOP/s in forward and backward, and ``row_keys``, from the seconds of long and short tiles.
 
-        Both kinds of tile take (keys that a row sees + row_keys) × rows × time per pair.
+        The model of a tile is seconds = rows × (keys that a row sees + row_keys) × seconds per pair. Both kinds of tile
+        have the same number of rows in all.
         """
         (long_keys, long), (short_keys, short) = (
             ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
             for rows in (TILE_ROWS, TILE_ROWS // 8)
         )
         per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
-        # No extra cost per row where short tiles take no longer per pair, or where the clock is too coarse.
+        # row_keys is 0 if short tiles are not slower per pair, or if the clock is too coarse to tell.
         row_keys = max(0.0, sum(long) / per_key - long_keys) if per_key > 0 else 0.0
         pairs = (long_keys + row_keys) * TILE_ROWS * self._num_heads * self.head_dim
         return 4 * pairs / long[0], 10 * pairs / long[1], row_keys
 
     def _tile(self, rows: int, *, backward: bool, is_causal: bool) -> Callable[[], object]:
-        """A kernel call over ``TILE_ROWS`` query rows per head, in segments of ``rows`` rows."""
+        """Make a function that calls the kernel on ``TILE_ROWS`` query rows per head, in segments of ``rows`` rows."""
         kernel = select_kernel("auto", KernelInputs(self.device, self.dtype, self.head_dim))
         options = {"is_causal": is_causal, "scale": self.head_dim**-0.5, "key_mask": None}
         shape = (TILE_ROWS // rows, self._num_heads, rows, self.head_dim)
@@ -126,7 +129,7 @@ class RankProbe:
         return torch.randn(shape, device=self.device).to(self.dtype)
 
     def _copies(self) -> Callable[[], None]:
-        """A call that gathers dilated rows and merges equally many into an output."""
+        """Make a function that gathers dilated rows, and merges the same number of rows into an output."""
         heads, rows = self._num_heads * _DILATION_RATE, TILE_ROWS
         tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
         tile = self._randn(1, heads, rows, self.head_dim)
@@ -143,16 +146,23 @@ class RankProbe:
         return gather_and_merge
 
     def _copied_bytes(self) -> int:
-        """Bytes of :meth:`_copies`: gathering reads and writes a row; merging reads two rows and writes one."""
+        """Bytes that :meth:`_copies` reads and writes.
+
+        Gathering reads one row and writes one. Merging reads two rows and writes one.
+        """
         numbers = self._num_heads * _DILATION_RATE * TILE_ROWS * self.head_dim
         return numbers * (2 * self.dtype.itemsize + 3 * statistics_dtype(self.dtype).itemsize)
 
     def hop_seconds(self, size: int, repeats: int) -> float:
-        """Median seconds of a hop of ``size`` bytes from every rank to the next one."""
+        """Median seconds of a hop of ``size`` bytes, from every rank to the next rank."""
         return statistics.median(self._exchange(size, lambda: None) for _ in range(repeats))
 
     def overlap(self, hop: float) -> float:
-        """The share of a hop that tiles of the same duration hide. ``hop``: seconds of ``BANDWIDTH_BYTES`` alone."""
+        """Measure the share of a hop that overlaps with tiles.
+
+        Args:
+            hop: seconds of a hop of ``BANDWIDTH_BYTES`` without tiles.
+        """
         tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
         one = self._seconds_of({"tile": tile})["tile"]
         calls = self._broadcast(max(1, round(hop / one)))
@@ -163,14 +173,18 @@ class RankProbe:
         return min(1.0, max(0.0, (hop + compute - together) / min(hop, compute)))
 
     def _broadcast(self, number: int) -> int:
-        """The number of the first rank in ring order, on all ranks."""
+        """Return on all ranks the number that the first rank in ring order passes."""
         on_gpu = "nccl" in dist.get_backend_config() and self.device.type == "cuda"
         shared = torch.tensor([number], device=self.device if on_gpu else "cpu")
         dist.broadcast(shared, self.order[0])
         return int(shared)
 
     def speed_alone(self, threads: int) -> float:
-        """Speed of the first rank while the others wait, with ``threads`` threads, over its speed beside them."""
+        """Measure the speed of the first rank while the other ranks wait, divided by its speed while they compute.
+
+        Args:
+            threads: number of threads of the rank while the others wait.
+        """
         tile = self._tile(TILE_ROWS, backward=False, is_causal=False)
         shared = alone = self._seconds_of({"tile": tile})["tile"]
         synchronize_ranks(self.device)
@@ -183,7 +197,7 @@ class RankProbe:
         return shared / alone
 
     def _exchange(self, size: int, meanwhile: Callable[[], object]) -> float:
-        """Seconds of one hop that all ranks begin together; ``meanwhile`` runs after it is posted."""
+        """Measure the seconds of one hop that all ranks begin together. ``meanwhile`` is called after it is posted."""
         group = dist.group.WORLD
         assert group is not None
         place = self.order.index(dist.get_rank())
@@ -205,12 +219,12 @@ class RankProbe:
         return time.perf_counter() - started
 
     def _seconds_of(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """As :meth:`_seconds_per_call`; all ranks begin together."""
+        """Call :meth:`_seconds_per_call` on all ranks at the same time."""
         synchronize_ranks(self.device)
         return self._seconds_per_call(calls)
 
     def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Median seconds of each call. Measures for ``self.seconds`` per call, and at least three rounds."""
+        """Measure the median seconds of each call, for ``self.seconds`` per call and for at least three rounds."""
         for call in calls.values():
             call()
         synchronize(self.device)
@@ -229,9 +243,10 @@ class RankProbe:
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:
-    """The constants of a ring: those of the slowest rank for tiles, and the worst of all ranks for hops.
+    """Combine the constants of all ranks into the constants of a ring.
 
-    All constants of tiles come from one rank, since its rates and ``row_keys`` were fitted together.
+    The constants of tiles are those of the slowest rank: its rates and ``row_keys`` were fitted together. Every other
+    constant is the worst value over all ranks, except that ``speed_alone`` is the largest.
     """
 
     def tiles(hardware: Hardware) -> float:
@@ -242,10 +257,10 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
         values = [getattr(hardware, name) for hardware in found]
         return None if None in values else min(values)
 
-    at_least = ("bytes_per_second", "copy_bytes_per_second", "overlap", "memory_bytes")
+    minima = ("bytes_per_second", "copy_bytes_per_second", "overlap", "memory_bytes")
     return dataclasses.replace(
         max(found, key=tiles),
         latency_seconds=max(hardware.latency_seconds for hardware in found),
         speed_alone=max(hardware.speed_alone for hardware in found),
-        **{name: least(name) for name in at_least},
+        **{name: least(name) for name in minima},
     )

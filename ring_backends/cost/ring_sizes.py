@@ -16,7 +16,7 @@ MAX_RING_SIZE = 65_536
 
 @dataclass(frozen=True)
 class RingChoice:
-    """The result of a search over ring sizes; None if no ring size up to the limit qualifies.
+    """The result of a search over ring sizes. A value is None if the search finds no such ring.
 
     Attributes:
         fits: the smallest ring that fits into the memory of its ranks.
@@ -29,11 +29,12 @@ class RingChoice:
 
 @dataclass(frozen=True, eq=False)
 class Workload:
-    """One attention call whose cost is compared on rings of different sizes.
+    """One attention call, to compare its cost on rings of different sizes.
 
     Args:
-        schedule: of any ring size. Only its pattern, sequence length, layout, heads and mask matter.
-        batch, head_dim, itemsize: as in :class:`RingCost`.
+        schedule: the call's schedule for any ring size. Only its pattern, sequence length, layout, heads and mask
+            matter.
+        batch, head_dim, itemsize: as in :class:`~ring_backends.cost.model.RingCost`.
     """
 
     schedule: RingSchedule
@@ -42,7 +43,7 @@ class Workload:
     itemsize: int
 
     def on_ring(self, ring_size: int) -> RingCost:
-        """The cost of the call on a ring of ``ring_size``."""
+        """Return the cost of the call on a ring of ``ring_size`` ranks."""
         given = self.schedule
         layout = SequenceLayout(given.layout.seq_len, ring_size, given.layout.kind)
         schedule = RingSchedule(given.pattern, layout, given.num_heads, given.kv_heads, given.is_causal)
@@ -54,7 +55,7 @@ class Workload:
         return cost.call_seconds(hardware) + cost.call_seconds(hardware, backward=True)
 
     def speedup(self, ring_size: int, hardware: Hardware) -> float:
-        """Seconds on one device over seconds on the ring. The ring pays if this is above 1."""
+        """Seconds on one device divided by seconds on the ring. The ring *pays* if this is above 1."""
         return self.seconds(1, hardware) / self.seconds(ring_size, hardware)
 
     def memory_bytes(self, ring_size: int) -> int:
@@ -68,10 +69,10 @@ class Workload:
 
         Args:
             memory_bytes: memory of one rank.
-            hardware: None: search only for a ring that fits.
-            sizes: ring sizes to choose from, ascending. None: all up to ``MAX_RING_SIZE``, by bisection. This assumes
-                that memory falls as the ring grows, and that every ring between the smallest that pays and the
-                fastest pays.
+            hardware: constants for the seconds. None: search only for a ring that fits.
+            sizes: ring sizes to choose from, in ascending order. None: all sizes up to ``MAX_RING_SIZE``. The search
+                is then a bisection. It assumes that memory per rank falls as the ring grows, and that all rings from
+                the smallest that pays to the fastest pay.
         """
         largest = min(MAX_RING_SIZE, self.schedule.layout.seq_len)
 
@@ -92,7 +93,7 @@ class Workload:
 
 
 def _smallest(holds: Callable[[int], bool], first: int, largest: int) -> int | None:
-    """The smallest number from ``first`` to ``largest`` for which ``holds``, by doubling and bisection."""
+    """Find the smallest number from ``first`` to ``largest`` that ``holds`` accepts, by doubling and bisection."""
     fails, size = first - 1, first
     while size <= largest:
         if holds(size):

@@ -1,8 +1,8 @@
 """The rows and visible pairs of each rank's tiles, counted from a schedule.
 
-A *span* is the part of one segment that one rank holds: a whole segment, or one piece of a segment that crosses ranks.
-A span's queries meet the span's own keys in a tile that is causal if the call is. They meet each other piece of their
-segment in a tile without a mask.
+A *span* is the part of one segment that one rank holds: a whole segment, or a *piece* of a segment that crosses ranks.
+One tile computes a span's queries against the span's own keys. This tile is causal if the call is causal. For every
+other piece of the segment that the queries see, one more tile computes them against its keys, without a mask.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class TileRows:
     """Rows of each rank's tiles, summed over heads: int64 [ring size] each.
 
     Attributes:
-        own, own_keys: query and key rows in tiles of spans against themselves.
-        other: query rows in tiles against other pieces of their segment, counted once per piece.
+        own, own_keys: query rows and key rows in tiles of a span's queries against the span's own keys.
+        other: query rows in tiles against other pieces of the segment. A query row counts once for each piece.
     """
 
     own: Tensor
@@ -34,7 +34,7 @@ class TileRows:
 
 @dataclass(frozen=True, eq=False)
 class TileCounts:
-    """What the tiles of every rank of a schedule's ring compute."""
+    """Counts the rows and visible pairs in the tiles of each rank."""
 
     schedule: RingSchedule
 
@@ -53,7 +53,7 @@ class TileCounts:
 
     @cached_property
     def own_pairs(self) -> Tensor:
-        """Visible pairs in tiles of spans against themselves: float64 [ring size]."""
+        """Visible pairs in tiles of a span's queries against the span's own keys: float64 [ring size]."""
 
         def pairs(rows: Tensor) -> Tensor:
             rows = rows.double()
@@ -69,9 +69,10 @@ class TileCounts:
 
     @cached_property
     def largest_rows(self) -> Tensor:
-        """Four times the query and key rows of the branch with most of them, summed over heads: int64 [ring size].
+        """Rows in memory during the largest backward tile, summed over heads: int64 [ring size].
 
-        Per query row a backward tile holds q, out, dO and dq. Per key row it holds k, v, dk and dv.
+        A backward tile has four rows for each query row (q, out, dO and dq), and four for each key row (k, v, dk and
+        dv). The largest tile is that of the branch with the most rows.
         """
         largest = self._zeros(torch.int64)
         for branch in self.schedule.branches:
@@ -81,11 +82,11 @@ class TileCounts:
         return largest
 
     def _segments_within(self, branch: BranchSchedule) -> tuple[Tensor, Tensor, Tensor]:
-        """Segments that lie whole on one chunk of the layout.
+        """Count the segments that lie completely in one chunk of the layout.
 
         Returns:
-            The number of full segments: int64 [chunks]. One head's rows in a full segment: int64 [1, offsets]. One
-            head's rows in a shorter last segment: int64 [chunks, offsets].
+            The number of full segments: int64 [chunks]. The rows of one head in a full segment: int64 [1, offsets]. The
+            rows of one head in a shorter last segment: int64 [chunks, offsets].
         """
         length, n = branch.segment_length, self.schedule.layout.seq_len
         starts = self.schedule.layout.chunk_starts()
@@ -96,12 +97,12 @@ class TileCounts:
         return full, full_rows, num_covered(tail.unsqueeze(1), branch.offsets, branch.rate)
 
     def _whole_rows(self, branch: BranchSchedule) -> Tensor:
-        """One head's rows in segments that lie whole on a rank, at each offset: int64 [ring size, offsets]."""
+        """Rows of one head in segments that lie completely on a rank, by offset: int64 [ring size, offsets]."""
         full, full_rows, tail_rows = self._segments_within(branch)
         return self._by_rank(self.schedule.layout.chunk_ranks(), full.unsqueeze(1) * full_rows + tail_rows)
 
     def _largest_piece(self, branch: BranchSchedule) -> Tensor:
-        """One head's rows in the longest piece of a crossing segment, at each offset: int64 [ring size, offsets]."""
+        """Rows of one head in the longest piece of a crossing segment, by offset: int64 [ring size, offsets]."""
         size = (self.schedule.layout.ring_size, branch.num_rows.shape[1])
         rank = branch.crossing.rank.unsqueeze(1).expand_as(branch.num_rows)
         largest = torch.zeros(size, dtype=torch.int64, device="cpu")
@@ -115,13 +116,13 @@ class TileCounts:
 
 
 def sum_by_rank(rank: Tensor, values: Tensor, ring_size: int) -> Tensor:
-    """Sums of ``values`` [n, …] over equal entries of ``rank`` [n]: [ring size, …]."""
+    """Sum ``values`` [n, …] by rank: [ring size, …]. ``rank`` [n] holds the rank of each value."""
     total = torch.zeros((ring_size, *values.shape[1:]), dtype=values.dtype, device="cpu")
     return total.index_add_(0, rank, values)
 
 
 def _tiles_of_pieces(segment_start: Tensor, *, is_causal: bool) -> Tensor:
-    """The number of pieces of its segment that each piece's queries meet. Pieces are in order of position."""
+    """For each piece, count the pieces of its segment that its queries see. Pieces are in order of position."""
     _, segment, count = segment_start.unique_consecutive(return_inverse=True, return_counts=True)
     first: Tensor = count.cumsum(0) - count
     number: Tensor = torch.arange(len(segment_start), device="cpu") - first[segment]

@@ -1,13 +1,15 @@
 """Starts the ranks of one machine as processes, and makes sure that they end together.
 
-Each rank is a fresh interpreter with the environment variables that torchrun sets. The ranks communicate over the
-loopback interface. The parent process needs no torch. No rank outlives the others or the parent: an error in one rank,
-Ctrl-C and the death of the parent end all of them.
+Each rank is a new Python interpreter with the environment variables that torchrun sets. The ranks communicate over the
+loopback interface. The parent process does not import torch. An error in one rank, Ctrl-C or the death of the parent
+ends all ranks.
 
-``torch.multiprocessing.start_processes`` and torch's elastic launcher do less. They import torch in the parent. They
-report the rank that failed first, which may only be a neighbour that lost its connection to the rank at fault. They end
-ranks by signals that Python handles. A rank that waits in C++ for a hop handles none: with ``start_processes`` it
-outlives the parent until its timeout, also after Ctrl-C.
+``torch.multiprocessing.start_processes`` and torch's elastic launcher are not used, for three reasons:
+
+- They import torch in the parent.
+- They report the rank that failed first. That rank may only have lost its connection to the rank that caused the error.
+- They end ranks with signals that Python handles. A rank that waits in C++ for a hop does not handle signals. With
+  ``start_processes``, such a rank outlives its parent until the hop times out, even after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -31,10 +33,10 @@ from typing import Any
 from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
 
 TRACEBACK_VARIABLE = "RING_BACKENDS_TRACEBACK"
-"""The environment variable that, if set, adds the traceback to the message of every error."""
+"""Name of an environment variable. If it is set, every error message includes the traceback."""
 
 _NUMPY_WARNING = "Failed to initialize NumPy"
-_COLLECT_SECONDS = 0.5  # after the first error, for further ones: the first may be a consequence of a later one
+_COLLECT_SECONDS = 0.5  # to wait for further errors after the first, which may be a consequence of a later one
 _STOP_SECONDS = 2.0  # between SIGTERM and SIGKILL
 
 
@@ -43,9 +45,9 @@ class Failure:
     """Why a rank ended.
 
     Attributes:
-        status: exit status: 2 for an argument or an installation that cannot work, else 1.
-        text: the message; with a traceback for an exception that the package does not raise on purpose.
-        is_consequence: the rank only noticed that another one had failed.
+        status: the exit status: 2 if an argument or the installation cannot work, else 1.
+        text: the message. It includes the traceback of an exception that the package does not raise itself.
+        is_consequence: whether the rank ended only because another rank failed.
     """
 
     status: int
@@ -54,7 +56,7 @@ class Failure:
 
 
 class RankFailedError(RuntimeError):
-    """A rank that :func:`launch` started has failed; ``rank`` and ``failure`` say which one and why."""
+    """A rank that :func:`launch` started has failed. ``rank`` is its number, and ``failure`` is the reason."""
 
     def __init__(self, rank: int, failure: Failure) -> None:
         super().__init__(f"rank {rank}: {failure.text}")
@@ -63,7 +65,7 @@ class RankFailedError(RuntimeError):
 
 
 def describe(error: BaseException) -> Failure:
-    """Describe an exception for a user. :data:`TRACEBACK_VARIABLE` adds the traceback."""
+    """Describe an exception for the user. The text includes the traceback if :data:`TRACEBACK_VARIABLE` is set."""
     is_usage = isinstance(error, (ValueError, AdapterUnavailableError))
     is_expected = is_usage or isinstance(error, (RingMismatchError, RingPeerError, OSError))
     if not is_expected or os.environ.get(TRACEBACK_VARIABLE):
@@ -74,7 +76,7 @@ def describe(error: BaseException) -> Failure:
 
 
 def under_launcher() -> bool:
-    """Whether torchrun, or another launcher that sets its variables, started this process."""
+    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
@@ -82,18 +84,20 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
     """Run ``target(*args)`` in ``num_ranks`` new processes, and return the results by rank.
 
     Args:
-        target: a module-level function. RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set for it.
-        args: its arguments, which have to be picklable.
-        num_ranks: at least 1. Each rank gets cores // num_ranks threads, unless OMP_NUM_THREADS is set.
+        target: a module-level function. Its process has RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
+            the environment.
+        args: the arguments of ``target``. They must be picklable.
+        num_ranks: number of ranks, at least 1. Each rank gets cores // num_ranks threads, unless OMP_NUM_THREADS is
+            set.
 
     Raises:
-        RankFailedError: a rank raised an exception or died. The other ranks have been stopped.
-        KeyboardInterrupt: on Ctrl-C. Every rank has been stopped.
+        RankFailedError: a rank raised an exception or died. All other ranks have been stopped.
+        KeyboardInterrupt: the user pressed Ctrl-C. All ranks have been stopped.
     """
     context = multiprocessing.get_context("spawn")
     processes: list[SpawnProcess] = []
     reports: list[Connection] = []
-    # Only this process holds the writing end. However it dies, the ranks then read end-of-file and exit.
+    # Only this process holds the writing end. When it dies, for whatever reason, the ranks read end-of-file and exit.
     parent_alive, _held = context.Pipe(duplex=False)
     with _reserved_port() as port:
         try:
@@ -129,7 +133,7 @@ def _run_rank(
     report.close()
     if isinstance(result, Failure):
         sys.stdout.flush()
-        os._exit(result.status)  # destructors of a process group could wait for peers
+        os._exit(result.status)  # skips destructors: that of a process group may wait for other ranks
 
 
 def _exit_with_parent(parent_alive: Connection) -> None:
@@ -170,10 +174,10 @@ def _collect(processes: Sequence[SpawnProcess], reports: Sequence[Connection]) -
 
 def _describe_exit(exitcode: int | None) -> Failure:
     if exitcode is None or exitcode >= 0:
-        return Failure(1, f"the process ended with status {exitcode} before it was done.")
+        return Failure(1, f"the process ended with status {exitcode} before it returned a result.")
     name = signal.Signals(-exitcode).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return Failure(1, f"the process was ended by {name}{hint}.")
+    return Failure(1, f"{name} ended the process{hint}.")
 
 
 def _stop(processes: Sequence[SpawnProcess]) -> None:
@@ -190,11 +194,14 @@ def _stop(processes: Sequence[SpawnProcess]) -> None:
 
 @contextlib.contextmanager
 def _ranks_ignore_interrupts() -> Iterator[None]:
-    """Start the ranks with SIGINT blocked, since Ctrl-C reaches every process of a terminal; delay it here."""
+    """Block SIGINT while ranks start, so that they inherit the blocked signal.
+
+    Ctrl-C sends SIGINT to every process of the terminal. Here, a SIGINT takes effect when the block ends.
+    """
     if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
         yield
         return
-    resource_tracker.ensure_running()  # it unblocks the signal when it starts
+    resource_tracker.ensure_running()  # start it first, since starting it unblocks the signal
     previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -204,7 +211,7 @@ def _ranks_ignore_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _reserved_port() -> Iterator[int]:
-    """A free port. On Linux the kernel gives it to no other program meanwhile, and rank 0 can listen on it."""
+    """Find a free port. On Linux, a bound socket reserves the port, and rank 0 can still listen on it."""
     with socket.socket() as bound:
         if sys.platform == "linux":
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
