@@ -123,7 +123,7 @@ def test_a_configuration_as_an_object() -> None:
     attention = compat.RingDilatedAttentionProduction(Config())
     query, key, value, _ = tensors(requires_grad=False)
     check([attention(query, key, value)], expected(False)[:1])
-    with pytest.raises(ValueError, match="without dilation_rates"):
+    with pytest.raises(ValueError, match="has no dilation_rates"):
         compat.RingDilatedAttentionProduction({"segment_lengths": [4]})
 
 
