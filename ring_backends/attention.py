@@ -73,7 +73,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     @property
     def ring(self) -> Ring:
-        """The ring over which the sequence is sharded. After unpickling elsewhere, assign a ring of that process."""
+        """The ring over which the sequence is sharded. After unpickling in another process, assign a ring of it."""
         return self._ring
 
     @ring.setter
@@ -92,7 +92,10 @@ class RingDilatedAttention(nn.Module, ABC):
         self._handle = compiled.register_module(self)
 
     def copy_for(self, what: str) -> RingDilatedAttention:
-        """Return a copy for ``what``, such as a layer. The ranks tell its calls from those of other copies."""
+        """Return a copy that ``what`` names, such as "layer 3".
+
+        The name is part of every call's configuration. So the ranks tell the calls of different copies apart.
+        """
         return self._copy(self.__getstate__(), what)
 
     def __copy__(self) -> RingDilatedAttention:

@@ -181,7 +181,7 @@ def create_dilated_attention(
     dilation_rates: Sequence[int] = (),
     **options: Any,
 ) -> RingDilatedAttentionV2:
-    """Make an attention by its earlier type.
+    """Make the attention that an ``attention_type`` of the earlier classes selects.
 
     Args:
         attention_type: with ``"auto"`` or a type whose name contains ``ring``, the ranks of the world form a ring. All
@@ -233,7 +233,7 @@ def create_multihead_dilated_attention(
     layer_norm: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Make self-attention on whole hidden states [batch, seq, embed_dim], by its earlier type.
+    """Make self-attention on whole hidden states [batch, seq, embed_dim], from an ``attention_type``.
 
     Args:
         attention_type, segment_lengths, dilation_rates, options: as in :func:`create_dilated_attention`.
@@ -336,7 +336,10 @@ class _Shared(torch.autograd.Function):
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:
-    """The ring that all modules with this adapter and size share. The earlier classes made no connections either."""
+    """The ring that all modules with this adapter and ring size share.
+
+    Like the earlier classes, a module makes no connections of its own.
+    """
 
     def world() -> object:
         return dist.group.WORLD if dist.is_initialized() else None

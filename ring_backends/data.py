@@ -1,4 +1,4 @@
-"""Documents and random seeds for training over data × ring.
+"""Documents and random seeds for data-parallel training over several rings.
 
 The ranks of one ring share a document, and each holds a part of it. Different rings train on different documents. So
 one run needs two kinds of seeds:
@@ -75,8 +75,9 @@ def rank_seed(seed: int, ring: Ring) -> int:
     1
     """
     check_integer("seed", seed)
-    # The hash separates neighbouring seeds: with seed + rank, rank 1 of one run would repeat rank 0 of the next. The
-    # ranks of one run stay consecutive, since CPU generators use only the lowest 32 bits, which then differ.
+    # The hash separates neighbouring seeds: with seed + rank, rank 1 of a run with seed 0 would repeat rank 0 of a run
+    # with seed 1. The ranks of one run stay consecutive, since CPU generators use only the lowest 32 bits, which then
+    # differ.
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     return (start + ring.ranks[ring.rank]) % 2**63
 

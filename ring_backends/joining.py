@@ -76,8 +76,8 @@ def join_ring(
         layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
         timeout: the most time that one call may take, from its first wait for a peer until it returns or raises. The
-            start-up may take at least 300 s.
-        ring_order: the order of the ranks from which rings are cut. ``"rank"`` is the order of their numbers.
+            start-up may take ``timeout`` or 300 s, whichever is longer.
+        ring_order: the order in which the ranks are cut into rings. ``"rank"`` is the order of their numbers.
             ``"topology"`` makes the ranks of one host neighbours. Hosts are told apart by their names. The environment
             variable RING_BACKENDS_HOST overrides a host's name. ``"topology"`` is not allowed with ``group``.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
@@ -87,7 +87,7 @@ def join_ring(
 
     Raises:
         ValueError, TypeError: an argument is invalid, or no ring fits into the memory.
-        RingMismatchError: the ranks ask for different rings. Only ``"auto"`` and ``"topology"`` compare them.
+        RingMismatchError: the ranks pass different options. Only ``"auto"`` and ``"topology"`` compare them.
         RingPeerError: a rank did not make the call in time.
     """
     check_options(ring_size, layout, timeout, group, ring_order, auto)

@@ -1,7 +1,7 @@
 """The backward of ring dilated attention on one rank.
 
-K and V pass around the ring again. The dK and dV of a parcel follow it one step later, and each rank adds its share.
-The last rank sends them back to the rank that holds the keys.
+K and V pass around the ring again, in parcels. The dK and dV of a parcel follow it one step later, and each rank adds
+its share. The last rank sends them back to the rank that holds the keys.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class _GradHop:
     ends_block: bool
 
     def settle(self, passed_on: WireBuffer | None, grads: LocalRows) -> None:
-        """Add the received dK and dV to those that this rank sends next, or to its own sums if they are of its keys."""
+        """Add the received dK and dV to those that this rank sends next, or to its own sums if the keys are its own."""
         arrived = self.arrival.wait()
         if arrived is not None:
             for parcel in arrived.parcels:

@@ -49,7 +49,7 @@ _numbers = itertools.count()
 
 
 def register_module(module: RingDilatedAttention) -> Tensor:
-    """Give a module a number by which operators find it. A tensor, so that torch.compile makes it a graph input."""
+    """Return a number by which operators find the module, as a tensor, so that it becomes an input of the graph."""
     number = next(_numbers)
     _modules[number] = module
     return torch.tensor([number], device="cpu")
@@ -84,7 +84,7 @@ def attend(
     """
     inputs = AttentionInputs.of([None if x is None else _with_constant_sizes(x) for x in tensors], options)
     query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
-    # Numbers that torch may have made symbols become constants of the graph.
+    # torch may pass these numbers as symbols. The graph holds them as constants.
     seq_len = None if inputs.seq_len is None else int(inputs.seq_len)
     dropout_p = float(inputs.dropout_p)
     inputs = replace(inputs, query=query, key=key, value=value, seq_len=seq_len, dropout_p=dropout_p)
@@ -157,7 +157,8 @@ class _Running:
         return self._result
 
 
-# A computation passes between operators as a tensor of three numbers: of the module, the computation, and the call.
+# Operators pass a computation on as a tensor of three numbers: the number of its module, its own number, and the number
+# of its call.
 
 
 def _module(number: int) -> RingDilatedAttention:

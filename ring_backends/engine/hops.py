@@ -1,7 +1,7 @@
 """Posts the hops of one forward or backward, and waits for them.
 
-A computation pauses before every hop that it posts (:data:`ByHops`). In a compiled graph, one
-operator per hop resumes the computation up to the next hop. Outside of a graph, :func:`finish` runs it to its end.
+A computation pauses before every hop that it posts (:data:`ByHops`). In a compiled graph, one operator per hop resumes
+the computation up to the next hop. Outside of a graph, :func:`finish` runs it to its end.
 """
 
 from __future__ import annotations

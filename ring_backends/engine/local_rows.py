@@ -20,7 +20,7 @@ class LocalRows:
             With documents, it holds the document number of each key, or −1 for a key to ignore.
         query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
         dropout_seed: seed of this call's dropout.
-        query_words, key_words: the words of each query and key that ``dropout`` hashes.
+        query_words, key_words: the 32-bit words of each query and key that ``dropout`` hashes.
     """
 
     query: Tensor

@@ -2,10 +2,11 @@
 
 Each class states what its operator requires, and converts the arguments: it aligns vectors to 16 bytes, changes the
 memory layout of out and LSE, and expands key/value heads if the operator does not support grouped heads. Every backward
-has an argument for the dropout state of the forward. Without dropout it does not read it.
+has an argument for the dropout state of the forward, which it reads only with dropout.
 
-The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. As on the CPU, a
-NaN or inf in a key or value may reach rows of the same block that do not see it.
+The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. A NaN or inf in a
+key or value may reach rows of the same block that do not see it. Unlike the CPU kernel, these kernels have no
+workaround.
 """
 
 from __future__ import annotations

@@ -57,8 +57,8 @@ class PairRule:
         query_documents: int [B, Hq, Sq]; a query sees the keys of its own document. None means one document.
         key_documents: int [B, Hk, Sk]; None if ``query_documents`` is None.
         dropout: the dropout of the call; None without dropout.
-        query_words: int32 [B, Hq, Sq, 2], the words of each query that ``dropout`` hashes.
-        key_words: int32 [B, Hk, Sk], the word of each key that ``dropout`` hashes.
+        query_words: int32 [B, Hq, Sq, 2], the two 32-bit words of each query that ``dropout`` hashes.
+        key_words: int32 [B, Hk, Sk], the 32-bit word of each key that ``dropout`` hashes.
     """
 
     query_documents: Tensor | None = None

@@ -183,7 +183,8 @@ def _backward_rows(
             grad_p = grad_p * dropout
         ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
         weights = p if dropout is None else p * dropout
-        # Rows of q and do that see no key are 0 already, and so are masked keys. Only pairs hidden one by one are left.
+        # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the
+        # causal diagonal or the documents hide are left.
         unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys

@@ -39,7 +39,12 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a crossing segment: its index in the branch's arrays, and its span on the rank that holds it."""
+    """A piece of a segment that lies on several chunks.
+
+    Attributes:
+        index: index of the piece in the arrays of :class:`~ring_backends.schedule.crossing.CrossingPieces`.
+        span: the piece on the rank that holds it.
+    """
 
     index: int
     rank: int

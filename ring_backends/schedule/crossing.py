@@ -4,9 +4,10 @@ Everything here is arithmetic on arrays with one entry per piece. A chunk has at
 cost of this module does not grow with the length of the sequence.
 
 The K and V of a piece travel along a *route*: from the rank that holds them through the ranks ``lo`` … ``hi`` in one
-direction to the last rank that needs them. After ``hi`` it continues with ``lo``, or the other way round. Without a
-causal mask, the route is the sub-ring of all ranks that share the segment. With a causal mask, only later chunks need a
-piece, so it travels towards them: upwards, or downwards if it lies in the second half of a zigzag layout.
+direction to the last rank that needs them. A route is cyclic: upwards, ``lo`` follows ``hi``; downwards, ``hi`` follows
+``lo``. Without a causal mask, the route is the sub-ring of all ranks that share the segment. With a causal mask, only
+later chunks need a piece, so it travels towards them: upwards, or downwards if it lies in the second half of a zigzag
+layout.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class CrossingPieces:
         chunk, rank: the chunk of each piece, and the rank that holds it.
         segment_start, segment_stop: global positions of the piece's segment.
         start, stop: global positions of the piece.
-        lo, hi: the ranks of the piece's route.
+        lo, hi: the lowest and the highest rank of the piece's route.
         direction: +1 if the route goes to higher ranks, −1 if it goes to lower ranks.
         is_causal: whether the routes are those of causal attention.
     """

@@ -17,7 +17,8 @@ class Links:
 
     Attributes:
         source, destination: ring ranks.
-        rows: number of rows of one head. A row of K and its row of V, or of dK and dV, count as one.
+        rows: number of rows, summed over heads. A row of K and its row of V count as one, as do a row of dK and its row
+            of dV.
     """
 
     source: Tensor

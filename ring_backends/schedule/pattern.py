@@ -26,7 +26,7 @@ class DilatedPattern:
     """The branches of dilated attention, and the heads and offsets of each.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as the sequence.
+        segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as its length.
         dilation_rates: r of each branch, at least 1; one per segment length.
         head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
             contiguous group per branch. The sizes of groups differ by at most one, and larger groups come first.
@@ -34,7 +34,7 @@ class DilatedPattern:
             j // ceil(H / r) (torchscale). ``"branch"``: i % r. None means ``"branch"`` with
             ``head_mode="grouped"``, and otherwise ``"mod"``.
         padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
-            padded with zero keys and values, which its non-causal queries see.
+            padded with zero keys and values. Its queries see them, unless attention is causal.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

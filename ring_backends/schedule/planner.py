@@ -18,7 +18,7 @@ COMMUNICATION_SHARE = 0.05
 """Maximum size of all communication buffers, as a share of q, k, v, out and their gradients."""
 
 MIN_HOP_BYTES = 256 * 1024
-"""Minimum size of a hop after cutting. Smaller hops cost more time by latency than they save memory."""
+"""Minimum size of a hop after cutting. Smaller hops would save little memory, and their latency would dominate."""
 
 MIN_BLOCK_BYTES = 4 * 1024 * 1024
 """Minimum size of the query of a block of heads, unless the hops require smaller blocks.

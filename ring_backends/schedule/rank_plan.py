@@ -23,7 +23,7 @@ class Parcel:
     Attributes:
         start: global position where the piece begins.
         streams: the (key/value head, offset) pairs.
-        first_row, rows: number of the first row in the piece, and number of rows, for each stream.
+        first_row, rows: index of the first row in the piece, and count of the rows; the same for each stream.
         reach: number of hops.
         direction: +1 if the route goes to higher ranks, −1 if it goes to lower ranks.
         source: the rows on the rank that holds them.
@@ -60,7 +60,7 @@ class Message:
 
 @dataclass(frozen=True)
 class ParcelRows:
-    """Some rows of some streams of a parcel: the streams ``streams``, and of each the rows ``row_range``."""
+    """Some rows of a parcel: the rows ``row_range`` of each stream in ``streams``. Both hold indices in the parcel."""
 
     parcel: Parcel
     streams: range

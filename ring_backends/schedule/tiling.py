@@ -1,8 +1,8 @@
 """Cuts tiles so that one kernel call fits into the cache, and takes little memory compared with the tensors.
 
 A tile is cut first by segments, then by heads, and by rows only where one head has too many. A causal square then falls
-into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not
-depend on these cuts.
+into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not depend on these
+cuts.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_TILE_BYTES = 4 * 1024 * 1024
 """Maximum size of the query of one kernel call on the CPU, for each thread."""
 
 MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
-"""The same on an accelerator, where the launch would dominate the time of smaller kernel calls."""
+"""Minimum value of the limit on an accelerator, where the launch would dominate the time of smaller kernel calls."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
 """Size of the query of one kernel call, as a share of the size of this rank's query.
