@@ -136,7 +136,7 @@ class RingCost:
 
     @property
     def memory_bytes(self) -> Tensor:
-        """Total memory: tensors, LSE, wire buffers and the largest tile. int64 [ring size]."""
+        """The bytes of tensors, LSE, wire buffers and the largest tile together: int64 [ring size]."""
         return self.tensor_bytes + self.lse_bytes + self.communication_bytes + self.tile_bytes
 
     # Bytes and FLOPs
