@@ -1,8 +1,8 @@
-"""Adapters: one module or folder per distributed framework, with its ring pass and its training.
+"""Adapters: one module or package per distributed framework, with its ring pass and its training.
 
-Nothing here is shared by two adapters. The directory is installed as ``ring_backends.adapters``, and any other name is
-refused: a top-level ``adapters`` belongs to another distribution, and a module imported under two names would exist
-twice. Importing this package imports no framework.
+Two adapters share no code in this directory. It is installed as ``ring_backends.adapters``, and importing it under
+another name raises ImportError. A top-level ``adapters`` belongs to another distribution on PyPI, and a module imported
+under two names would exist twice. Importing this package imports no framework.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Native torch.distributed: hops by ``batch_isend_irecv`` on a process group of the ring's own, training by DDP."""
+"""Native torch.distributed: hops by ``batch_isend_irecv`` on the ring's own process group, training by DDP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def initialize(
 ) -> Ring:
     """Join a ring; every rank of the ring makes this call.
 
-    Arguments and errors: :func:`ring_backends.joining.join_ring`.
+    For arguments and errors, see :func:`ring_backends.joining.join_ring`.
     """
     return join_ring("native", ring_size, layout, group, timeout, ring_order, auto)
 
@@ -72,11 +72,11 @@ def parallelize(
     mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
-    """Replicate a model over data × ring with DistributedDataParallel; in a world of one, leave it as it is.
+    """Replicate a model over data × ring with DistributedDataParallel. A world of one rank uses the plain model.
 
     Args:
-        model: any module, on its device already.
-        make_optimizer: called once with the parameters to train.
+        model: any module, already on its device.
+        make_optimizer: called once with ``model.parameters()``; returns the optimizer.
         ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
@@ -84,7 +84,7 @@ def parallelize(
         framework_options: passed to DistributedDataParallel.
 
     Raises:
-        ValueError: an argument breaks its rule, or data size × ring size is not the world.
+        ValueError: an argument is invalid, or data size × ring size is not the world size.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
 

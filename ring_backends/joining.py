@@ -51,7 +51,7 @@ def check_options(
         raise ValueError(f"timeout = {timeout}: must be above 0, as hops take time; timedelta(seconds=300) is usual.")
     check_arrangement(ring_size, layout, ring_order, auto or {})
     if group is not None:
-        refuse_arrangement("group is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
+        refuse_arrangement("group already fixes the ring's ranks and their order", ring_size, ring_order)
 
 
 def join_ring(
@@ -75,11 +75,11 @@ def join_ring(
             size that fits.
         layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the most time that one call may take, from its first wait for a peer until it returns or raises. The
-            start-up may take ``timeout`` or 300 s, whichever is longer.
-        ring_order: the order in which the ranks are cut into rings. ``"rank"`` is the order of their numbers.
-            ``"topology"`` makes the ranks of one host neighbours. Hosts are told apart by their names. The environment
-            variable RING_BACKENDS_HOST overrides a host's name. ``"topology"`` is not allowed with ``group``.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises. Start-up may take
+            ``timeout`` or 300 s, whichever is longer.
+        ring_order: the order in which the ranks are cut into rings. ``"rank"`` is ascending order. ``"topology"`` makes
+            the ranks of one host neighbours. A host is identified by its name. The environment variable
+            RING_BACKENDS_HOST overrides the name. ``"topology"`` is not allowed with ``group``.
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.

@@ -100,7 +100,7 @@ def test_a_call_ends_within_its_timeout() -> None:
     for seconds in (1.0, 4.0):
         alone = agreement(HashStore(), 0, seconds)
         started = time.monotonic()
-        with pytest.raises(RingPeerError, match=r"waited for \[1\] to compare configurations"):
+        with pytest.raises(RingPeerError, match=r"waited for ranks \[1\] to compare configurations"):
             alone.begin(Configuration({"seq_len": 8}))
         assert seconds / 2 < time.monotonic() - started < seconds + A_MOMENT
 

@@ -123,4 +123,4 @@ class TestMpu:
             assert "ring_size = 4" in size.message
             for ended, told in zip(arranged, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
                 assert ended.is_a(ValueError), ended
-                assert ended.message.startswith(f"{told}: mpu is given"), ended
+                assert ended.message.startswith(f"{told}: mpu already fixes"), ended

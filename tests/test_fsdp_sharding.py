@@ -166,11 +166,11 @@ def test_sharding_over_data_alone_is_refused(world: World) -> None:
         for ended in endings.values():
             assert ended.error in ("ValueError", "RuntimeError"), endings
         assert "replicas would drift apart" in endings["fully_shard"].message
-        assert "fully_shard already" in endings["fully_shard before"].message
+        assert "already sharded by fully_shard" in endings["fully_shard before"].message
         assert "replicas would drift apart" in endings["fsdp1"].message
         assert "replicas would drift apart" in endings["fsdp1 before"].message
         assert "replicas would drift apart" in endings["ignored before"].message
-        assert "nobody would reduce the gradients of the rest" in endings["a part only"].message
+        assert "the gradients of the other parameters would not be reduced" in endings["a part only"].message
 
 
 def ignore_a_parameter(options_of: str) -> Ended:
@@ -197,7 +197,7 @@ def options_that_contradict() -> dict[str, Ended]:
         "strategy = 'zero'": parallelize_one_parameter(FOUR, {"strategy": "zero"}),
         "mp_policy and mixed_precision": parallelize_one_parameter(FOUR, both),
         "FullyShardedDataParallel already": parallelize_one_parameter(FOUR, {"blocks": []}, wrapped),
-        "no module inside": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
+        "not a submodule": parallelize_one_parameter(FOUR, {"blocks": [nn.Linear(1, 1)]}),
         "max_grad_norm = 1.0": parallelize_one_parameter(
             FOUR, {"strategy": "fsdp1", "max_grad_norm": 1.0}, OneParameter().double()
         ),

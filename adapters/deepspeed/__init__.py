@@ -1,7 +1,7 @@
 """DeepSpeed: hops by ``deepspeed.comm``, training by ``deepspeed.initialize`` with ZeRO 0 to 3.
 
-Sharding, reduction, clipping and checkpoint files are DeepSpeed's own. Its configuration is passed on, except for the
-entries that arguments here set.
+Sharding, reduction, clipping and checkpoint files are DeepSpeed's own. The user's ``config`` reaches DeepSpeed, and the
+arguments of :func:`parallelize` set some entries of it.
 """
 
 from __future__ import annotations
@@ -57,27 +57,25 @@ def initialize(
     ring_order: RingOrder = "rank",
     **auto: Unpack[AutoOptions],
 ) -> Ring:
-    """Join a ring. Starts ``deepspeed.comm`` unless it runs already; every rank of the ring makes this call.
+    """Join a ring, and start ``deepspeed.comm`` unless it runs already. Every rank of the ring makes this call.
 
-    Arguments and errors: :func:`ring_backends.joining.join_ring`, and in addition:
+    For the other arguments and the errors, see :func:`ring_backends.joining.join_ring`.
 
     Args:
-        mpu: instead of ``group``, an object whose ``get_sequence_parallel_group()`` returns the ring's ranks, such as
-            ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` once initialised; or that group itself. Not with
-            ``ring_size="auto"`` or ``ring_order="topology"``.
+        mpu: names the ring's ranks in place of ``group``. It is a ProcessGroup, or an object whose
+            ``get_sequence_parallel_group()`` returns one. ``deepspeed.runtime.sequence_parallel.parallel_state_sp`` is
+            such an object once it is initialised. Not allowed with ``ring_size="auto"`` or ``ring_order="topology"``.
         ulysses_size: number of neighbouring ranks that exchange heads for rows
-            (:mod:`ring_backends.adapters.deepspeed.ulysses`); it divides the ring. ``ring_size`` stays the number of
-            ranks that a sequence is distributed over. Not with ``ring_size="auto"``.
+            (:mod:`ring_backends.adapters.deepspeed.ulysses`). It must divide the ring size. ``ring_size`` still counts
+            all ranks over which a sequence is distributed. Not allowed with ``ring_size="auto"``.
     """
-    check_integer("ulysses_size", ulysses_size, 1, advice="1 trades no heads")
+    check_integer("ulysses_size", ulysses_size, 1, advice="1 exchanges no heads")
     if mpu is not None:
-        refuse_arrangement("mpu is given, which has chosen and ordered the ring's ranks", ring_size, ring_order)
+        refuse_arrangement("mpu already fixes the ring's ranks and their order", ring_size, ring_order)
         group = _sequence_parallel_group(group, mpu)
     joined = connect
     if ulysses_size > 1:
-        refuse_arrangement(
-            f"ulysses_size = {ulysses_size} trades heads, and the cost model does not cover that", ring_size, "rank"
-        )
+        refuse_arrangement(f"ulysses_size = {ulysses_size} is not covered by the cost model", ring_size, "rank")
         joined = partial(connect_ulysses, ulysses_size=ulysses_size)
     ring = join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, auto, connect=joined)
     if dist.is_initialized():
@@ -113,7 +111,7 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     def attend(self, inputs: AttentionInputs) -> Any:
         if not isinstance(self.ring, UlyssesRing):
             return super().attend(inputs)
-        # Made at the first call, and again where another ring has been assigned, as after unpickling.
+        # Built at the first call, and again after another ring has been assigned, for example after unpickling.
         if self._trades is None or self._trades.ring is not self.ring:
             self._trades = UlyssesAttention.of(self)
         return self._trades(inputs)
@@ -135,26 +133,26 @@ def parallelize(
     mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
-    """Train a model by ``deepspeed.initialize``, which replicates or shards it over data × ring, by the ZeRO stage.
+    """Train a model with a DeepSpeed engine, which replicates or shards it over data × ring as the ZeRO stage says.
 
     Args:
-        model: any module whose parameters are all fp32, or all bf16, which DeepSpeed trains with fp32 master weights.
-            DeepSpeed moves it to its accelerator. ZeRO 3 shards it in place.
-        make_optimizer: called once with the parameters to train.
+        model: any module whose parameters are all fp32 or all bf16. DeepSpeed keeps fp32 master weights for bf16
+            parameters. It moves the model to its accelerator. ZeRO 3 shards the model in place.
+        make_optimizer: called once with ``model.parameters()``; returns the optimizer.
         ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step; None does not clip.
         accumulation_steps: backward calls per step.
-        zero_stage: 0 to 3. None takes the stage in ``config``, or else 0.
-        config: DeepSpeed's configuration, for everything that the arguments here do not set. DeepSpeed counts ring
-            ranks as data ranks in batch sizes, so train_batch_size is left to DeepSpeed.
-        mpu: a sequence-parallel mpu, by which DeepSpeed shards and reduces.
-        mixed_precision: torch.bfloat16 runs the forward under autocast and keeps parameters and reduction in fp32. For
-            bf16 parameters with fp32 master weights pass ``config={"bf16": {"enabled": True}}`` instead.
+        zero_stage: the ZeRO stage, 0 to 3. None takes the stage from ``config``; the default there is 0.
+        config: DeepSpeed's configuration, without the entries that other arguments set. ``train_batch_size`` is not
+            allowed in it: DeepSpeed computes this entry, and counts ring ranks as data ranks.
+        mpu: a sequence-parallel mpu. DeepSpeed takes the groups for sharding and reduction from it.
+        mixed_precision: torch.bfloat16 runs the forward under autocast. Parameters and reduction stay in fp32. For
+            bf16 parameters with fp32 master weights, pass ``config={"bf16": {"enabled": True}}`` instead.
         framework_options: passed to ``deepspeed.initialize``.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, ``config`` contradicts an argument, or data size × ring size
-            is not the world.
+        ValueError, TypeError: an argument is invalid, ``config`` contradicts an argument, or data size × ring size is
+            not the world size.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
     with world_ring(ring).report_refusals():

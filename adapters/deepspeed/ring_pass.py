@@ -1,8 +1,8 @@
 """The ring pass of DeepSpeed: ``deepspeed.comm``'s point-to-point operations.
 
-DeepSpeed's backend carries the hops, and its comms_logger sees them: one ``batch_isend_irecv`` per hop, whose size is
-that of the buffers sent and received together. On a GPU the logger waits for every operation that it sees, so hops and
-tiles overlap only without the logger.
+DeepSpeed's backend carries the hops, and its comms_logger records them. Each hop is one ``batch_isend_irecv``. Its
+recorded size is the sum of the buffers that are sent and received. On a GPU the logger waits for every operation that
+it records, so hops and tiles overlap only without the logger.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
 def start_deepspeed() -> None:
     """Start ``deepspeed.comm`` on the existing process group, unless it runs already.
 
-    On CPU, DeepSpeed would compile a shared-memory all-reduce, which takes minutes and a compiler. Nothing here uses
-    it; to have it, call ``deepspeed.init_distributed()`` beforehand. DeepSpeed compiles the operators of a list that it
-    makes at the first access, so an empty list takes its place during the start.
+    On CPU, DeepSpeed would compile a shared-memory all-reduce, which needs a compiler and takes minutes. This package
+    does not use it. To have it, call ``deepspeed.init_distributed()`` first. DeepSpeed looks up the operators that it
+    compiles in ``deepspeed.ops.__compatible_ops__``, so this function replaces that dict by an empty one meanwhile.
     """
     if comm.is_initialized():
         return

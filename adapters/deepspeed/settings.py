@@ -1,7 +1,6 @@
 """DeepSpeed's configuration, from the arguments of ``parallelize`` and the user's ``config``.
 
-Nothing is configured twice: ``config`` must not contradict an argument of ``parallelize``. All other entries reach
-DeepSpeed unchanged.
+``config`` must not contradict an argument of ``parallelize``. All other entries reach DeepSpeed unchanged.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ def engine_settings(
         ValueError, TypeError: an entry contradicts an argument, or DeepSpeed cannot train the model.
     """
     if not isinstance(config, (Mapping, type(None))):
-        raise TypeError(f"config = {config!r}: expected a dict, as deepspeed.initialize takes; read the file first.")
+        raise TypeError(f"config = {config!r}: expected a dict; read a configuration file with json.load().")
     settings = copy.deepcopy(dict(config or {}))
     if (settings.get("checkpoint") or {}).get("load_universal"):
         raise ValueError(
-            "config has checkpoint.load_universal = True: DeepSpeed unpickles such a checkpoint and so runs any code "
-            "in it; leave it out, and load what save() wrote."
+            "config has checkpoint.load_universal = True: DeepSpeed unpickles such a checkpoint, which can run any "
+            "code in it; leave load_universal out, and load a checkpoint that save() wrote."
         )
     zero = settings.setdefault("zero_optimization", {})
     stage = zero.get("stage", 0) if zero_stage is None else zero_stage
@@ -45,11 +44,14 @@ def engine_settings(
         (zero, "stage", stage, f"zero_stage = {zero_stage}"),
     ):
         if part.setdefault(key, value) != value:
-            raise ValueError(f"config has {key} = {part[key]!r} and {argument}: leave {key} out of config.")
+            raise ValueError(
+                f"config has {key} = {part[key]!r} and {argument}, which contradict each other; leave {key} out of "
+                "config."
+            )
     reserved = {
-        "optimizer": "make_optimizer makes it",
-        "train_batch_size": "it is train_micro_batch_size_per_gpu × accumulation_steps × ranks, ring ranks included",
-        "fp16": "a scaled loss skips steps; pass mixed_precision=torch.bfloat16",
+        "optimizer": "make_optimizer returns the optimizer",
+        "train_batch_size": "DeepSpeed computes it as train_micro_batch_size_per_gpu × accumulation_steps × ranks",
+        "fp16": "loss scaling would skip steps; pass mixed_precision=torch.bfloat16",
     }
     if mixed_precision:
         reserved |= dict.fromkeys(("bf16", "torch_autocast"), f"mixed_precision = {mixed_precision} sets it")
@@ -66,7 +68,7 @@ def engine_settings(
 
 
 def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
-    """Enable bf16 for a model of bf16; refuse parameters that DeepSpeed would cast silently or cannot train."""
+    """Enable bf16 for a bf16 model. Refuse parameters that DeepSpeed would cast silently or cannot train."""
     dtypes = {parameter.dtype for parameter in model.parameters()}
     if dtypes == {torch.bfloat16} and "torch_autocast" not in settings:
         settings.setdefault("bf16", {"enabled": True})
@@ -75,17 +77,16 @@ def _choose_dtype(settings: dict[str, Any], model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
             raise ValueError(
-                f"model has parameter {name} of no dimension: DeepSpeed cannot flatten a scalar; give it the shape "
-                "[1], or use another adapter."
+                f"parameter {name} of model is a scalar: DeepSpeed cannot flatten it; give it the shape [1], or use "
+                "another adapter."
             )
         if not parameter.is_contiguous():
             raise ValueError(
-                f"model has parameter {name} of strides {parameter.stride()}: DeepSpeed needs contiguous ones; assign "
-                "parameter.data.contiguous(), or use another adapter."
+                f"parameter {name} of model has strides {parameter.stride()}: DeepSpeed needs contiguous parameters; "
+                "assign parameter.data.contiguous(), or use another adapter."
             )
         if parameter.dtype not in accepted:
             raise ValueError(
-                f"model has parameter {name} of {parameter.dtype}: DeepSpeed trains models all of fp32, under autocast "
-                "or not, and models all of bf16 over fp32 masters; convert it with .float() or .bfloat16(), or use "
-                "another adapter."
+                f"parameter {name} of model is {parameter.dtype}: DeepSpeed trains models whose parameters are all "
+                "fp32 or all bf16; convert the model with .float() or .bfloat16(), or use another adapter."
             )

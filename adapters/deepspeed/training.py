@@ -39,7 +39,7 @@ from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class DeepSpeedTraining(TrainingState):
-    """Training by a DeepSpeed engine, which is ``model``. A checkpoint is a folder of DeepSpeed's."""
+    """Training by a DeepSpeed engine, the attribute ``model``. A checkpoint is a folder that DeepSpeed writes."""
 
     def __init__(
         self,
@@ -92,10 +92,10 @@ class DeepSpeedTraining(TrainingState):
             return graph
         if self._foreign_gradients:
             raise RuntimeError(
-                f"gradients of {', '.join(sorted(self._foreign_gradients)[:8])} came from a backward that was not "
-                "this state's, and ZeRO has reduced them already: go on from the last checkpoint in new processes. For "
-                "another loss of the model, freeze the model with requires_grad_(False) and call the module inside of "
-                "the engine."
+                f"gradients of {', '.join(sorted(self._foreign_gradients)[:8])} came from a backward other than "
+                "state.backward(), and ZeRO has already reduced them: restart the processes from the last checkpoint. "
+                "To differentiate another loss, freeze the model with requires_grad_(False) and call "
+                "state.model.module."
             )
         if self._world.size == 1:
             return graph
@@ -108,13 +108,13 @@ class DeepSpeedTraining(TrainingState):
                 order.append((name, num_others))
         if self._zero_stage == 3:
             return {**graph, _ORDER: [name for name, _ in order]}
-        by_rank = agree(self._world, "parameters of a backward", None, [_number(order), is_checkpointed])
+        by_rank = agree(self._world, "parameters of a backward", None, [_hash_order(order), is_checkpointed])
         self._gradient_orders_differ = any(number != by_rank[0][0] for number, _ in by_rank)
         if self._gradient_orders_differ and any(is_checkpointed for _, is_checkpointed in by_rank):
             raise RingMismatchError(
-                "the ranks' losses depend on different parameters, or on the same ones in another order, and with "
-                "reentrant checkpointing ZeRO cannot take their gradients together: use use_reentrant=False, or "
-                "zero_stage=0."
+                "the ranks' losses depend on different parameters, or on the same parameters in a different order: "
+                "ZeRO cannot reduce their gradients with reentrant activation checkpointing; pass use_reentrant=False "
+                "to checkpoint(), or use zero_stage=0."
             )
         return graph
 
@@ -134,7 +134,7 @@ class DeepSpeedTraining(TrainingState):
     def _backward(self, loss: Tensor) -> None:
         if self._gradient_orders_differ:
             loss = OrderedGradients.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
-        # The loss is scaled for the whole step. Without the option DeepSpeed divides by the number of micro-batches.
+        # The loss is scaled for the whole step already. By default DeepSpeed divides it by accumulation_steps.
         self._is_in_backward = True
         self._engine.backward(loss, scale_wrt_gas=False)
         self._is_in_backward = False
@@ -151,8 +151,8 @@ class DeepSpeedTraining(TrainingState):
         applied: bool = self._engine.was_step_applied()
         if not applied and self._world.rank == 0:
             warnings.warn(
-                f"DeepSpeed has skipped the step after step {self.step_count}, since the gradient has a NaN or an "
-                f"infinity: the parameters are unchanged, and step_count stays {self.step_count}; skipped_steps is "
+                f"DeepSpeed has skipped step {self.step_count + 1}, because the gradient contains NaN or infinity: the "
+                f"parameters are unchanged, step_count stays {self.step_count}, and skipped_steps is "
                 f"{self.skipped_steps + 1}.",
                 RuntimeWarning,
                 stacklevel=3,
@@ -165,7 +165,7 @@ class DeepSpeedTraining(TrainingState):
     saves_a_folder = True
 
     def _save(self, path: StrPath) -> None:
-        """Write a folder with a DeepSpeed checkpoint. It replaces an earlier checkpoint once it is whole."""
+        """Write a folder with a DeepSpeed checkpoint. It replaces an earlier one once it is complete."""
         tag, client_state = f"step{self.step_count}", {"step_count": self.step_count}
         holds = {**self._layout, "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
@@ -176,7 +176,7 @@ class DeepSpeedTraining(TrainingState):
 
     @property
     def _layout(self) -> dict[str, object]:
-        """The properties that must be equal when a DeepSpeed checkpoint is read."""
+        """The properties in which a DeepSpeed checkpoint must match the run that reads it."""
         return {"adapter": "deepspeed", "ranks": self._world.size, "zero_stage": self._zero_stage}
 
     def _check(self, path: Path) -> str:
@@ -184,15 +184,15 @@ class DeepSpeedTraining(TrainingState):
         manifest = read_manifest(path)
         for name, here in self._layout.items():
             if manifest[name] != here:
-                raise ValueError(f"it was written with {name} = {manifest[name]!r}, and here it is {here!r}")
+                raise ValueError(f"it was written with {name} = {manifest[name]!r}, but this run has {name} = {here!r}")
         check_optimizer_class(manifest["optimizer_class"], self._optimizer_class)
         return digest
 
     def _load(self, path: Path) -> None:
-        """Read the latest checkpoint of the folder ``path``, written by as many ranks at the same ZeRO stage.
+        """Read the latest checkpoint in the folder ``path``. Its ranks and ZeRO stage must match this run.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the folder has no DeepSpeed checkpoint.
         """
         folder, client_state = self._engine.load_checkpoint(os.fspath(path))
         if folder is None:
@@ -202,7 +202,7 @@ class DeepSpeedTraining(TrainingState):
     def _full_state_dict(self) -> dict[str, Tensor]:
         whole = {}
         for name, tensor in self._engine.module.state_dict(keep_vars=True).items():
-            with deepspeed.zero.GatheredParameters([tensor]):  # leaves tensors alone that ZeRO 3 has not sharded
+            with deepspeed.zero.GatheredParameters([tensor]):  # only ZeRO 3 shards tensors
                 whole[name] = tensor.detach().cpu().clone()
         return whole
 
@@ -210,14 +210,14 @@ class DeepSpeedTraining(TrainingState):
 _ORDER = "parameters in the order of their gradients"
 
 
-def _number(order: list[tuple[str, int]]) -> int:
-    """A 48-bit hash of an order of names, which a float holds exactly."""
+def _hash_order(order: list[tuple[str, int]]) -> int:
+    """A 48-bit hash of the parameters' order. A float represents it exactly."""
     return int.from_bytes(hashlib.blake2b(repr(order).encode(), digest_size=6).digest(), "big")
 
 
 @contextlib.contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Set the default dtype for a while. DeepSpeed makes buffers of the default dtype, which it expects to be fp32."""
+    """Set the default dtype temporarily. DeepSpeed creates buffers in the default dtype and expects fp32."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -227,7 +227,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _load_tensors(path: str, map_location: Any = None) -> Any:
-    """Load only tensors and a few classes of DeepSpeed. Its own ``load`` would run any code in a checkpoint."""
+    """Load only tensors and a few classes of DeepSpeed. DeepSpeed's ``load`` would run any code in a checkpoint."""
     with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
         return torch.load(path, map_location=map_location, weights_only=True)
 
@@ -243,7 +243,7 @@ def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mappin
     probe_settings = {key: value for key, value in settings.items() if key not in _NOT_FOR_THE_PROBE}
     probe_settings |= {
         "gradient_clipping": 0.0,  # without the key DeepSpeed clips at 1
-        "zero_force_ds_cpu_optimizer": False,  # the probe's optimizer is plain SGD, offloaded or not
+        "zero_force_ds_cpu_optimizer": False,  # the probe uses plain SGD, even with offloading
     }
     probe_options = {key: value for key, value in options.items() if key == "mesh_param"}
 
@@ -271,14 +271,14 @@ def _divisor(world: Ring, settings: Mapping[str, Any], mpu: Any, options: Mappin
                 raise
             raise RuntimeError(
                 f"{error} DeepSpeed has a mesh, from mesh_param= or from data_parallel_size and sequence_parallel_size "
-                "in its config, and at this ZeRO stage it reduces over the data axis only. Leave the mesh out, since "
-                "ring ranks count as data ranks, or pass an mpu."
+                "in its config. At this ZeRO stage it reduces over the mesh's data axis only. Leave the mesh out, "
+                "because ring ranks count as data ranks, or pass an mpu."
             ) from error
 
 
 @contextlib.contextmanager
 def _restored_groups() -> Iterator[None]:
-    """Restore the process-wide mpu and mesh, which DeepSpeed sets when it makes an engine, such as the probe's."""
+    """Restore the process-wide mpu and mesh, which DeepSpeed sets for each engine, including the probe's."""
     mpu, mesh = groups.mpu, groups.mesh_device
     try:
         yield

@@ -1,13 +1,13 @@
-"""Ulysses × ring: neighbouring ranks trade heads for rows, and K and V travel among fewer, larger shards.
+"""Ulysses × ring: neighbouring ranks exchange heads for rows, and K and V travel among fewer, larger shards.
 
 Outside of a call nothing changes: the sequence is distributed over all ranks of the ring, and ``shard``, ``unshard``,
 ``positions``, the data size and the loss are the same. Within a call, each group of ``ulysses_size`` neighbouring ranks
-trades with DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509): every rank gets the rows of its whole group for its
-share of the heads. With these rows it takes part in a ring of every ``ulysses_size``-th rank, the outer axis of the
-mesh. The rows of a group are the shard of that smaller ring only if all ranks hold equally many rows, hence the rule
-for ``seq_len``.
+runs DeepSpeed's ``DistributedAttention`` (arXiv 2309.14509), whose all-to-all gives every rank the rows of its whole
+group for its share of the heads. K and V then travel in a smaller ring of every ``ulysses_size``-th rank. The rows of a
+group are a shard of the smaller ring only if all ranks hold equally many rows. Therefore the ring size must divide
+``seq_len``; with the zigzag layout, twice the ring size must.
 
-``traffic`` counts hops only. If a rank is lost during a trade, the others raise within the ring's timeout: a
+``traffic`` counts hops only. If a rank is lost during an exchange, the others raise within the ring's timeout: a
 RingPeerError in the forward, torch's own error in the backward.
 """
 
@@ -38,11 +38,11 @@ from ring_backends.schedule.pattern import DilatedPattern
 
 @dataclass(frozen=True)
 class UlyssesRing(Ring):
-    """A ring whose neighbouring ranks trade heads for rows.
+    """A ring whose neighbouring ranks exchange heads for rows.
 
     Attributes:
-        hop_ring: the ring in which K and V travel, of every ``ulysses_size``-th rank. It shares ``traffic``.
-        ulysses_group: the process group of this rank and the neighbours that it trades with.
+        hop_ring: the ring of every ``ulysses_size``-th rank, in which K and V travel. It shares ``traffic``.
+        ulysses_group: the process group of this rank and the neighbours with which it exchanges heads for rows.
         ulysses_size, ulysses_rank: size of that group, and this rank's rank in it.
     """
 
@@ -73,10 +73,10 @@ def connect_ulysses(
     *,
     ulysses_size: int,
 ) -> UlyssesRing:
-    """Join the ring of these global ranks. Each ``ulysses_size`` neighbours in it trade heads for rows.
+    """Join the ring of these global ranks. Each group of ``ulysses_size`` neighbours exchanges heads for rows.
 
     Args:
-        ranks, layout, timeout, adapter, order: as of :func:`~ring_backends.ring.rendezvous.connect`.
+        ranks, layout, timeout, adapter, order: as in :func:`~ring_backends.ring.rendezvous.connect`.
 
     Raises:
         ValueError: ``ulysses_size`` does not divide the ring.
@@ -101,7 +101,7 @@ def connect_ulysses(
 
 @dataclass(frozen=True)
 class _ShareOfHeads(DilatedPattern):
-    """The pattern of the heads of one Ulysses rank. They keep the branches and offsets of their global numbers."""
+    """The pattern of one Ulysses rank's heads. Each head keeps the branch and the offset of its global index."""
 
     ulysses_size: int = 1
     ulysses_rank: int = 0
@@ -124,8 +124,8 @@ class UlyssesAttention:
     """One attention module's calls over a :class:`UlyssesRing`.
 
     Attributes:
-        module: the module of the whole ring.
-        ring: its ring.
+        module: the user's attention module, over the whole ring.
+        ring: the ring of ``module``.
         share: attention over ``ring.hop_ring`` for this rank's share of the heads.
     """
 
@@ -141,14 +141,14 @@ class UlyssesAttention:
         share.pattern = _ShareOfHeads(**vars(pattern), ulysses_size=ring.ulysses_size, ulysses_rank=ring.ulysses_rank)
         return cls(module, ring, share)
 
-    # A graph has no place for the comparison of the ranks' calls.
+    # A compiled graph cannot compare the ranks' calls.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, inputs: AttentionInputs) -> Any:
-        """As :meth:`RingDilatedAttention.attend`.
+        """Attend as :meth:`RingDilatedAttention.attend` does.
 
         Raises:
             ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
-                equally many rows, or weights are to be dropped.
+                equally many rows, or ``dropout_p`` is not 0.
         """
         ring = self.ring
         assert ring.agreement is not None
@@ -169,7 +169,7 @@ class UlyssesAttention:
                 key_padding_mask=self._of_group(inputs.key_padding_mask),
                 document_ids=self._of_group(inputs.document_ids),
             )
-            # Made anew for each call, since it holds a process group, with which a model could not be copied.
+            # Built for each call: it holds a process group, and a module that keeps one cannot be copied.
             trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
             out = trade(query, key, value, 0, inputs=others, statistics=statistics)
             if not inputs.return_lse:
@@ -179,7 +179,7 @@ class UlyssesAttention:
 
     @contextlib.contextmanager
     def _trading(self, call: Call) -> Iterator[None]:
-        """Wraps trades: a failed trade is a failure of the ring's call."""
+        """Wraps the exchange of heads for rows. If the exchange fails, the ring's call fails."""
         ring = self.ring
         assert ring.agreement is not None
         try:
@@ -187,12 +187,13 @@ class UlyssesAttention:
         except (RingMismatchError, RingPeerError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
-            ring.agreement.fail(call, f"rank {ring.rank} waited for its Ulysses group to trade heads for rows", error)
+            what = f"rank {ring.rank} waited for its Ulysses group to exchange heads for rows"
+            ring.agreement.fail(call, what, error)
 
     def _attend_share(
         self, query: Tensor, key: Tensor, value: Tensor, *, inputs: AttentionInputs, statistics: list[Tensor]
     ) -> Tensor:
-        """Attend with the rows of the group, in the order of its ranks, for this rank's share of the heads."""
+        """Attend with this rank's share of the heads to all rows of its group, which are in the order of its ranks."""
         inputs = replace(inputs, query=query, key=key, value=value, return_lse=True)
         assert inputs.seq_len is not None
         order = self._order(inputs.seq_len, query.device)
@@ -208,7 +209,7 @@ class UlyssesAttention:
         return contiguous
 
     def _order(self, seq_len: int, device: torch.device) -> Tensor | None:
-        """The index among the group's rows of each row of the hop ring's shard; None if the orders are equal."""
+        """The permutation that takes the group's rows to the order of the hop ring's shard; None if they are equal."""
         ring = self.ring
         if ring.layout_kind == "contiguous":
             return None
@@ -229,8 +230,8 @@ class UlyssesAttention:
 def _check_no_dropout(dropout_p: float) -> None:
     if dropout_p:
         raise ValueError(
-            f"dropout_p = {dropout_p} with ulysses_size > 1: dropout depends on the global number of a head, "
-            "and the ranks of an Ulysses group number only their own heads; use ulysses_size = 1, or dropout_p = 0."
+            f"dropout_p = {dropout_p} with ulysses_size > 1: dropout depends on the global index of a head, "
+            "and a rank of a Ulysses group knows only local indices; use ulysses_size = 1, or dropout_p = 0."
         )
 
 
@@ -239,12 +240,12 @@ def _check_trade(num_heads: int, num_kv_heads: int, seq_len: int, ring: UlyssesR
         if heads % ring.ulysses_size:
             raise ValueError(
                 f"{name} has {heads} heads with ulysses_size = {ring.ulysses_size}: every rank takes an equal share of "
-                "them; use a ulysses_size that divides both numbers of heads."
+                "them; use a ulysses_size that divides the numbers of query and key heads."
             )
     chunks = ring.size * (2 if ring.layout_kind == "zigzag" else 1)
     if seq_len % chunks:
         raise ValueError(
-            f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: ranks that trade must hold equally many "
-            f"rows, so a {ring.layout_kind} ring of {ring.size} needs a multiple of {chunks}; pad the sequence, and "
+            f"seq_len = {seq_len} with ulysses_size = {ring.ulysses_size}: all ranks must hold equally many rows, "
+            f"so a {ring.layout_kind} ring of {ring.size} needs a multiple of {chunks}; pad the sequence, and "
             "mask the padding with key_padding_mask."
         )

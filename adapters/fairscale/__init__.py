@@ -1,4 +1,4 @@
-"""FairScale: hops are ``PipeMessage``s on a ``Transport``; training uses OSS and ShardedDataParallel, or its FSDP.
+"""FairScale: hops are ``PipeMessage``s on a ``Transport``; training by OSS and ShardedDataParallel, or by its FSDP.
 
 If ``fairscale.nn.model_parallel`` is initialised, its pipeline-parallel group is the ring. The ring gets a process
 group of its own, so that its hops never queue behind FairScale's collectives.
@@ -59,17 +59,19 @@ def initialize(
     """Join a ring; every rank of the ring makes this call.
 
     Where ``fairscale.nn.model_parallel`` is initialised and ``group`` is not given, its pipeline-parallel group is the
-    ring. ``ring_size`` may be left out then, and ``"auto"`` and ``"topology"`` are refused. Arguments and errors:
-    :func:`ring_backends.joining.join_ring`.
+    ring. ``ring_size`` is then optional, and ``ring_size="auto"`` and ``ring_order="topology"`` are not allowed. For
+    arguments and errors, see :func:`ring_backends.joining.join_ring`.
     """
     if group is None and model_parallel.model_parallel_is_initialized():
-        refuse_arrangement("fairscale.nn.model_parallel has chosen and ordered the ring's ranks", ring_size, ring_order)
+        refuse_arrangement(
+            "fairscale.nn.model_parallel already fixes the ring's ranks and their order", ring_size, ring_order
+        )
         pipeline: dist.ProcessGroup = model_parallel.get_pipeline_parallel_group()
         if ring_size not in (None, pipeline.size()):
             raise ValueError(
                 f"ring_size = {ring_size}: fairscale.nn.model_parallel is initialised with a ring of {pipeline.size()} "
-                "ranks, its pipeline-parallel group; leave ring_size out, initialise it with this length, or pass a "
-                "group of your own."
+                f"ranks, its pipeline-parallel group; leave ring_size out, initialise model_parallel with {ring_size} "
+                "pipeline stages, or pass a group of your own."
             )
         group = pipeline
     return join_ring("fairscale", ring_size, layout, group, timeout, ring_order, auto)
@@ -96,28 +98,30 @@ def parallelize(
     mixed_precision: torch.dtype | None = None,
     **framework_options: Any,
 ) -> TrainingState:
-    """Shard optimizer and gradients over data × ring by OSS and ShardedDataParallel, or parameters too by its FSDP.
+    """Shard optimizer and gradients over data × ring with OSS and ShardedDataParallel, or parameters too with FSDP.
 
-    OSS takes the class of an optimizer, not an optimizer. ``make_optimizer`` is called once. OSS gets the class of the
-    result, its parameter groups with all their values, and its ``defaults`` as arguments of the constructor. An
-    optimizer whose constructor has an argument that ``defaults`` lacks is refused. Attach schedulers and hooks to
-    ``state.optimizer``.
+    OSS builds its own optimizer from a class and arguments. It gets the class of the optimizer that ``make_optimizer``
+    returns, its parameter groups with all their values, and its ``defaults`` as constructor arguments. Every
+    constructor argument must be in ``defaults``. Attach schedulers and hooks to ``state.optimizer``, not to the
+    optimizer that ``make_optimizer`` returned.
 
     Args:
-        model: any module, on its device already. For FSDP its blocks may be wrapped in FullyShardedDataParallel
-            already; the whole model is wrapped here.
-        make_optimizer: called once with the parameters to train; for FSDP these are each rank's flat shards.
+        model: any module, already on its device. For FSDP, blocks of it may already be wrapped in
+            FullyShardedDataParallel. This function wraps the whole model.
+        make_optimizer: called once with ``model.parameters()``; returns the optimizer. With FSDP these parameters are
+            the rank's flat shards.
         ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
-        strategy: ``"fsdp"`` needs a GPU.
+        strategy: ``"sharded_ddp"`` uses OSS and ShardedDataParallel. ``"fsdp"`` uses FairScale's
+            FullyShardedDataParallel, which needs a GPU.
         mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
         framework_options: passed by name to OSS and ShardedDataParallel, or to FullyShardedDataParallel.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, data size × ring size is not the world, FairScale's model
-            parallelism splits the model, or the strategy cannot run here.
-        RuntimeError: the reducer leaves the replicas with different parameters.
+        ValueError, TypeError: an argument is invalid, data size × ring size is not the world size, FairScale's model
+            parallelism splits the model, or the strategy cannot run on this machine.
+        RuntimeError: the reducer leaves the replicas with different gradients.
     """
     strategies: dict[str, type[FairScaleTraining]] = {"sharded_ddp": ShardedTraining, "fsdp": FullyShardedTraining}
     with world_ring(ring).report_refusals():
@@ -138,6 +142,6 @@ def _check_model_parallel(ring: Ring) -> None:
     if size > 1 or (len(stages) > 1 and stages != ring.ranks):
         raise ValueError(
             f"fairscale.nn.model_parallel is initialised with {size} ranks per layer and {len(stages)} pipeline "
-            "stages: ranks that hold different parts of a model would be averaged as replicas; initialise it with one "
-            "rank per layer, and with no pipeline but the ring."
+            "stages: training would average ranks that hold different parts of the model; initialise it with one rank "
+            "per layer, and with no pipeline except the ring."
         )

@@ -1,8 +1,8 @@
 """Training with FairScale: OSS with ShardedDataParallel, or its FullyShardedDataParallel, over data × ring.
 
-The rule of this file: gradients are reduced by an explicit call after the whole backward. By default
-ShardedDataParallel reduces in backward hooks and finishes when a run of autograd's engine ends. ``checkpoint_wrapper``
-starts such runs within a backward, and gradients were then reduced twice or partly, without an error.
+ShardedDataParallel reduces gradients by an explicit call after the whole backward. By default it reduces them in
+backward hooks and finishes when a run of autograd's engine ends. ``checkpoint_wrapper`` starts such runs within a
+backward. Gradients would then be reduced twice or only in part, without an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 class FairScaleTraining(SingleFileTraining):
-    """The common part of the strategies. The divisor is measured on a model of one weight, wrapped like the model."""
+    """The base class of both strategies. It measures the divisor on a model of one weight, wrapped like the model."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class FairScaleTraining(SingleFileTraining):
 
     @abstractmethod
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
-        """Backward of one micro-batch, and the reduction if it ends the step."""
+        """Run the backward of one micro-batch. Reduce the gradients if it ends the step."""
 
     def _reduced(self, gradient: float) -> float:
-        """Send this rank's ``gradient`` of one weight through the reducer, and return the result from a step of SGD."""
+        """Send ``gradient`` of one weight through the reducer, and read the result from an SGD step."""
         weight, x = probe(device_of(self.model), gradient)
         _, model, optimizer = self._wrap(weight, lambda model: torch.optim.SGD(model.parameters(), lr=1.0))
         self._run_backward(model, optimizer, model(x).sum(), True)
@@ -86,7 +86,7 @@ class ShardedTraining(FairScaleTraining):
     """OSS and ShardedDataParallel: every rank holds the whole model and updates some of its parameters.
 
     OSS.clip_grad_norm is not used. It rounds the norm to the parameters' dtype, but a rank without parameters sends
-    fp32; with bf16 this ends the process. It also refuses fp64.
+    fp32. With bf16 parameters this mismatch ends the process. OSS.clip_grad_norm also refuses fp64.
     """
 
     optimizer: OSS
@@ -194,7 +194,7 @@ class FullyShardedTraining(FairScaleTraining):
 
 
 def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
-    """Why FairScale's FSDP cannot train a model on this machine; empty if it can."""
+    """The reasons why FairScale's FSDP cannot train a model on this machine; empty if it can."""
     reasons = []
     if not torch.cuda.is_available():
         reasons.append("it calls torch.cuda.stream in every forward, and this machine has no CUDA device")
@@ -205,7 +205,7 @@ def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
 
 
 def _shard(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OSS:
-    """An OSS of the optimizer's class, with its parameter groups, and its defaults as constructor arguments."""
+    """Build an OSS from the optimizer's class and parameter groups, with its defaults as constructor arguments."""
     made_by = type(optimizer)
     arguments = list(inspect.signature(made_by).parameters.values())[1:]
     defaults = {argument.name: optimizer.defaults.get(argument.name) for argument in arguments}
@@ -217,14 +217,14 @@ def _shard(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> OSS:
     if lost:
         raise ValueError(
             f"make_optimizer returned a {made_by.__name__}, which OSS cannot build again: its constructor takes "
-            f"{', '.join(lost)}, and {made_by.__name__}.defaults does not have it; keep every argument of the "
+            f"{', '.join(lost)}, but {made_by.__name__}.defaults does not contain it; store every argument of the "
             "constructor in the optimizer's defaults, under its name."
         )
     dtypes = {str(parameter.dtype) for parameter in _parameters(optimizer) if parameter.requires_grad}
     if len(dtypes) > 1:
         raise ValueError(
-            f"the parameters to train are {' and '.join(sorted(dtypes))}: OSS packs each rank's parameters into one "
-            "buffer of one dtype; cast the model to one, and compute in another by torch.autocast."
+            f"the parameters to train have dtypes {' and '.join(sorted(dtypes))}: OSS packs each rank's parameters "
+            "into one buffer of one dtype; cast the model to one dtype, and use torch.autocast to compute in another."
         )
     return OSS([dict(group) for group in optimizer.param_groups], optim=made_by, **options, **defaults)
 

@@ -1,7 +1,7 @@
 """PyTorch FSDP: the ring is an axis of a data × ring DeviceMesh, and parameters are sharded over the whole mesh.
 
-Hops go between coordinates of the mesh's ring axis, on a process group of the ring's own, so that they never queue
-behind FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block each hop is a
+Hops go between coordinates of the mesh's ring axis. They have their own process group, so that they never queue behind
+FSDP's parameter collectives (:mod:`ring_backends.adapters.fsdp.ring_pass`). In a compiled block each hop is a
 custom operator, and the block stays one graph (:mod:`ring_backends.engine.compiled`).
 
 Parameters are always sharded over data × ring. Over the data axis alone, every ring rank would keep the gradient of its
@@ -48,7 +48,7 @@ try:
     import_module("numpy")
 except ImportError as error:
     raise AdapterUnavailableError(
-        f"the fsdp adapter needs NumPy, with which torch.distributed.checkpoint passes plans between ranks ({error}); "
+        f"the fsdp adapter cannot import NumPy, which torch.distributed.checkpoint needs ({error}); "
         "install it with pip install 'ring-backends[fsdp]'."
     ) from error
 
@@ -69,7 +69,7 @@ def initialize(
 ) -> Ring:
     """Join a ring, which is the axis "ring" of a data × ring DeviceMesh over the world.
 
-    Without ``group`` every rank of the world makes this call. Arguments and errors:
+    Without ``group`` every rank of the world makes this call. For arguments and errors, see
     :func:`ring_backends.joining.join_ring`.
     """
     return join_ring("fsdp", ring_size, layout, group, timeout, ring_order, auto, connect=_connect_mesh_axis)
@@ -82,7 +82,7 @@ def _connect_mesh_axis(
     adapter: str,
     order: tuple[int, ...] | None,
 ) -> Ring:
-    """Join the ring of these ranks. If the whole world was cut into rings, it becomes a data × ring mesh first."""
+    """Join the ring of these ranks. If ``order`` covers the world, make the world's data × ring mesh first."""
     if order is not None and len(order) > 1:
         device_type = "cuda" if "nccl" in dist.get_backend_config() else "cpu"
         rings = torch.tensor(order, device="cpu").view(-1, len(ranks))
@@ -115,26 +115,26 @@ def parallelize(
 ) -> TrainingState:
     """Shard a model over data × ring.
 
-    All ranks start with rank 0's parameters. In a world of one, FSDP still gets a process group, which it needs.
+    All ranks start with rank 0's parameters. A world of one also gets a process group, because FSDP needs one.
 
     Args:
-        model: any module, on its device already. A FullyShardedDataParallel is used as it is; ``mixed_precision``,
-            ``blocks`` and ``framework_options`` are refused for it.
+        model: any module, already on its device. A FullyShardedDataParallel is not wrapped again;
+            ``mixed_precision``, ``blocks`` and ``framework_options`` are not allowed with it.
         make_optimizer: called once, with the sharded parameters.
         ring: the ring of the model's attention.
         max_grad_norm: clip the norm of the whole gradient, over all shards, to this before each step.
         accumulation_steps: backward calls per step; only the last one reduces.
-        strategy: ``"fsdp2"`` shards with ``fully_shard`` over all ranks. ``"hsdp"`` shards with ``fully_shard`` over as
-            many ranks as a ring has, with one replica per ring. ``"fsdp1"`` uses FullyShardedDataParallel, whose
-            parameters are flat, so that ``make_optimizer`` cannot tell them by their shapes.
-        mixed_precision: torch.bfloat16 computes forward and backward in that dtype, with gradients reduced and the
-            optimizer in fp32. None keeps the model's own dtype.
-        blocks: modules of the model, each of which is sharded as one unit. None takes the modules of one class in an
-            nn.ModuleList or nn.Sequential; if there are none, the whole model is one unit.
+        strategy: ``"fsdp2"`` shards with ``fully_shard`` over all ranks. ``"hsdp"`` shards with ``fully_shard`` over
+            groups of ring size ranks; each group holds one replica. ``"fsdp1"`` uses FullyShardedDataParallel. Its
+            parameters are flat, so ``make_optimizer`` cannot group them by shape.
+        mixed_precision: torch.bfloat16 runs forward and backward in bf16. Gradients are reduced in fp32, and the
+            optimizer updates the parameters in their own dtype. None computes in the model's own dtype.
+        blocks: modules of the model. Each is sharded as one unit. None takes repeated modules: those of one class in an
+            nn.ModuleList or nn.Sequential. If there are none, the whole model is one unit.
         framework_options: passed to ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.
 
     Raises:
-        ValueError, TypeError: an argument breaks its rule, or data size × ring size is not the world.
+        ValueError, TypeError: an argument is invalid, or data size × ring size is not the world size.
         RuntimeError: the reducer leaves the replicas with different gradients.
     """
     with world_ring(ring).report_refusals():

@@ -35,14 +35,14 @@ class _MetadataUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
+        raise pickle.UnpicklingError(f"{module}.{name} is not allowed in checkpoint metadata")
 
 
 class CheckpointReader(FileSystemReader):
     """A reader that accepts only descriptions of tensors as metadata.
 
     Raises:
-        ValueError: the metadata holds something else, or was cut off.
+        ValueError: the metadata holds other objects, or is truncated.
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -51,10 +51,10 @@ class CheckpointReader(FileSystemReader):
                 metadata = _MetadataUnpickler(file).load()
         except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(
-                f"path = {str(self.path)!r}: .metadata is not that of a checkpoint, or was cut off: {error}."
+                f"path = {str(self.path)!r}: .metadata is not checkpoint metadata, or is truncated: {error}."
             ) from error
         if not isinstance(metadata, Metadata):
-            raise ValueError(f"path = {str(self.path)!r}: .metadata is not that of a checkpoint.")
+            raise ValueError(f"path = {str(self.path)!r}: .metadata is not checkpoint metadata.")
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -31,7 +31,7 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
     if device.type != "cuda":
         return ring.post(outgoing, incoming, tag)
     stream = _hop_stream(device)
-    # The compute stream fills the outgoing buffers, and may still use the memory that the incoming ones were given.
+    # The compute stream fills the outgoing buffers, and may still use the memory of the incoming buffers.
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         transfer = ring.post(outgoing, incoming, tag)
@@ -49,9 +49,9 @@ class StreamTransfer(Transfer):
     """A transfer whose operations were posted on a stream of their own.
 
     It holds the buffers until the compute stream waits for the hops. From then on the allocator may reuse their memory
-    in the order of the compute stream. ``record_stream`` would delay the reuse until the GPU has passed the hop, and so
-    raise the peak memory whenever the host runs ahead. It is called only where the wait fails, since nothing orders the
-    two streams then.
+    in the order of the compute stream. ``record_stream`` would delay the reuse until the GPU has finished the hop. That
+    would raise the peak memory whenever the host runs ahead. Only a failed wait calls ``record_stream``, since nothing
+    orders the two streams then.
     """
 
     transfer: Transfer

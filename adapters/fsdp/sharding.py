@@ -1,4 +1,4 @@
-"""How FSDP shards a model over data × ring with each strategy, and a probe module in the same way.
+"""How each FSDP strategy shards a model over data × ring, and shards a probe module in the same way.
 
 FSDP reduces a gradient over the ranks that shard its parameter. These must be all ranks of data × ring, since each has
 the gradient of its own part of a sequence only. Otherwise the replicas drift apart without an error.
@@ -37,8 +37,8 @@ class Sharding(NamedTuple):
 
     Attributes:
         shard: (model, blocks of it) -> the sharded model.
-        probes: each shards a module of one parameter in the same way as ``shard`` does a part of the model. A probe
-            keeps the parameter's dtype, since one of lower precision may not represent the number of ranks.
+        probes: functions that shard a module of one parameter in the way that ``shard`` shards a part of the model.
+            They keep the parameter's dtype: a dtype of lower precision may not represent the number of ranks.
     """
 
     shard: Callable[[nn.Module, Sequence[nn.Module]], nn.Module]
@@ -60,8 +60,8 @@ def fully_shard_sharding(
     if mesh.size() != world_size:
         raise ValueError(
             f"mesh = {mesh}: has {mesh.size()} of the {world_size} ranks of data × ring. Gradients would be reduced "
-            "over those ranks only, and the replicas would drift apart; leave mesh out, or pass one of all ranks (one "
-            "axis, or two: replicas × shards)."
+            "over those ranks only, and the replicas would drift apart; leave mesh out, or pass a mesh of all ranks "
+            "(one axis, or two: replicas × shards)."
         )
     policy = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision and torch.float32)
     policy = _policy("mp_policy", policy, mixed_precision, options)
@@ -83,7 +83,7 @@ def fully_shard_sharding(
 
 
 def _mesh(device_type: str, ring: Ring, strategy: Strategy) -> DeviceMesh:
-    """A mesh of one axis, or of replicas × shards, with the ranks of a ring holding one replica."""
+    """For ``"fsdp2"`` a mesh of one axis; for ``"hsdp"`` a mesh of replicas × shards, with one replica per ring."""
     ranks = torch.arange(dist.get_world_size(), device="cpu")
     if strategy == "fsdp2":
         return DeviceMesh(device_type, ranks, mesh_dim_names=("data_and_ring",))
@@ -107,7 +107,7 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
         for parameter in (entry.parameters() if isinstance(entry, nn.Module) else (entry,))
     ]
     _refuse_ignored(ignored, "ignored_modules or ignored_states")
-    # Without device_id FSDP queries CUDA. Original parameters allow parameter groups and frozen parameters.
+    # Without device_id FSDP queries CUDA. use_orig_params allows parameter groups and frozen parameters.
     options = {"device_id": device_of(model), "use_orig_params": True, **options, "mixed_precision": policy}
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
@@ -125,9 +125,10 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
 
 
 def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
-    """No further sharding of a model that is sharded already, and one probe per group of ranks that shards parts of it.
+    """The sharding of a model that FullyShardedDataParallel already wraps. ``shard`` wraps nothing again.
 
-    Ignored parameters and the group of the replicas are private attributes of FSDP.
+    There is one probe for each pair of process group and sharding strategy in the model. Ignored parameters and the
+    process group of the replicas are private attributes of FSDP.
     """
     parts = FullyShardedDataParallel.fsdp_modules(model)
     for part in parts:
@@ -173,7 +174,7 @@ def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, opti
 def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:
     if any(parameter.requires_grad for parameter in parameters):
         raise ValueError(
-            f"{name} holds parameters to be trained: FSDP would not reduce their gradients, and the replicas would "
+            f"{name} contains trainable parameters: FSDP would not reduce their gradients, and the replicas would "
             "drift apart; leave them out, or freeze them with requires_grad_(False)."
         )
 
@@ -181,15 +182,16 @@ def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:
 def refuse_sharded_parts(model: nn.Module) -> None:
     """Refuse a model that ``fully_shard`` has sharded, or that FullyShardedDataParallel wraps only in part."""
     for name, part in model.named_modules():
+        place = f"model.{name}" if name else "model"
         if isinstance(part, FSDPModule):
             raise ValueError(
-                f"model.{name} is sharded by fully_shard already: parallelize does that itself, over data × ring; "
+                f"{place} is already sharded by fully_shard: parallelize() calls fully_shard itself; "
                 "pass the plain model, and the arguments of fully_shard as framework options (mesh=, mp_policy=)."
             )
         if isinstance(part, FullyShardedDataParallel) and not isinstance(model, FullyShardedDataParallel):
             raise ValueError(
-                f"model.{name} is a FullyShardedDataParallel, but not the whole model: nobody would reduce the "
-                "gradients of the rest; wrap the model too, or pass it without any wrapping."
+                f"{place} is a FullyShardedDataParallel, but the whole model is not: the gradients of the other "
+                "parameters would not be reduced; wrap the model too, or pass it without any wrapping."
             )
 
 
@@ -202,7 +204,7 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
-                f"blocks has a {type(block).__name__} that is no module inside of the model: name modules of "
+                f"blocks has a {type(block).__name__} that is not a submodule of the model: pass submodules of "
                 "the model, or leave blocks out."
             )
         if not _has_its_own_parameters(block, users):
@@ -230,7 +232,7 @@ def broadcast_storages(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup
 def find_blocks(model: nn.Module) -> list[nn.Module]:
     """A model's repeated modules: the outermost modules of one class in an nn.ModuleList or nn.Sequential.
 
-    Only modules that occur once and share no parameters with others, so that each can be sharded by itself.
+    Each of them occurs once and shares no parameters with other modules, so that it can be sharded by itself.
     """
     users = _users(model)
     places = Counter(id(child) for module in model.modules() for child in module._modules.values())

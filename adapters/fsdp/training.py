@@ -1,8 +1,8 @@
-"""Training with FSDP: every parameter is sharded over all ranks of data × ring.
+"""Training with FSDP: every gradient is reduced over all ranks of data × ring.
 
-The steps are the same for FSDP1 and FSDP2. They measure the reducer's divisor with a probe in the wrapper that the
-model gets, copy rank 0's parameters to all ranks, shard, and make the optimizer from the sharded parameters.
-Checkpoints are those of torch.distributed.checkpoint, which another ring size or number of ranks can read.
+FSDP1 and FSDP2 take the same steps. They measure the reducer's divisor with a probe that is wrapped like the model,
+copy rank 0's parameters to all ranks, shard the model, and make the optimizer from the sharded parameters. Checkpoints
+have the format of torch.distributed.checkpoint. A run with another ring size or number of ranks can read them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
-from ring_backends.training.saving import check_optimizer_class, is_not_a_file_error
+from ring_backends.training.saving import check_optimizer_class, is_not_caused_by_content
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
 class ShardedTraining(TrainingState):
-    """The common part of FSDP2 and FSDP1.
+    """The base class of FSDP2 and FSDP1.
 
     Args:
         wrap: returns the sharding; called after the other arguments are checked.
@@ -110,8 +110,8 @@ class ShardedTraining(TrainingState):
         return {name: tensor.detach().cpu().clone() for name, tensor in self._whole_state(self.model).items()}
 
     def _save(self, path: StrPath) -> None:
-        """Write a folder of torch.distributed.checkpoint. It replaces an earlier checkpoint once it is whole."""
-        # An optimizer that has not stepped has no state, and asking for the state would make it step.
+        """Write a folder of torch.distributed.checkpoint. It replaces an earlier one once it is complete."""
+        # An optimizer that has not stepped has no state, and get_optimizer_state_dict would make it step.
         state = self._checkpoint(with_optimizer=self.step_count > 0)
         holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
 
@@ -146,7 +146,7 @@ class ShardedTraining(TrainingState):
                 f"path = {str(path)!r}: a checkpoint of another model, without {', '.join(missing) or 'step'}."
             )
         if with_optimizer:
-            # Parameters on which no loss has depended have no saved state; asking for the state made one up.
+            # A parameter on which no loss has depended has no saved state, but _checkpoint has created a state for it.
             states = state["optimizer"]["state"]
             for name in [*states]:
                 if states[name] and not any(f"optimizer.state.{name}.{key}" in saved for key in states[name]):
@@ -172,7 +172,7 @@ class ShardedTraining(TrainingState):
 
     @abstractmethod
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """The parts of the model, by name, whose call all-gathers their own parameters. The model itself is one."""
+        """The modules, by name, that all-gather their own parameters when they are called. The model itself is one."""
 
     @abstractmethod
     def _clip(self, max_norm: float) -> None:
@@ -188,7 +188,8 @@ def _failures_as_errors() -> Iterator[None]:
     """Convert torch's CheckpointException, which is a BaseException but not an Exception.
 
     Raises:
-        BaseException: the error of this rank, if it has nothing to do with a file, such as Ctrl-C.
+        BaseException: the error of this rank, if the content of the checkpoint did not cause it, such as
+            KeyboardInterrupt or an OSError.
         RingPeerError: another rank raised such an error.
         RuntimeError: otherwise.
     """
@@ -197,12 +198,14 @@ def _failures_as_errors() -> Iterator[None]:
     except CheckpointException as failure:
         errors = {rank: error for rank, (error, _) in failure.failures.items()}
         own = errors.get(dist.get_rank())
-        if own is not None and is_not_a_file_error(own):
+        if own is not None and is_not_caused_by_content(own):
             raise own from failure
         by_rank = "; ".join(f"rank {rank}: {type(error).__name__}: {error}" for rank, error in errors.items())
         message = f"torch.distributed.checkpoint failed ({by_rank})"
-        if any(is_not_a_file_error(error) for error in errors.values()):
-            raise RingPeerError(f"{message}; the checkpoint is not the cause. Look at that rank's log.") from failure
+        if any(is_not_caused_by_content(error) for error in errors.values()):
+            raise RingPeerError(
+                f"{message}; the checkpoint is not the cause. Look at the logs of these ranks."
+            ) from failure
         raise RuntimeError(message) from failure
 
 
@@ -211,7 +214,7 @@ class FSDP2Training(ShardedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Otherwise a rank that does not use a parameter, such as an expert's, would mix up gradients of two parameters.
+        # Otherwise a rank that does not use some parameter, such as one of an expert, would mix up two gradients.
         cast(FSDPModule, self.model).set_reduce_scatter_unused_params(True)
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
@@ -236,7 +239,7 @@ class FSDP2Training(ShardedTraining):
 
 
 class FSDP1Training(ShardedTraining):
-    """A model inside of a FullyShardedDataParallel."""
+    """A model that FullyShardedDataParallel wraps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
@@ -244,8 +247,8 @@ class FSDP1Training(ShardedTraining):
         self.model.register_forward_pre_hook(self._refuse_within_a_step)
         if any(not group["params"] for group in self.optimizer.param_groups):
             raise ValueError(
-                "make_optimizer made a group without parameters: FullyShardedDataParallel flattens parameters, and "
-                "their shapes are lost; use strategy='fsdp2', or groups that do not depend on shapes."
+                "make_optimizer made a parameter group without parameters: FullyShardedDataParallel flattens "
+                "parameters, and their shapes are lost; use strategy='fsdp2', or groups that do not depend on shapes."
             )
         dtypes = {parameter.dtype for parameter in self.model.parameters()}
         if self.max_grad_norm is not None and torch.float64 in dtypes:
@@ -271,8 +274,8 @@ class FSDP1Training(ShardedTraining):
         if self._backward_calls and (is_over or not torch.is_grad_enabled()):
             raise RuntimeError(
                 f"a forward without a backward, after {self._backward_calls} backward calls of a step: "
-                "FullyShardedDataParallel would keep whole parameters after it, and the step would be lost; evaluate "
-                "after step(), or use strategy='fsdp2'."
+                "FullyShardedDataParallel would keep unsharded parameters, and the step would be lost; evaluate after "
+                "step(), or use strategy='fsdp2'."
             )
 
     def _clip(self, max_norm: float) -> None:

@@ -40,7 +40,7 @@ _DECISION_TIMEOUT = timedelta(seconds=300)
 class AutoOptions(TypedDict, total=False):
     """The attention call for which ``initialize(ring_size="auto")`` chooses a ring size.
 
-    Required: seq_len (of the global sequence), segment_lengths, dilation_rates, num_heads, head_dim.
+    Required: seq_len (length of the global sequence), segment_lengths, dilation_rates, num_heads, head_dim.
 
     Optional: num_kv_heads (default: num_heads), batch (default: 1), dtype (default: ``"auto"``, the dtype recommended
     for the device), is_causal (default: False). head_mode, offset and padding are those of

@@ -1,12 +1,12 @@
-"""Checks that all ranks make the same call, and tells a mismatch from a lost peer.
+"""Checks that all ranks make the same call, and distinguishes a mismatch from a lost peer.
 
 The first time a rank uses a configuration, it publishes it in the ring's store and compares it with the other ranks'.
-After that, a check costs no communication: the tag of every hop contains the call number and the configuration. Ranks
-whose calls differ then wait for each other instead of reading each other's bytes. When such a wait fails, every rank
-publishes its latest calls. The reports show which ranks made different calls and which are gone.
+After that, a check costs no communication: the tag of every hop contains a hash of the call number and the
+configuration. Ranks whose calls differ then wait for each other instead of reading each other's bytes. When such a
+wait fails, every rank publishes its latest calls. The reports show which ranks made different calls and which are gone.
 
-A rank that refuses its arguments makes no hop, and its peers would wait until the timeout. It therefore publishes the
-refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
+A rank whose arguments are invalid raises before its first hop, and its peers would wait until the timeout. It therefore
+publishes this refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ REFUSED = "refused"
 
 
 def grace(timeout: timedelta) -> float:
-    """The last seconds of a call's time. A rank whose wait has failed uses them to collect the other ranks' reports."""
+    """The last seconds before a call's deadline, in which a rank whose wait failed collects the others' reports."""
     return min(3.0, timeout.total_seconds() / 4)
 
 
 @dataclass(frozen=True, eq=False)
 class Configuration:
-    """The fields of a call that must be equal on all ranks: field name to a value that JSON can hold."""
+    """The fields of a call that must be equal on all ranks, as JSON-serializable values by name."""
 
     fields: Mapping[str, object]
 
@@ -51,12 +51,12 @@ class Configuration:
 
     @cached_property
     def digest(self) -> bytes:
-        """A short substitute for the text, for remembering many configurations."""
+        """A hash of the text, short enough to store one for every configuration."""
         return hashlib.blake2b(self.text.encode(), digest_size=16).digest()
 
 
 def backward_of(call_number: int) -> str:
-    """The direction of a backward. It has the call's number, since two calls may be equal in everything else."""
+    """The direction of a backward. It contains the call's number, since two calls may be equal otherwise."""
     return f"backward of call {call_number}"
 
 
@@ -97,12 +97,12 @@ class Call:
 
 @dataclass(eq=False)
 class Agreement:
-    """One rank's side of the checks.
+    """One rank's part in the checks of a ring's calls.
 
     Args:
         store: shared by the ranks of this ring only.
         rank, size: ring rank and ring size.
-        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises.
         abort: closes the ring's connections, which ends the waits of peers for this rank.
     """
 
@@ -140,13 +140,13 @@ class Agreement:
         timeout: timedelta | None = None,
         name: str | None = None,
     ) -> Call:
-        """Number a call, after making sure that all ranks make the same one.
+        """Begin the next call, after checking that all ranks make the same call.
 
         Args:
             configuration: the fields that must be equal on all ranks.
             direction: ``"forward"``, or what :func:`backward_of` returns.
             check_again: compare with the other ranks even if they have agreed on this configuration before.
-            timeout: of this call, in place of the ring's.
+            timeout: the timeout of this call; None takes the ring's.
             name: name of the call for error messages, if the configuration does not contain it.
 
         Raises:
@@ -171,7 +171,7 @@ class Agreement:
         return self._num_modules
 
     def refuse(self, error: Exception) -> None:
-        """Publish that this rank refused its arguments, so that ranks that make the call stop waiting for it."""
+        """Publish the error that this rank raised for its arguments, so that the other ranks stop waiting for it."""
         text = f"refused its arguments with {type(error).__name__}: {str(error).rstrip(chr(46))}"
         number = self._num_calls
         self._num_calls += 1  # a refused call is counted, as on the ranks that make it
@@ -224,7 +224,7 @@ class Agreement:
             self.store.set(keys[self.rank], call.configuration.text)
             self._wait_for(keys, call)
             published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
-            # All ranks have come, so none reads an earlier check any more. Without this, many lengths fill the store.
+            # All ranks have arrived, so earlier entries are no longer read. Otherwise each seq_len would leave some.
             while len(self._published) > 1:
                 self.store.delete_key(self._published.popleft())
             self._refused.clear()
@@ -237,11 +237,11 @@ class Agreement:
             absent = call_with_timeout(
                 self._patience, lambda: [r for r in everybody if not self.store.check([keys[r]])], default=everybody
             )
-            cause = TimeoutError("they did not all come")
-            self.fail(call, f"rank {self.rank} waited for {absent} to compare configurations", cause)
+            cause = TimeoutError("not all ranks arrived")
+            self.fail(call, f"rank {self.rank} waited for ranks {absent} to compare configurations", cause)
         refusals = [f"rank {rank} {fields[REFUSED]}" for rank, fields in published.items() if REFUSED in fields]
         if refusals:
-            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks have to.")
+            raise RingMismatchError(f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it.")
         if not all_equal(published.values()):
             raise RingMismatchError(describe_differences(published))
 
@@ -250,7 +250,7 @@ class Agreement:
         pause = 0.001
         while not self.store.check(keys):
             if call.time_left() <= timedelta(milliseconds=1):
-                raise dist.DistStoreError("they did not all come")
+                raise dist.DistStoreError("not all ranks arrived")
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)
 
@@ -283,7 +283,7 @@ class Agreement:
         ]
         if refusals:
             raise RingMismatchError(
-                f"{'; '.join(refusals)}. The other ranks made the call, and all ranks have to; the ring is closed, "
+                f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it. The ring is closed; "
                 "make a new one with initialize()."
             ) from cause
         raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
@@ -295,7 +295,7 @@ class Agreement:
         ) from cause
 
     def _collect_failures(self, reports: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
-        """Add the reports that other ranks publish, until all ranks have published one or ``deadline`` has passed."""
+        """Add the other ranks' reports to ``reports``, until all have arrived or ``deadline`` has passed."""
         while len(reports) < self.size and time.monotonic() < deadline:
             for rank in set(range(self.size)) - set(reports):
                 if self.store.check([f"failed/{rank}"]):
@@ -311,7 +311,7 @@ class Agreement:
         """Wraps this rank's part in ``call``: an exception in it closes the ring and is published for the others."""
         try:
             yield
-        except GeneratorExit:  # the walk was abandoned, which is no error
+        except GeneratorExit:  # the caller closed the generator, which is no error
             raise
         except BaseException as error:
             self.report_error(call.direction if call.name is None else call.name, error)

@@ -1,7 +1,7 @@
 """Collectives of a ring outside of attention, with the ring's timeout and its errors.
 
-All ranks of the ring make each of these calls. If they make different calls, all get a RingMismatchError; if a rank
-does not come in time, the others get a RingPeerError, as in attention. Messages go point to point, because gloo's own
+All ranks of the ring make each of these calls. If they make different calls, all ranks raise RingMismatchError. If a
+rank does not make the call in time, the others raise RingPeerError. Messages go point to point, because gloo's own
 collectives end the process if ranks disagree on a size.
 """
 
@@ -45,23 +45,23 @@ def agree(
 
     Args:
         name: name of the operation, for error messages.
-        fields: values that JSON can hold.
+        fields: JSON-serializable values.
         numbers: at most seven, exact up to 2⁵³.
-        timeout: in place of the ring's.
+        timeout: the timeout of this call; None takes the ring's.
 
     Returns:
         The numbers of every rank, by ring rank.
 
     Raises:
         RingMismatchError: on every rank, naming each field that differs and every rank's value.
-        RingPeerError: a rank did not come in time.
+        RingPeerError: a rank did not make the call in time.
     """
     ring.check_connected()
     if ring.agreement is None:
         return [[float(number) for number in numbers]]
     compared = Configuration({"order of calls": name, **(fields or {})})
     digest = float(int.from_bytes(compared.digest[:6], "big"))
-    # One size and one tag for all comparisons, so that ranks that compare different things still meet.
+    # One size and one tag for all comparisons, so that ranks that compare different things still receive a row.
     row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
@@ -95,7 +95,7 @@ def gather_texts(
 
 
 def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
-    """The sum over the ranks, in fp32 or fp64 and in the same order on every rank. ``tensor`` is not changed.
+    """Return the sum over the ranks, added in fp32 or fp64 in the same order on every rank.
 
     Raises:
         RingMismatchError, RingPeerError: a rank makes another call, or does not come in time.
@@ -231,7 +231,7 @@ def _begin(ring: Ring, name: str, timeout: timedelta | None = None, **fields: ob
 
 
 def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
-    """[size, …] of small tensors, in log2(size) rounds (Bruck et al., 1997).
+    """All-gather small tensors into one of [size, …], in log2(size) rounds (Bruck et al., 1997).
 
     In round k a rank sends the 2^k tensors that it has to the rank 2^k before it.
     """
@@ -248,11 +248,11 @@ def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:
-    """A view of an expanded tensor that has each of its elements once."""
+    """A view of an expanded tensor without the repeated elements."""
     return tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
 
 
 def _device(ring: Ring) -> torch.device:
-    """The device whose tensors the ring's group moves: the host, unless the group has only NCCL."""
+    """The device of the tensors that the ring's group can send: the CPU, unless the group has only NCCL."""
     has_host = ring.group is None or "cpu:" in dist.get_backend_config(ring.group)
     return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())

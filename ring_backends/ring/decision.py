@@ -32,12 +32,12 @@ def decide_on_rank0(
     All ranks of the world make this call, and all such calls in the same order.
 
     Args:
-        report: this rank's report; values that JSON can hold.
-        decide: called on rank 0 with the reports of all ranks, by global rank. It returns a value that JSON can hold.
+        report: this rank's report, of JSON-serializable values.
+        decide: called on rank 0 with the reports of all ranks, by global rank. It returns a JSON-serializable value.
         timeout: how long rank 0 waits for the reports.
 
     Raises:
-        ValueError, RingMismatchError: what ``decide`` raised on rank 0, on every rank.
+        ValueError, RingMismatchError: ``decide`` raised it on rank 0. Every rank raises it.
         RingPeerError: a rank did not make the call within ``timeout``.
     """
     world = dist.group.WORLD
@@ -55,7 +55,7 @@ def decide_on_rank0(
             decision = {
                 "error": "RingPeerError",
                 "message": f"rank {', '.join(map(str, absent))} did not call initialize() with ring_size='auto' or "
-                f"ring_order='topology' within {timeout.total_seconds():g} s; every rank of the world has to.",
+                f"ring_order='topology' within {timeout.total_seconds():g} s; every rank of the world must.",
             }
         except (ValueError, RingMismatchError) as error:
             decision = {"error": type(error).__name__, "message": str(error)}
@@ -65,8 +65,8 @@ def decide_on_rank0(
             store.wait(["decision"], timeout + _DECISION_GRACE)
         except dist.DistError as error:
             raise RingPeerError(
-                f"rank {rank} waited for rank 0 to decide on the rings, in initialize(), and that did not come within "
-                f"{timeout.total_seconds():g} s: {error}. Look at the log of rank 0."
+                f"rank {rank} waited in initialize() for rank 0 to choose the rings, and received no decision within "
+                f"{(timeout + _DECISION_GRACE).total_seconds():g} s: {error}. Look at the log of rank 0."
             ) from error
         decision = json.loads(store.get("decision"))
     if "error" in decision:

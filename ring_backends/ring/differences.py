@@ -11,7 +11,7 @@ _MAX_DIFFERENCES, _MAX_LIST_CHARACTERS = 8, 400
 
 
 def all_equal(fields_of_ranks: Iterable[Mapping[str, object]]) -> bool:
-    """Compare as JSON texts, which keep the order of the fields; dicts compare equal in any order."""
+    """Whether all ranks have equal fields in the same order. A comparison of dicts would ignore the order."""
     return len({json.dumps(fields) for fields in fields_of_ranks}) <= 1
 
 

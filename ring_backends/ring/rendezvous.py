@@ -74,7 +74,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
 
 def start_world_of_one() -> None:
-    """Initialise torch.distributed for this process alone, for frameworks that need a process group even then."""
+    """Initialise torch.distributed for this process alone. Some frameworks need a process group even for one rank."""
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -98,8 +98,8 @@ def ring_ranks(
         size = world_size if ring_size is None else ring_size
         if world_size % size:
             raise ValueError(
-                f"ring_size = {size}: must divide the {world_size} ranks of the world, which are data size × ring "
-                "size; start a multiple of it, or use another ring size."
+                f"ring_size = {size}: must divide the {world_size} ranks of the world; start a multiple of "
+                f"{size} ranks, or use another ring size."
             )
         order = range(world_size) if order is None else order
         first = order.index(dist.get_rank()) // size * size if world_size > 1 else 0
@@ -115,8 +115,8 @@ def ring_ranks(
     ranks = tuple(dist.get_process_group_ranks(group))
     if ring_size is not None and ring_size != len(ranks):
         raise ValueError(
-            f"ring_size = {ring_size} and group has {len(ranks)} ranks: leave ring_size out, or pass a group of that "
-            "size."
+            f"ring_size = {ring_size} and group has {len(ranks)} ranks: leave ring_size out, or pass a group of "
+            f"{ring_size} ranks."
         )
     return ranks
 
@@ -203,10 +203,10 @@ def world_ring(ring: Ring) -> Ring:
 
 
 def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of these ranks, without the other ranks of the world, after all of them have arrived.
+    """Make a process group of these ranks after all of them have arrived. Other ranks do not make this call.
 
-    torch names such a group after its ranks and the number of groups of the process, and waits for ever if the members
-    disagree on the name. Ranks that are in fewer groups than others therefore first make groups of themselves alone.
+    torch names such a group by its ranks and by the number of groups that the process has made. It waits forever if the
+    members disagree on the name. A member with fewer groups than another therefore first makes groups of itself alone.
     """
     num_groups = len(dist.distributed_c10d._world.pg_names)
     store.set(f"groups/{dist.get_rank()}", str(num_groups))
@@ -225,8 +225,8 @@ def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: 
 def abort(group: dist.ProcessGroup) -> None:
     """Close the group's connections, which ends the waits of other ranks for this one.
 
-    gloo's own abort does nothing, but a wait that times out closes all connections of the group. So this waits for a
-    message that no rank sends: no hop has tag 0.
+    gloo's own abort does nothing, but a wait that times out closes all connections of the group. Therefore this
+    function waits briefly for a message with tag 0, which no rank is expected to send.
     """
     group.abort()
     if "gloo" in dist.get_backend_config(group):

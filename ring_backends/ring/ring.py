@@ -51,11 +51,11 @@ class Ring:
         size, rank: ring size and ring rank.
         data_size, data_rank: number of rings in the world, and the index of this one.
         ranks: the global rank of every ring rank. The ring's process group has the same order.
-        order: the global ranks of all rings, ring after ring; empty if unknown, as for the ring of a given group.
+        order: the global ranks of all rings, ring after ring; empty if unknown, as with ``group``.
         layout_kind: ``"contiguous"`` or ``"zigzag"``.
         group: the ring's own process group; None in a ring of one.
         agreement: checks that all ranks make the same calls; None in a ring of one.
-        timeout: the longest that one call may take to end or to raise, counted from its first wait for a peer.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises.
         traffic: what this rank has sent. All layouts of the ring share it.
         adapter: name in the registry of the adapter whose ``initialize`` made the ring.
     """
@@ -83,7 +83,7 @@ class Ring:
 
     @contextlib.contextmanager
     def report_refusals(self) -> Iterator[None]:
-        """Wraps the checks before a call: the other ranks receive an error raised in them, and stop waiting."""
+        """Wraps the checks before a call. An error in them is published, so that the other ranks stop waiting."""
         try:
             yield
         except (RingMismatchError, RingPeerError):
@@ -109,11 +109,12 @@ class Ring:
         """This rank's part of a tensor that every rank holds whole.
 
         Args:
-            tensor: any shape; ``dim`` is the global sequence.
+            tensor: any shape.
+            dim: the dimension of the global sequence.
 
         Returns:
-            A copy, so that the whole tensor can be freed; in a ring of one, ``tensor`` itself. Its backward pads the
-            gradient with zeros: the objective is the sum of the ranks' local sums.
+            A copy, so that the whole tensor can be freed; in a ring of one, ``tensor`` itself. The backward pads the
+            gradient with zeros. The gradient of the whole tensor is the sum of the ranks' padded gradients.
         """
         if self.size == 1:
             return tensor
@@ -183,8 +184,8 @@ class Ring:
         """
         assert self.agreement is not None
         what = (
-            f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for tensors from rank "
-            f"{[*incoming]} and to rank {[*outgoing]}"
+            f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for tensors from ranks "
+            f"{[*incoming]} and to ranks {[*outgoing]}"
         )
         try:
             outgoing, incoming = _as_buffers(outgoing), _as_buffers(incoming)
@@ -196,7 +197,7 @@ class Ring:
             self.agreement.fail(call, what, error)
 
     def all_gather(self, call: Call, tensor: Tensor, index: int) -> Tensor:
-        """All-gather tensors of one shape: [size, …]. Attention never all-gathers K or V."""
+        """All-gather tensors of one shape into one of [size, …]. Attention never all-gathers K or V."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
         gathered[self.rank] = tensor
         own = gathered[self.rank]
@@ -204,7 +205,7 @@ class Ring:
         return gathered
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
-        """Post flat uint8 buffers, at least one in all, to and from ring ranks by torch.distributed."""
+        """Send and receive flat uint8 buffers with torch.distributed. There is at least one buffer."""
         assert self.group is not None
         group = self.group
         return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)
@@ -228,8 +229,8 @@ class Ring:
         """
         if self.size > 1 and self.agreement is None:
             raise RuntimeError(
-                f"this ring of {self.size} was unpickled in a process that is not connected to it; call the adapter's "
-                "initialize() here and assign its ring to the attention's .ring."
+                f"this ring of {self.size} ranks was unpickled in a process that is not connected to it; call the "
+                "adapter's initialize() in this process, and assign its result to the attention module's .ring."
             )
 
 
@@ -244,7 +245,7 @@ def flat_bytes(tensor: Tensor) -> Tensor:
 
 
 def _as_buffers(tensors: Mapping[int, Tensor]) -> dict[int, Tensor]:
-    """Flat buffers of the tensors that are not empty. Both ends leave out empty ones."""
+    """Flat buffers of the tensors that are not empty. Neither end posts an empty tensor."""
     return {peer: flat_bytes(tensor) for peer, tensor in tensors.items() if tensor.numel()}
 
 

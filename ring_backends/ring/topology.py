@@ -1,7 +1,7 @@
 """The order of ranks in which the ranks of one host are neighbours.
 
-A ring's hops go from neighbour to neighbour. If the launcher numbers ranks in turn over the hosts, every hop crosses
-the network. With the ranks of each host next to each other, only two of a ring's links leave a host.
+A ring's hops go from neighbour to neighbour. If the launcher numbers ranks round-robin over the hosts, every hop
+crosses the network. With the ranks of each host next to each other, only two links of a ring leave each host.
 """
 
 from __future__ import annotations

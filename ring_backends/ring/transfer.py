@@ -83,7 +83,7 @@ def through_host(
 def post_works(
     group: dist.ProcessGroup, post: Post, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
 ) -> Transfer:
-    """Post a hop by the works that ``post`` returns, through host memory if the group needs that."""
+    """Post a hop with ``post``, through host memory if the group cannot send device buffers."""
 
     def post_transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
         return WorkTransfer(post(outgoing, incoming), [*outgoing.values(), *incoming.values()])
@@ -104,5 +104,5 @@ def post_batch(
 
 
 def needs_host(group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group moves tensors on ``device`` through host memory, as gloo does CUDA tensors."""
+    """Whether tensors on ``device`` must pass through host memory, as CUDA tensors over gloo must."""
     return device.type == "cuda" and "gloo" in dist.get_backend_config(group).split("cuda:")[-1].split(",")[0]

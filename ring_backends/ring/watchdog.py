@@ -1,6 +1,6 @@
-"""Threads beside the main thread: requests to a store with a timeout, and a watchdog that ends vain waits.
+"""Background threads: store requests with a timeout, and a watchdog that ends waits for a peer that will not come.
 
-The rule of this file: when the interpreter ends, no thread of this package runs in Python or in torch. A thread that
+When the interpreter exits, no thread of this package may run in Python or in torch. A thread that
 returns from C++ while Python is being finalized ends the process with SIGABRT.
 """
 
@@ -23,7 +23,7 @@ _INTERVAL = 0.25
 """Seconds between two checks. Waits that last from one check to the next are examined."""
 
 _EXIT_TIMEOUT = 2.0
-"""The longest time in seconds by which this file may delay the end of the interpreter."""
+"""The longest delay, in seconds, of the interpreter's exit by this module."""
 
 _unanswered: set[threading.Thread] = set()
 
@@ -31,8 +31,8 @@ _unanswered: set[threading.Thread] = set()
 def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Answer) -> Answer:
     """Call ``ask`` in a thread and return its answer; ``default`` if it fails or takes longer than ``seconds``.
 
-    For requests to a store. If the process that hosts it is gone, the request fails; if the network is gone, torch may
-    wait without end.
+    ``ask`` is a request to a store. If the process that hosts the store is gone, the request fails. If the network is
+    gone, torch may wait forever.
     """
     answers = []
 
@@ -50,7 +50,7 @@ def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Ans
 
 
 class Waiting(Protocol):
-    """Something that may wait for a peer in vain."""
+    """An object that waits for peers, such as a ring's Agreement."""
 
     def wait_number(self) -> int | None:
         """The number of the current wait; None if there is none."""
@@ -72,7 +72,7 @@ class Watchdog:
         """Watch a ring from now on."""
         with self._lock:
             self._rings.add(ring)
-        if self._thread is None or not self._thread.is_alive():  # as after a fork
+        if self._thread is None or not self._thread.is_alive():  # threads do not survive a fork
             self._thread = threading.Thread(target=self._run, name="ring_backends watch", daemon=True)
             self._thread.start()
 
@@ -82,7 +82,7 @@ class Watchdog:
             seen = self._check(seen)
 
     def _check(self, seen: dict[int, int]) -> dict[int, int]:
-        """Examine the waits that the last check saw already; return the waits of now."""
+        """Examine the waits that the last check has seen, and return the current waits."""
         with self._lock:
             rings = list(self._rings)
         waits = {}
@@ -110,7 +110,7 @@ WATCHDOG = Watchdog()
 
 
 def _before_exit() -> None:
-    """Wait, for a moment at most, until no thread will return to the interpreter."""
+    """Wait until no thread can return to the interpreter, for at most ``_EXIT_TIMEOUT`` seconds."""
     end = time.monotonic() + _EXIT_TIMEOUT
     WATCHDOG.stop(_EXIT_TIMEOUT)
     for thread in _unanswered:
@@ -122,8 +122,8 @@ def _before_exit() -> None:
 def _gloo_is_busy() -> bool:
     """Whether a thread of gloo's collectives is running.
 
-    After a collective has returned, its thread still releases the tensors, for which it enters the interpreter. It
-    sleeps when it has done so, and while it waits for a peer.
+    After a collective has returned, its thread enters the interpreter to release the tensors. Afterwards the thread
+    sleeps. It also sleeps while it waits for a peer.
     """
     for thread in Path("/proc/self/task").glob("*/stat"):
         with contextlib.suppress(OSError):  # the thread has just ended

@@ -1,7 +1,8 @@
-"""Training checkpoints on disk. They are written atomically, replace only checkpoints, and are checked before a load.
+"""Training checkpoints on disk. They are written atomically, and are checked before a load.
 
 A checkpoint is a file of ``torch.save``, or a folder that all ranks fill. The file is a zip archive whose comment is a
-checksum of the rest. The folder has a manifest with the checksum of each of its files.
+checksum of its other bytes. The folder has a manifest with the checksum of each of its files. A save replaces a file,
+an empty folder or the folder of a checkpoint, but no other folder.
 
 A folder is replaced by renaming, so that the frameworks' own tools find its files at the path that the user gave.
 """
@@ -29,7 +30,7 @@ MANIFEST = "ring_backends.json"
 """The manifest of a folder: the properties of the checkpoint, and its files with their checksums."""
 
 _UNFINISHED, _REPLACED, _DISCARDED = ".unfinished", ".replaced", ".discarded"
-"""Suffixes: of a checkpoint that is being written, of the previous one meanwhile, and of one that is being removed."""
+"""The suffixes of a checkpoint that is being written, of the one that it replaces, and of one that is being removed."""
 
 _SEEN_WITHIN = 90.0
 """Seconds after which all hosts must see a new folder. NFS caches directories for up to a minute."""
@@ -44,28 +45,30 @@ class CheckpointNotFoundError(FileNotFoundError, ValueError):
 
 
 def check_place(path: StrPath, *, is_folder: bool, name: str = "path") -> None:
-    """Refuse to write a checkpoint over something else.
+    """Refuse a path at which a checkpoint would replace another folder or a special file.
 
     Args:
         is_folder: whether the checkpoint is a folder.
         name: name of the argument, for the error.
 
     Raises:
-        ValueError: at ``path`` is a folder that is not a checkpoint, a folder where a file is to be written, or a
+        ValueError: ``path`` is a folder that is not a checkpoint, a folder although the checkpoint is a file, or a
             special file.
     """
-    path, given = Path(path).resolve(), os.fspath(path)  # resolve: a link stays a link
+    path, given = Path(path).resolve(), os.fspath(path)  # replace a link's target, not the link
     for place in _places(path):
         if not place.exists() or place.is_file():
             continue
         if not place.is_dir():
             raise ValueError(f"{name} = {given!r}: {place} is a pipe, a socket or a device; give another path.")
         if not is_folder:
-            raise ValueError(f"{name} = {given!r}: {place} is a folder, and the checkpoint a file; give another path.")
+            raise ValueError(
+                f"{name} = {given!r}: {place} is a folder, but the checkpoint is a file; give another path."
+            )
         if any(place.iterdir()) and not (place / MANIFEST).is_file():
             raise ValueError(
-                f"{name} = {given!r}: {place} is a folder that holds something else than a checkpoint, which would be "
-                "lost; give a path inside of it, or another one."
+                f"{name} = {given!r}: {place} is a folder but not a checkpoint, and its files would be lost; give a "
+                "path inside of it, or another path."
             )
 
 
@@ -84,7 +87,7 @@ def replace_file(path: StrPath, write: Callable[[IO[bytes]], object]) -> None:
 
 
 def save_file(ring: Ring, content: Callable[[], object], path: StrPath) -> None:
-    """Save a file with a checksum by rank 0, which alone calls ``content``. All ranks of the ring make this call."""
+    """Save ``content()`` and a checksum to a file. All ranks of the ring make this call; only rank 0 writes."""
 
     def write(file: IO[bytes]) -> None:
         torch.save(content(), file)
@@ -112,20 +115,20 @@ def check_file(path: Path) -> str:
         digest = _digest(file, max(0, size)).encode()
         comment = file.read()[_LENGTH_SIZE:]
     if size < 0 or not comment.startswith(_COMMENT):
-        raise ValueError("it has no checksum, was cut off, or is something else")
+        raise ValueError("it has no checksum: it is truncated, or save() did not write it")
     if comment != _COMMENT + digest:
-        raise ValueError("it is damaged: its checksum is another one")
+        raise ValueError("it is damaged: its bytes do not match its checksum")
     return digest.decode()
 
 
 def replace_folder(ring: Ring, path: StrPath, write: Callable[[Path], object], holds: Mapping[str, object]) -> None:
-    """Let ``write`` fill a folder on all ranks, and move it to ``path`` once it is whole.
+    """Let ``write`` fill a folder on all ranks, and move the complete folder to ``path``.
 
     A folder cannot replace another one in a single operation. If the run is killed between the two renames, the old
     checkpoint lies beside ``path``, where :func:`~ring_backends.training.checkpoint_files.find_checkpoint` finds it.
 
     Args:
-        holds: properties of the checkpoint for the manifest; values that JSON can hold.
+        holds: properties of the checkpoint for the manifest, as JSON-serializable values.
     """
     given = path
     path, unfinished, replaced, discarded = _places(Path(path).resolve())
@@ -180,8 +183,8 @@ def _wait_for_token(given: StrPath, manifest: Path, token: str) -> None:
     while not (manifest.is_file() and manifest.read_text() == token):
         if time.monotonic() > end:
             raise ValueError(
-                f"path = {os.fspath(given)!r}: this rank does not see the folder {manifest.parent} as rank 0 has made "
-                "it; give an absolute path, on a file system that all hosts share."
+                f"path = {os.fspath(given)!r}: this rank does not see the folder {manifest.parent} that rank 0 has "
+                "made; give an absolute path on a file system that all hosts share."
             )
         time.sleep(0.05)
 
@@ -195,11 +198,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     """
     if not (path / MANIFEST).is_file():
         raise CheckpointNotFoundError(
-            f"path = {os.fspath(path)!r}: no folder with a {MANIFEST} in it; save() writes it."
+            f"path = {os.fspath(path)!r}: not a folder with a {MANIFEST}; give a path that save() wrote."
         )
     manifest = json.loads((path / MANIFEST).read_text())
     if not isinstance(manifest, dict) or not isinstance(manifest.get("sha256"), dict):
-        raise ValueError(f"{MANIFEST} is not that of a checkpoint")
+        raise ValueError(f"{MANIFEST} is not the manifest of a checkpoint")
     return manifest
 
 
@@ -233,14 +236,14 @@ def find_checkpoint(ring: Ring, path: StrPath) -> Path | None:
 def as_loadable(value: object, name: str) -> Any:
     """Convert a value of a checkpoint to one that ``torch.load(weights_only=True)`` accepts.
 
-    Numbers of NumPy become Python's.
+    NumPy numbers become Python numbers.
 
     Args:
         value: tensors, numbers, strings, and lists, tuples and dicts of these.
         name: name of the value, for the error.
 
     Raises:
-        ValueError: ``value`` is something else. It could be saved, but not loaded.
+        ValueError: ``value`` has another type. It could be saved, but not loaded.
     """
     if value is None or isinstance(value, (Tensor, bool, torch.dtype, torch.device, torch.Size)):
         return value
@@ -290,7 +293,7 @@ def _digest(file: IO[bytes], size: int) -> str:
 
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
-        # The manifest goes last: if the process is killed meanwhile, the rest still counts as a checkpoint.
+        # Remove the manifest last: a folder with a manifest can still be removed if the process is killed now.
         for inside in sorted(path.iterdir()):
             if inside.name != MANIFEST:
                 _remove(inside)

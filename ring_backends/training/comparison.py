@@ -1,8 +1,8 @@
 """What the ranks of a training run compare, and how an error on one rank reaches the others.
 
-A reducer takes for granted that all ranks do the same thing at the same time. Here the ranks check it: before every
-collective of the framework they compare the call, the step and whatever else must be equal. A difference becomes a
-RingMismatchError on every rank.
+A gradient reducer assumes that all ranks make the same calls in the same order. The ranks check this assumption: before
+every collective of the framework they compare the call, the step and all arguments that must be equal. If they differ,
+every rank raises RingMismatchError.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ring_backends.training.reducer import is_eager_forward
 
 
 class ComparedTraining(ABC):
-    """The position of one rank in a training run, and the comparison of it with the other ranks.
+    """One rank's position in a training run, which the rank compares with the other ranks.
 
     Attributes:
         ring: the ring of the attention.
@@ -54,8 +54,8 @@ class ComparedTraining(ABC):
     def _check_usable(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"{self._failure}, which may have left part of a gradient behind: this state cannot be used any more; "
-                "go on from the last checkpoint in new processes."
+                f"{self._failure}, which may have left an incomplete gradient: this state cannot be used any more; "
+                "restart the processes from the last checkpoint."
             )
 
     @contextlib.contextmanager
@@ -79,16 +79,16 @@ class ComparedTraining(ABC):
             for (module, buffer), found in zip(self._buffers, buffers, strict=True):
                 if not isinstance(found, Tensor):
                     raise ValueError(
-                        f"buffer {buffer} of a {type(module).__name__} is {found!r}, and was a tensor in "
-                        "parallelize(): assign a tensor to it, since all ranks receive rank 0's."
+                        f"buffer {buffer} of a {type(module).__name__} is {found!r}, but was a tensor in "
+                        "parallelize(): assign a tensor to it, since rank 0's value is copied to all ranks."
                     )
         broadcast(self._world, f"buffers in {name}", buffers)
 
     def _check_calls_of(self, parts: Iterable[tuple[str, nn.Module]]) -> None:
         """Make sure, before each call of one of these modules, that all ranks call it.
 
-        For frameworks that gather a module's parameters when it is called. If ranks called different modules, each
-        would compute with a mixture of their parameters, or a collective of another size would end the process.
+        Some frameworks gather a module's parameters when the module is called. If ranks called different modules, each
+        rank would compute with parameters of several modules, or collectives of different sizes would end the process.
         """
         for name, part in parts:
             part.register_forward_pre_hook(partial(self._check_call, name), prepend=True)
@@ -100,7 +100,7 @@ class ComparedTraining(ABC):
             agree(self._world, "forward of the model", {"part": name or "all of it"})
         except RingMismatchError as error:
             raise RingMismatchError(
-                f"{error} The framework gathers a part's parameters from all ranks when it is called: let every rank "
-                "call the same parts, on zero rows if necessary; or shard them together with the part around them "
-                "(fsdp: leave them out of blocks=; deepspeed: zero_stage=2)."
+                f"{error} The framework gathers a module's parameters from all ranks when the module is called: let "
+                "every rank call the same modules, on zero rows if necessary; or shard them together with the module "
+                "that contains them (fsdp: leave them out of blocks=; deepspeed: zero_stage=2)."
             ) from error

@@ -19,7 +19,7 @@ def describe_model(model: nn.Module, *, with_shapes: bool = True) -> dict[str, o
     """Every parameter and every persistent buffer, by name.
 
     Args:
-        with_shapes: False for a model whose parameters are shards, of different shapes on the ranks.
+        with_shapes: False for a model whose parameters are shards, whose shapes differ between ranks.
     """
 
     def describe(tensor: Tensor) -> str:
@@ -36,7 +36,7 @@ def describe_model(model: nn.Module, *, with_shapes: bool = True) -> dict[str, o
 
 
 def persistent_buffers(model: nn.Module) -> Buffers:
-    """The buffers in a model's state_dict, such as the running statistics of BatchNorm. Ranks do not share others."""
+    """The buffers in a model's state_dict, such as BatchNorm's statistics. Steps copy only these between ranks."""
     return [(module, buffer) for module in model.modules() for buffer in _persistent_names(module)]
 
 
@@ -47,7 +47,7 @@ def _persistent_names(module: nn.Module) -> list[str]:
 
 
 def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """The settings of an optimizer's parameter groups. Of values that are not plain, only the class."""
+    """The settings of an optimizer's parameter groups. A value that is not plain is described by its class."""
     settings: dict[str, object] = {}
     for index, group in enumerate(optimizer.param_groups):
         for name, value in group.items():
@@ -61,7 +61,7 @@ def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def describe_options(options: Mapping[str, Any]) -> dict[str, object]:
-    """Arguments without those that may differ between ranks. Of values that are not plain, only the class."""
+    """The arguments that must be equal on all ranks. A value that is not plain is described by its class."""
     return {name: _text(_shared(options[name])) for name in sorted(options) if name not in _RANK_SPECIFIC}
 
 
@@ -70,7 +70,7 @@ _RANK_SPECIFIC = frozenset({"device_id", "device_ids", "output_device", "nvme_pa
 
 
 def _shared(value: Any) -> Any:
-    """The part of a value that must be equal on all ranks; of a device, its type."""
+    """The part of a value that must be equal on all ranks. For a device this is its type."""
     if isinstance(value, Mapping):
         return {name: _shared(value[name]) for name in sorted(value, key=str) if name not in _RANK_SPECIFIC}
     if isinstance(value, (list, tuple)):
@@ -111,10 +111,10 @@ def make_settings_loadable(optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_count(name: str, count: object) -> int | float:
-    """A number of tokens, or the sum of their weights, from a number or from a tensor of one element.
+    """Convert a count of tokens, or a sum of their weights, to a Python number.
 
     Raises:
-        ValueError, TypeError: it is not a finite number of at least 0.
+        ValueError, TypeError: ``count`` is not a finite number, or tensor of one element, of at least 0.
     """
     value: Any = count
     if isinstance(count, Tensor):

@@ -1,4 +1,4 @@
-"""The gradient reducers of frameworks: their divisor, the order in which they take gradients, unused parameters."""
+"""The gradient reducers of frameworks: their divisor, the order of gradients, unused parameters, autocast."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
     """Measure the number by which a framework's reducer divides, by sending known gradients through it.
 
     Args:
-        world: all ranks.
-        reduced: takes this rank's gradient of one parameter, and returns that gradient after the real reducer.
+        world: the ring of all ranks.
+        reduced: sends this rank's gradient of one parameter through the framework's reducer, and returns the result.
 
     Raises:
         RuntimeError: the ranks get different gradients, so that replicas would drift apart.
@@ -32,7 +32,7 @@ def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
     if not max(values) - min(values) <= 1e-6 * abs(values[0]):
         raise RuntimeError(
             f"the ranks get different gradients from the reducer ({values} for one parameter), so replicas would drift "
-            "apart: it must reduce over all ranks of data × ring; do not restrict its process group."
+            "apart: the reducer must cover all ranks of data × ring; do not restrict its process group."
         )
     return world.size * (world.size + 1) / 2 / values[0]
 
@@ -58,8 +58,8 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     """The nodes of the graph behind ``loss``, in the order in which autograd's engine runs them on one device.
 
     Each node comes with the number of other nodes that are ready at that moment. The engine's order among the
-    parameters of one node depends on that number; here they come in the node's own order. The graph does not contain
-    what a backward recomputes, as reentrant activation checkpointing does.
+    parameters of one node depends on that number; this function yields them in the node's own order. Operations that a
+    backward recomputes, as in reentrant activation checkpointing, are not part of the graph.
     """
     if loss.grad_fn is None:
         return
@@ -80,7 +80,7 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
         for following, _ in node.next_functions:
             if following is not None:
                 waits_for[following] -= 1
-                if not waits_for[following]:  # of several nodes that are ready, the latest goes first
+                if not waits_for[following]:  # among ready nodes, the one made last runs first
                     heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
 
 
@@ -122,10 +122,10 @@ def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
 
 
 class UnusedParameters:
-    """Reports the parameters that a backward did not reach to a reducer that waits for every parameter.
+    """Tells a reducer that waits for every parameter which parameters a backward has not used.
 
-    DistributedDataParallel reduces in hooks of the backward. If a rank does not use a parameter, for example that of an
-    expert to which none of its tokens went, the reduction would never end.
+    DistributedDataParallel reduces in hooks of the backward. If a rank does not use a parameter, the reduction would
+    never end. This happens, for example, if none of a rank's tokens went to an expert.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -150,7 +150,7 @@ class UnusedParameters:
         self._reached.clear()
 
     def end(self) -> None:
-        """Call this after the backward: runs the reducer's hooks of unreached parameters, without a gradient."""
+        """Call this after the backward. It runs the reducer's hooks of unused parameters without a gradient."""
         unused = [parameter for index, parameter in enumerate(self._parameters) if index not in self._reached]
         if unused:
             is_sparse = [id(parameter) in self._sparse for parameter in unused]
@@ -179,11 +179,11 @@ def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
 
 
 class OrderedGradients(torch.autograd.Function):
-    """A loss with the same gradients, which arrive together, for all parameters, in the parameters' order.
+    """A copy of a loss whose backward returns the gradients of all parameters together, in the parameters' order.
 
-    ``OrderedGradients.apply([loss], *parameters)``; a parameter on which ``loss`` does not depend gets zeros. For
-    reducers that take gradients in the order in which they arrive. If that order differs between ranks, such a reducer
-    adds up gradients of different parameters.
+    Call it as ``OrderedGradients.apply([loss], *parameters)``. A parameter on which ``loss`` does not depend gets
+    zeros. Some reducers process gradients in the order in which they arrive. If that order differs between ranks, such
+    a reducer adds up gradients of different parameters.
     """
 
     @staticmethod
@@ -193,7 +193,7 @@ class OrderedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with hooks_disabled(ctx.parameters):  # they run later, when these gradients are accumulated
+        with hooks_disabled(ctx.parameters):  # the hooks run later, when these gradients are accumulated
             gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
         pairs = zip(gradients, ctx.parameters, strict=True)
         return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
@@ -202,7 +202,7 @@ class OrderedGradients(torch.autograd.Function):
 class Autocast(nn.Module):
     """Runs a module under autocast. Parameters and gradients keep their dtype.
 
-    A wrapper and not a replaced ``forward``, so that it can be copied and pickled.
+    It is a wrapper instead of a replaced ``forward``, so that it can be copied and pickled.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -241,5 +241,5 @@ def check_mixed_precision(dtype: object) -> None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """The device of a model's parameters."""
+    """The device of a model's first parameter; the CPU if it has none."""
     return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -24,7 +24,7 @@ from ring_backends.training.state import MakeOptimizer
 
 
 class ReplicatedTraining(SingleFileTraining):
-    """Training with a whole replica of model and optimizer on every rank, whose wrapper reduces the gradients.
+    """Training with a whole replica of model and optimizer on every rank. A wrapper reduces the gradients.
 
     Args:
         wrap: makes a module reduce its gradients over the world, as DistributedDataParallel does.
@@ -69,9 +69,9 @@ class ReplicatedTraining(SingleFileTraining):
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         if not self._calls.since_backward and self._is_wrapped:
             raise RuntimeError(
-                "backward() without a call of state.model since the last one: DistributedDataParallel reduces the "
-                "gradients of what went through it alone; call state.model(...), not the model inside of it, once for "
-                "each backward(), and under no reentrant checkpoint as a whole."
+                "backward() without a call of state.model since the last backward(): DistributedDataParallel reduces "
+                "only gradients of its own forward; call state.model(...), not the model inside of it, once for each "
+                "backward(), and do not pass state.model as a whole to a reentrant checkpoint."
             )
         return super()._describe_graph(loss)
 

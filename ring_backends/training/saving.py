@@ -1,6 +1,6 @@
 """Saving and loading a training state, by all ranks in one call.
 
-Every rank reads or none does: if one rank cannot, all raise. What is written, and in which format, is the adapter's.
+If one rank cannot read a checkpoint, all ranks raise. Each adapter defines the content and format of its checkpoints.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class SavedTraining(ComparedTraining):
         """Write a checkpoint of model, optimizer and step count. All ranks make this call; it is atomic.
 
         Raises:
-            ValueError: there is something else than a checkpoint at ``path``, or the optimizer has settings that could
-                not be loaded again.
-            RuntimeError: rank 0 could not write it; the message has what rank 0 raised. On rank 0 it is an OSError.
+            ValueError: ``path`` is a folder that is not a checkpoint or a special file, or the optimizer has settings
+                that could not be loaded again.
+            RuntimeError: rank 0 could not write the checkpoint. Its OSError is in the message. Rank 0 raises it.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
         self._agree_on_path("save", path)
@@ -59,9 +59,10 @@ class SavedTraining(ComparedTraining):
         """Read a checkpoint that :meth:`save` wrote. All ranks make this call.
 
         Raises:
-            ValueError: on some rank this is not a whole checkpoint of the same model and optimizer by this adapter. The
-                model may be partly loaded.
-            OSError: it cannot be read. If there is none, FileNotFoundError, which is also a ValueError here.
+            ValueError: the checkpoint is damaged, or is not one of the same adapter, model and optimizer. The model may
+                be partly loaded.
+            OSError: the checkpoint cannot be read. If there is none, the error is both a FileNotFoundError and a
+                ValueError.
             RuntimeError: backward calls were made since the last step. Their gradients would count in the next one.
             RingMismatchError, RingPeerError: a rank makes another call, or is gone.
         """
@@ -69,19 +70,21 @@ class SavedTraining(ComparedTraining):
             if self._backward_calls:
                 raise RuntimeError(
                     f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
-                    "next one; call step() first, since load() undoes it."
+                    "next step; call step() first; load() then replaces its result."
                 )
         self._agree_on_path("load", path)
         place = find_checkpoint(self._world, path)
         if place is None:
-            raise CheckpointNotFoundError(f"path = {os.fspath(path)!r}: there is no checkpoint; save() writes one.")
+            raise CheckpointNotFoundError(
+                f"path = {os.fspath(path)!r}: there is no checkpoint; give a path that save() wrote."
+            )
         digest = self._read(path, lambda: self._check(place))
         digests = agree(self._world, "comparing checkpoints", None, [int(digest[:12], 16)])
         if any(other != digests[0] for other in digests):
             by_rank = ", ".join(f"rank {rank}: {int(number):012x}" for rank, (number,) in enumerate(digests))
             raise ValueError(
                 f"path = {os.fspath(path)!r}: the ranks see different checkpoints there ({by_rank}); give a path that "
-                "is the same checkpoint on every host."
+                "leads to the same checkpoint on every host."
             )
         self._read(path, lambda: self._load(place))
 
@@ -113,11 +116,11 @@ class SavedTraining(ComparedTraining):
 
     @abstractmethod
     def _full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the whole model, by whatever collectives the framework needs."""
+        """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
 
     @property
     def _optimizer_class(self) -> type:
-        """The class of what ``make_optimizer`` returned. The framework may have wrapped it."""
+        """The class of the optimizer that ``make_optimizer`` returned. The framework may have wrapped the optimizer."""
         return type(self.optimizer)
 
     def _read(self, path: StrPath, read: Callable[[], Any]) -> Any:
@@ -129,11 +132,11 @@ class SavedTraining(ComparedTraining):
             except (RingMismatchError, RingPeerError):
                 raise
             except Exception as error:  # the class depends on the framework and on the damage
-                if is_not_a_file_error(error):
+                if is_not_caused_by_content(error):
                     raise
                 raise ValueError(
                     f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
-                    f"its save() wrote. {type(error).__name__}: {error}"
+                    f"this adapter's save() wrote. {type(error).__name__}: {error}"
                 ) from error
 
         return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
@@ -148,13 +151,13 @@ def check_optimizer_class(saved: str, wanted: type) -> None:
     """Refuse a checkpoint of another optimizer.
 
     Raises:
-        ValueError: ``saved``, the name of the class in the checkpoint, is not that of ``wanted``.
+        ValueError: ``saved``, the name of the class in the checkpoint, is not the name of ``wanted``.
     """
     if saved != wanted.__name__:
-        raise ValueError(f"it holds the state of a {saved}, and make_optimizer made a {wanted.__name__}")
+        raise ValueError(f"it holds the state of optimizer {saved}, but make_optimizer returned {wanted.__name__}")
 
 
-def is_not_a_file_error(error: BaseException) -> bool:
+def is_not_caused_by_content(error: BaseException) -> bool:
     """Whether reading failed for a reason other than the content of the file.
 
     torch raises an OSError with EINVAL for a file that was cut off.

@@ -33,7 +33,7 @@ class SingleFileTraining(TrainingState):
         self.optimizer.load_state_dict(state)
 
     def _load_device(self) -> torch.device:
-        """The device to which a checkpoint is read."""
+        """The device on which a checkpoint's tensors are loaded."""
         return device_of(self.model)
 
     def _save(self, path: StrPath) -> None:

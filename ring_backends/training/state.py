@@ -1,8 +1,9 @@
 """Training over data × ring: a loss whose gradient is exact, and optimizer steps.
 
 The most common mistake under sequence sharding is a gradient that is off by the ring size, or by each rank's share of
-the valid tokens. The rule here: each rank's loss *sum*, divided by the number of valid tokens of the whole step, times
-the number by which the framework's reducer divides. That divisor is measured once, through the real reducer.
+the valid tokens. :meth:`TrainingState.loss` avoids both. It divides each rank's loss *sum* by the number of valid
+tokens of the whole step, and multiplies it by the number by which the framework's reducer divides. That divisor is
+measured once, with the framework's own reducer.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class TrainingState(SavedTraining):
         broadcast(self._world, "buffers in parallelize", [buffer for buffer in model.buffers() if not buffer.is_meta])
 
     def global_count(self, local_count: float | Tensor) -> int | float:
-        """The sum of a count over all ranks of the world: an int if every rank's count is one, else a float.
+        """The sum of a count over all ranks of the world: an int if every rank's count is an int, else a float.
 
         Args:
             local_count: this rank's count. It may be a fraction, as with weighted tokens.
@@ -110,9 +111,9 @@ class TrainingState(SavedTraining):
         Args:
             local_loss_sum: scalar, the sum of the losses of this rank's valid tokens.
             local_token_count: the number of those tokens; with weighted losses, the sum of the weights.
-            step_token_count: valid tokens of the whole step, over all ranks and micro-batches:
-                ``global_count(this rank's tokens of the step)``. None counts this micro-batch over the ranks, which
-                is the whole step unless gradients are accumulated.
+            step_token_count: valid tokens of the whole step, over all ranks and micro-batches. It is the result of
+                ``global_count(this rank's tokens of the step)``. None adds up ``local_token_count`` over the ranks, and
+                is allowed only if a step has one micro-batch.
 
         Raises:
             ValueError, TypeError: ``step_token_count`` is not given with ``accumulation_steps`` above 1, or a count is
@@ -152,7 +153,7 @@ class TrainingState(SavedTraining):
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
                     f"backward() after all {self.accumulation_steps} backward calls of a step: the gradients are "
-                    "reduced already; call step() first, add the losses up, or raise accumulation_steps."
+                    "reduced already; call step() first, pass the sum of the losses, or raise accumulation_steps."
                 )
             graph = self._describe_graph(loss)
         try:
@@ -162,7 +163,7 @@ class TrainingState(SavedTraining):
                 raise
             raise RingMismatchError(
                 f"{error} The framework reduces gradients in the order in which they arrive: let the losses of all "
-                "ranks depend on the same parts of the model; add 0 * output.sum() where a rank wants no gradient."
+                "ranks depend on the same parts of the model; add 0 * output.sum() of a part that a rank does not use."
             ) from error
         with self._framework_collectives("backward"):
             self._backward(loss)

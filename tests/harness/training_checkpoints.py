@@ -167,5 +167,5 @@ class TrainingCheckpointTests(AdapterSuite):
         for ended in world.run(load_another_optimizer, self.adapter, path, dict(self.framework_options)):
             assert ended.is_a(ValueError), ended
             assert f"path = '{path}'" in ended.message, ended
-            assert "state of a Adam" in ended.message, ended
-            assert "made a SGD" in ended.message, ended
+            assert "state of optimizer Adam" in ended.message, ended
+            assert "returned SGD" in ended.message, ended
