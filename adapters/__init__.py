@@ -1,8 +1,11 @@
 """Adapters: one module or package per distributed framework, with its ring pass and its training.
 
-Two adapters share no code in this directory. It is installed as ``ring_backends.adapters``, and importing it under
-another name raises ImportError. A top-level ``adapters`` belongs to another distribution on PyPI, and a module imported
-under two names would exist twice. Importing this package imports no framework.
+An adapter holds what is special about its framework. It imports ``attention``, ``joining``, ``training`` and the
+packages below them, but no other adapter: code that two adapters share belongs to the library.
+
+This directory is installed as ``ring_backends.adapters``, and importing it under another name raises ImportError. A
+top-level ``adapters`` belongs to another distribution on PyPI, and a module imported under two names would exist twice.
+Importing this package imports no framework.
 """
 
 from __future__ import annotations

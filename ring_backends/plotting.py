@@ -16,20 +16,24 @@ Spans = Sequence[tuple[str, str, float, float]]
 """The spans of one rank, as :mod:`ring_backends.comparison.timeline` records them."""
 
 
-def check_plot(path: Path) -> None:
+def check_plot(path: Path, argument: str = "plot") -> None:
     """Check that a picture can be written to ``path``.
+
+    Args:
+        argument: what the caller names ``path``, for the error.
 
     Raises:
         ValueError: matplotlib is not installed, or does not support the suffix.
     """
     if find_spec("matplotlib") is None:
         raise ValueError(
-            f"plot = {str(path)!r}: matplotlib is not installed; pip install 'ring-backends[plot]', or leave plot out."
+            f"{argument} = {str(path)!r}: matplotlib is not installed; pip install 'ring-backends[plot]', or leave "
+            f"{argument} out."
         )
     formats = new_figure((1, 1)).canvas.get_supported_filetypes()
     if path.suffix.removeprefix(".").lower() not in formats:
         suffixes = ", ".join(f".{name}" for name in formats)
-        raise ValueError(f"plot = {str(path)!r}: unknown suffix; use one of {suffixes}.")
+        raise ValueError(f"{argument} = {str(path)!r}: unknown suffix; use one of {suffixes}.")
 
 
 def new_figure(size: tuple[float, float]) -> Any:

@@ -121,7 +121,7 @@ def draw_pattern(
     """
     from ring_backends.plotting import check_plot, new_figure
 
-    check_plot(path)
+    check_plot(path, "path")
     pattern.check(seq_len=seq_len, num_heads=num_heads)
     layout, everywhere = SequenceLayout(seq_len, 1), torch.arange(seq_len)
     figure = new_figure((2.6 * pattern.num_branches, 2.8 * len(heads)))
@@ -150,7 +150,7 @@ def draw_weights(path: Path, weights: Tensor, positions: Sequence[int]) -> None:
     """
     from ring_backends.plotting import check_plot, new_figure
 
-    check_plot(path)
+    check_plot(path, "path")
     if weights.dim() != 3 or weights.shape[1] != len(positions):
         raise ValueError(
             f"weights is {[*weights.shape]} with {len(positions)} positions: expected [heads, positions, seq], one "

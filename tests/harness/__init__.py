@@ -1,4 +1,5 @@
 """The shared test harness, installed as ``ring_backends.testing`` for the tests of every adapter.
 
-Nothing in ``ring_backends`` imports it, so that pytest and hypothesis are needed by tests alone.
+It holds the dense reference, the test suites that adapters inherit, and processes to run them in. It may import all of
+``ring_backends``. Nothing in ``ring_backends`` imports it, so only tests need pytest and hypothesis.
 """
