@@ -206,7 +206,7 @@ def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     refused = invoke()
     assert refused.exit_code == 2
-    assert "run it without torchrun" in refused.stderr
+    assert "run the command without torchrun" in refused.stderr
 
 
 @pytest.mark.matrix(reason="tests/test_cli.py interrupts a run of train in the same way")
