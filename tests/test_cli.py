@@ -387,6 +387,12 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
     assert "RANK" not in os.environ
 
 
+def test_ranks_share_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(6)))
+    assert launch(os.getenv, ("OMP_NUM_THREADS",), 2) == ["3", "3"]
+
+
 def test_an_error_in_a_rank_is_reported_once() -> None:
     with pytest.raises(RankFailedError, match=r"rank 0: invalid literal|rank 1: invalid literal") as raised:
         launch(int, ("x",), 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import cache
 from typing import Any
 
@@ -124,3 +125,28 @@ class TestMpu:
             for ended, told in zip(arranged, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
                 assert ended.is_a(ValueError), ended
                 assert ended.message.startswith(f"{told}: mpu already fixes"), ended
+
+
+class LazyMpu:
+    """An mpu that creates its group when it is asked for it, which needs a started world."""
+
+    def get_sequence_parallel_group(self) -> dist.ProcessGroup:
+        assert dist.is_initialized()
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+
+
+def test_the_world_is_started_before_an_mpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ring_backends.adapters import deepspeed as backend
+
+    def start(timeout: timedelta) -> int:
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return 1
+
+    monkeypatch.setattr(backend, "start_world", start)
+    monkeypatch.setattr(backend, "start_deepspeed", lambda: None)
+    try:
+        assert backend.initialize(mpu=LazyMpu()).size == 1
+    finally:
+        dist.destroy_process_group()

@@ -20,8 +20,8 @@ from ring_backends.attention import RingDilatedAttention as _RingDilatedAttentio
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import join_ring
-from ring_backends.ring.rendezvous import connect, world_ring
+from ring_backends.joining import check_options, join_ring
+from ring_backends.ring.rendezvous import connect, start_world, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
@@ -69,18 +69,20 @@ def initialize(
             (:mod:`ring_backends.adapters.deepspeed.ulysses`). It must divide the ring size. ``ring_size`` still counts
             all ranks over which a sequence is distributed. Not allowed with ``ring_size="auto"``.
     """
+    check_options(ring_size, layout, timeout, group, ring_order, auto)
     check_integer("ulysses_size", ulysses_size, 1, advice="1 exchanges no heads")
     if mpu is not None:
         refuse_arrangement("mpu already fixes the ring's ranks and their order", ring_size, ring_order)
-        group = _sequence_parallel_group(group, mpu)
     joined = connect
     if ulysses_size > 1:
         refuse_arrangement(f"ulysses_size = {ulysses_size} is not covered by the cost model", ring_size, "rank")
         joined = partial(connect_ulysses, ulysses_size=ulysses_size)
-    ring = join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, auto, connect=joined)
+    start_world(timeout)  # an mpu may create its group when it is asked for it
     if dist.is_initialized():
         start_deepspeed()
-    return ring
+    if mpu is not None:
+        group = _sequence_parallel_group(group, mpu)
+    return join_ring("deepspeed", ring_size, layout, group, timeout, ring_order, auto, connect=joined)
 
 
 def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: Any) -> dist.ProcessGroup:

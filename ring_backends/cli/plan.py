@@ -43,6 +43,7 @@ from ring_backends.cost import local_probe
 from ring_backends.cost.default_branches import default_branches
 from ring_backends.cost.hardware import Hardware
 from ring_backends.plotting import check_plot, draw_ring_sizes
+from ring_backends.ring.launch import num_cores
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -304,12 +305,10 @@ def _hardware(
 
 
 def _num_local_ranks(options: PlanOptions) -> int:
-    import os
-
     import torch
 
     gpus = torch.cuda.device_count() if options.device != "cpu" else 0
-    return options.ring_size if 2 <= options.ring_size <= (gpus or os.cpu_count() or 1) else 2
+    return options.ring_size if 2 <= options.ring_size <= (gpus or num_cores()) else 2
 
 
 def _table(estimate: Estimate) -> Table:

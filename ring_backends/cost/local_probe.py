@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.ring.launch import launch, under_launcher
+from ring_backends.ring.launch import launch, num_cores, under_launcher
 
 _SECONDS = 0.3
 LATENCY_BYTES = 64 * 2**10
@@ -44,7 +44,7 @@ def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict
             "without torchrun."
         )
     # The number of threads that `launch` gives to a rank that runs alone.
-    threads = int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1))
+    threads = int(os.environ.get("OMP_NUM_THREADS", num_cores()))
     found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)
     return _merge(found)
 

@@ -222,8 +222,13 @@ def _reserved_port() -> Iterator[int]:
         yield port
 
 
+def num_cores() -> int:
+    """The number of cores that this process may use; taskset, a container or a batch system may withhold some."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
-    threads = max(1, (os.cpu_count() or 1) // num_ranks)
+    threads = max(1, num_cores() // num_ranks)
     warning_filters = [os.environ.get("PYTHONWARNINGS", ""), f"ignore:{_NUMPY_WARNING}"]
     shared = {
         "WORLD_SIZE": str(num_ranks),
