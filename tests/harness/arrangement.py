@@ -102,6 +102,7 @@ def places(adapter: str, rings: RingSpec) -> tuple[tuple[int, ...], int, int, in
 
 
 class ArrangementTests(AdapterSuite):
+    @core
     @requires("rings by topology")
     @pytest.mark.parametrize("rings", [BY_HOSTS, TWO_BY_HOSTS], ids=str)
     def test_ranks_of_a_host_are_neighbours(self, world: World, rings: RingSpec) -> None:
@@ -111,6 +112,7 @@ class ArrangementTests(AdapterSuite):
             assert (ranks, data_size) == (rings.rings[place[0]], len(rings.rings))
             assert (data_rank, ring_rank) == place
 
+    @core
     @requires("rings by topology")
     @pytest.mark.parametrize("rings", [BY_HOSTS, TWO_BY_HOSTS], ids=str)
     @every_layout
@@ -120,6 +122,7 @@ class ArrangementTests(AdapterSuite):
         for ring_answers in answers[0]:
             assert sum(answer.forward_bytes for answer in ring_answers) > 0
 
+    @core
     @requires("training", "rings by topology")
     def test_training_in_the_order_of_hosts(self, world: World) -> None:
         recipe = Recipe(dtype=torch.float32)

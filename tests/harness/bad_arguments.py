@@ -214,6 +214,7 @@ class BadArgumentTests(AdapterSuite):
         assert set(sent) == {(0, 0)}
         assert difference(torch.cat(outs, 1), expected(SMALL_CASE, gradients=False).out) <= 1e-10
 
+    @core
     @pytest.mark.parametrize("name", BAD_RINGS)
     def test_bad_rings_are_refused_by_name(self, world: World, name: str) -> None:
         bad = BAD_RINGS[name]

@@ -240,6 +240,7 @@ class LayoutTests(AdapterSuite):
                     factors = sum(10.0**rank for rank in range(rings.size))
                     assert difference(grad_local, numbers.index_select(dim, rows) * factors) <= 1e-9
 
+    @core
     @every_ring_and_layout
     def test_parameters_before_and_after_the_shards(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         by_rank = world.run(gradients_of_sandwich, self.adapter, rings, layout)
@@ -262,6 +263,7 @@ class LayoutTests(AdapterSuite):
             assert has_the_ring
             assert torch.equal(out, same)
 
+    @core
     def test_an_unpickled_ring_says_what_to_do(self, world: World) -> None:
         wanted = expected(_CASE, gradients=False).out
         messages, outs = zip(*world.run(pickled, self.adapter), strict=True)

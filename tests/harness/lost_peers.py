@@ -93,6 +93,7 @@ class LostPeerTests(AdapterSuite):
         outs = world.run(attend_on_a_new_ring, self.adapter, FOUR)
         assert difference(torch.cat(outs, 1), expected(SMALL_CASE, gradients=False).out) <= 1e-10
 
+    @core
     @requires("several rings per world")
     def test_a_rank_may_stay_away_at_any_time(self, world: World) -> None:
         first_call, _, backward, _ = world.run(stay_away_at_any_time, self.adapter, SHORT)

@@ -207,6 +207,7 @@ def unshard_or_attend(adapter: str, seconds: float) -> Ended:
 
 
 class MismatchTests(AdapterSuite):
+    @core
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_disagree_are_reported_at_once(self, world: World, name: str) -> None:
         world.run(get_ready, self.adapter)
@@ -218,6 +219,7 @@ class MismatchTests(AdapterSuite):
             assert outcome.raised(RingMismatchError), outcome
             assert named(different.name, different.usual, different.odd) in outcome.message, outcome
 
+    @core
     @pytest.mark.parametrize("name", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LATER][1:])])
     def test_ranks_that_disagree_later_are_reported_in_time(self, world: World, name: str) -> None:
         """The ranks have agreed on both calls before, so no check precedes the first hop."""
@@ -228,6 +230,7 @@ class MismatchTests(AdapterSuite):
             assert again.is_a(RingPeerError), again
             assert "initialize()" in again.message
 
+    @core
     def test_a_refusal_on_one_rank_is_reported_to_the_others(self, world: World) -> None:
         for rank, (ended, ended_next) in enumerate(world.run(refuse_alone, self.adapter)):
             assert ended.seconds < AT_ONCE, ended
@@ -238,6 +241,7 @@ class MismatchTests(AdapterSuite):
                 assert ended.is_a(RingMismatchError), ended
                 assert "is_causal = 1" in ended.message, ended
 
+    @core
     def test_a_refusal_of_an_agreed_call_is_reported_to_the_others(self, world: World) -> None:
         outcomes = world.run(refuse_alone_later, self.adapter)
         for rank, (ended, ended_again, _) in enumerate(outcomes):

@@ -170,18 +170,21 @@ class TrafficTests(AdapterSuite):
             assert (answer.forward_bytes, answer.forward_messages) == (3 * shard, 3)
             assert answer.backward_bytes == 3 * shard + 3 * shard
 
+    @core
     def test_dilated_attention_sends_dilated_rows(self, world: World) -> None:
         """By hand: every third row of 12, of one offset per head."""
         case = replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3)
         for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
             assert answer.forward_bytes == 3 * (4 * 3 * 8 * 8 * 2)
 
+    @core
     def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
         """By hand: rank i sends the shards 0 … i, and the last rank sends none."""
         shard = 12 * 4 * 8 * 8 * 2
         answers = ask(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
         assert [answer.forward_bytes for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
 
+    @core
     def test_a_segment_over_two_ranks_stays_with_them(self, world: World) -> None:
         """By hand: segments of two shards each are two rings of two."""
         shard = 12 * 4 * 8 * 8 * 2

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
 from ring_backends.testing.rings import (
@@ -251,6 +251,7 @@ class TrainingTests(AdapterSuite):
                 for name, tensor in state.items():
                     assert torch.equal(other[name], tensor), f"{name} is off by {(other[name] - tensor).abs().max()}"
 
+    @core
     @requires("training")
     @pytest.mark.parametrize("name", BAD_OPTIONS)
     def test_bad_options_are_refused_by_name(self, world: World, name: str) -> None:

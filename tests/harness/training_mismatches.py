@@ -14,7 +14,7 @@ from torch import nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.ring import Ring
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring
@@ -141,6 +141,7 @@ class TrainingMismatchTests(AdapterSuite):
             assert "no optimizer today" in ended.message, ended
             assert ended.seconds < AT_ONCE, ended
 
+    @core
     @requires("training")
     def test_a_refusal_on_one_rank_is_reported(self, world: World) -> None:
         endings = world.run(refuse_alone, self.adapter, dict(self.framework_options))
@@ -151,6 +152,7 @@ class TrainingMismatchTests(AdapterSuite):
             assert "step() after 0 of 1 backward calls" in endings[rank].message, endings[rank]
             assert endings[rank].seconds < AT_ONCE, endings[rank]
 
+    @core
     @requires("training")
     def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self, world: World) -> None:
         endings = world.run(stay_away, self.adapter, dict(self.framework_options))

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.models import Normalized, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
@@ -240,6 +240,7 @@ class TrainingStepTests(AdapterSuite):
                 assert later.seconds < AT_ONCE, later
             assert "backward() raised" in backward.message, backward
 
+    @core
     @requires("training")
     @pytest.mark.parametrize("what", [refuse_to_parallelize, lose_a_buffer])
     def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:

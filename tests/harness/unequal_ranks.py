@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring.ring import Ring
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter
 from ring_backends.testing.rings import FOUR, TWO, backend, ring_here
@@ -211,6 +211,7 @@ class UnequalRankTests(AdapterSuite):
             assert (ranks, type(ranks)) == (6, int)
             assert weights == pytest.approx(4.45, rel=1e-7)
 
+    @core
     @requires("training")
     @pytest.mark.parametrize("name", BAD_COUNTS)
     def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
