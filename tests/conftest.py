@@ -1,4 +1,4 @@
-"""The harness as a plugin, which test files a session collects, and how long each of them took."""
+"""Loads the harness as a plugin, selects test files by framework, and reports the duration of each file."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-# Before the plugin is imported, so that the harness's own assertions explain themselves.
+# This has to precede the import of the plugin, so that pytest rewrites the assertions of the harness.
 pytest.register_assert_rewrite("ring_backends.testing")
 
 pytest_plugins = ["ring_backends.testing.plugin", "pytester"]
@@ -19,7 +19,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--framework",
         choices=("none", *FRAMEWORKS),
-        help="collect the files test_FRAMEWORK*.py alone; none: all files but these",
+        help="collect only the files test_FRAMEWORK*.py; none: collect all other files",
     )
 
 
@@ -32,7 +32,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """One line per file: how many tests passed, and the seconds of all of them, by one process after the other."""
+    """Print one line per file: the number of passed tests, and the sum of their durations over all workers."""
     passed: Counter[str] = Counter()
     seconds: Counter[str] = Counter()
     for reports in terminalreporter.stats.values():

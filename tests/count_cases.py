@@ -1,7 +1,7 @@
 """Count the test cases of each file, for tables in the documentation.
 
-``python tests/count_cases.py tests/test_native.py -k "lost or late"`` takes the arguments of pytest. The table has a
-column for the quick command's cases, and columns for those marked ``matrix``, ``slow`` and ``soak``.
+``python tests/count_cases.py tests/test_native.py -k "lost or late"`` accepts the arguments of pytest. The table
+has a column for the cases of the quick command, and columns for the marks ``matrix``, ``slow`` and ``soak``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SETS = ("quick", "matrix", "slow", "soak")
 
 
 class CountCases:
-    """A pytest plugin that counts what a session collects, by file and set."""
+    """A pytest plugin that counts the collected cases by file and set."""
 
     def __init__(self) -> None:
         self.by_file: defaultdict[str, Counter[str]] = defaultdict(Counter)

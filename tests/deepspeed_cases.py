@@ -1,4 +1,4 @@
-"""What the tests of the DeepSpeed adapter share."""
+"""Helpers of the tests of the DeepSpeed adapter."""
 
 from __future__ import annotations
 
@@ -35,26 +35,26 @@ WITHOUT = MappingProxyType(
     {
         "fp64 parameters": _FP32,
         "fp64 clipping": _FP32,
-        "another ring size": "DeepSpeed's checkpoints hold the shards of so many ranks",
+        "another ring size": "DeepSpeed's checkpoints hold one shard per rank",
         "copies of a wrapped model": "an engine holds process groups",
     }
 )
 
 
 SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
-"""By default every ZeRO engine has buffers of gigabytes."""
+"""Small buffers for ZeRO. The default buffers take gigabytes."""
 
 
 slow = pytest.mark.slow
 
 
 def slow_but(*quick: Any, of: Iterable[Any] = range(4)) -> list[Any]:
-    """Values of a parameter, by default the ZeRO stages, of which all but a few are slow."""
+    """Values for ``parametrize``, by default the ZeRO stages. All values except ``quick`` are marked slow."""
     return [value if value in quick else pytest.param(value, marks=slow) for value in of]
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:
-    """Options of ``parallelize``."""
+    """Options of ``parallelize`` for a ZeRO stage with small buffers."""
     return {"zero_stage": stage, "config": {"zero_optimization": SMALL_BUFFERS}, **options}
 
 
@@ -66,7 +66,7 @@ def check_stage(
     tolerance: float,
     function: Any = train,
 ) -> None:
-    """The same moves as in one process, and the very same numbers on all ranks."""
+    """Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
     by_rank = world.run(function, ADAPTER, rings, "zigzag", recipe, dict(options))
     check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, f"{options} of {rings}")
 
@@ -84,11 +84,11 @@ def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None)
 
 
 NEEDS: Any = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
-"""What ``ring_size="auto"`` wants to know."""
+"""The arguments that ``ring_size="auto"`` requires."""
 
 
 class SmallModel(nn.Module):
-    """Tokens [batch, local seq] to logits, with rotary positions."""
+    """A model with rotary positions. Its input is tokens [batch, local seq], its output logits."""
 
     def __init__(self, ring: Any) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def one_step_alone() -> list[State]:
 
 
 def a_batch() -> tuple[Tensor, Tensor]:
-    """Tokens and labels [2, 32]; the last quarter has no labels."""
+    """Tokens and labels [2, 32]. The last quarter of the labels is ignored."""
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(11, (2, 32), generator=generator)
     labels = tokens.roll(-1, 1)
@@ -142,7 +142,7 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 class Checkpointed(nn.Module):
-    """A layer that is computed again in backward."""
+    """A layer with activation checkpointing."""
 
     def __init__(self, layer: nn.Module, how: str) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ class Checkpointed(nn.Module):
 
 
 def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
-    """Gradients of two checkpointed calls of attention, and the messages of this rank in the forward, and in all."""
+    """Two checkpointed calls of attention: gradients, messages of the forward, and messages of forward and backward."""
     from deepspeed import checkpointing
     from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 
@@ -184,7 +184,7 @@ def rename(name: str) -> str:
 
 
 def train_checkpointed(how: str, options: dict[str, Any]) -> list[State]:
-    """One step on a ring of four ranks, with the attention layer computed twice."""
+    """Take a step on a ring of four ranks, with activation checkpointing of the attention layer."""
     from ring_backends.adapters import deepspeed as backend
 
     ring = ring_here(ADAPTER, FOUR)

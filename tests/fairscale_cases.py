@@ -1,4 +1,4 @@
-"""What the tests of the FairScale adapter share."""
+"""Helpers of the tests of the FairScale adapter."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASE = AttentionCase(
 
 
 class GroupedRecipe(Recipe):
-    """Two parameter groups with rates and decays of their own."""
+    """A recipe with two parameter groups that have different learning rates and weight decays."""
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         matrices, vectors = [], []
@@ -43,7 +43,7 @@ class GroupedRecipe(Recipe):
 
 
 def train_here(*args: Any) -> list[State]:
-    """As the suite does, with arguments of this module's classes."""
+    """Call the harness's ``train``. The ranks import this module, which their arguments need."""
     return train(*args)
 
 

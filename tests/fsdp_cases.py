@@ -1,4 +1,4 @@
-"""What the tests of the FSDP adapter share."""
+"""Helpers of the tests of the FSDP adapter."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
 from ring_backends.testing.rings import RingSpec, ring_here
 
-pytest.importorskip("numpy")  # which the adapter needs
+pytest.importorskip("numpy")  # the adapter needs NumPy
 
 from ring_backends.adapters import fsdp
 

@@ -66,7 +66,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def rows_outside(lse: Tensor) -> Tensor:
-    """The memory layout in which the CPU operator returns its LSE."""
+    """The same LSE with its rows as the outermost dim in memory, like the LSE of the CPU operator."""
     return lse.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -90,7 +90,7 @@ def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = T
 
 
 def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """query, key, value, grad_out in `dtype` (values, not yet laid out) and the key mask of all keys."""
+    """query, key, value and grad_out in ``dtype``, in contiguous memory, and the mask of all keys."""
     generator = torch.Generator().manual_seed(case.seed)
     heads, seq_k = case.kv_heads * case.repeats, case.seq_k + case.seq_older
 
@@ -100,7 +100,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
     query, key, value = normal(heads, case.seq_q), normal(case.kv_heads, seq_k), normal(case.kv_heads, seq_k)
     key_mask = torch.rand(case.batch, case.kv_heads, seq_k, generator=generator) < 0.4
-    # Rows that see nothing (first head), only the older tile (last head), or nothing at the start (causal).
+    # Some rows see no key (first head), only keys of the older tile (last head), or no key at the start (causal).
     key_mask[0, 0] = True
     key_mask[-1, -1, : case.seq_k] = True
     key_mask[..., 0] = True
@@ -108,7 +108,7 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
 
 def hidden_pairs(case: Case, key_mask: Tensor) -> Tensor:
-    """[B, Hq, Sq, Sk + older]: which pairs do not see each other."""
+    """bool [B, Hq, Sq, Sk + older]: True where a query does not see a key."""
     future = torch.zeros(case.seq_q, key_mask.shape[-1], dtype=torch.bool)
     if case.is_causal:
         future[:, : case.seq_k] = torch.ones(case.seq_q, case.seq_k, dtype=torch.bool).triu(1)
@@ -137,7 +137,7 @@ def dense_with_grads(
 def magnitudes(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
 ) -> dict[str, float]:
-    """How large the terms are that each result sums up: what one rounding is relative to."""
+    """The magnitude of the terms that each result sums. Rounding errors are relative to it."""
     repeats = query.shape[1] // key.shape[1]
     q, do = query.abs(), grad_out.abs()
     k, v = (x.abs().repeat_interleave(repeats, 1) for x in (key, value))
@@ -164,7 +164,7 @@ def tile_backward(
     hidden: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients' formula, with P from the LSE; rows with an infinite LSE have P = 0."""
+    """dq, dk and dv by formula, with the weights P computed from the LSE. Rows with infinite LSE have P = 0."""
     repeats = query.shape[1] // key.shape[1]
     k, v = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
     p = torch.exp(query @ k.transpose(-1, -2) * scale - lse.unsqueeze(-1))
@@ -179,7 +179,7 @@ def largest(x: Tensor) -> float:
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
-    """Largest deviation; infinities must sit where they are expected, and a NaN is an infinite error."""
+    """The largest deviation. It is infinite for a NaN and for an unexpected or missing infinity."""
     actual, expected = actual.cpu().double(), expected.double()
     assert actual.shape == expected.shape
     same = actual == expected
@@ -187,7 +187,7 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
-    """out, lse, dq, dk, dv of both tiles under one softmax, merged in fp64."""
+    """out, lse, dq, dk and dv of both tiles, merged in fp64 to one softmax."""
     *tensors, key_mask = make_inputs(case, dtype)
     query, key, value, grad_out = (LAYOUTS[case.layout](x.to(device)) for x in tensors)
     key_mask = key_mask.to(device)
@@ -226,7 +226,7 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
             )
         )
         assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for grad in grads[-1])
-    assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "an input was edited"
+    assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
     (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
     return {
         "out": out,
@@ -248,7 +248,7 @@ def check(kernel: Kernel, case: Case, dtype: torch.dtype, device: str = "cpu") -
         limits = dict.fromkeys(expected, 1e-10)
     else:
         plain = dense_with_grads(*tensors, hidden, case.scale)
-        # The backward is given the merged out, of tiles rounded to dtype: what that costs is not its doing.
+        # The backward receives a merged out that is rounded to dtype. The limits allow for this rounding.
         rounded = actual["out"].cpu().to(dtype).double()
         grads = tile_backward(exact[3], *exact[:3], rounded, expected["lse"], hidden, case.scale)
         given = {name: error(grad, expected[name]) for name, grad in zip(("dq", "dk", "dv"), grads, strict=True)}

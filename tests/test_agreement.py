@@ -1,4 +1,4 @@
-"""What a rank does when the store that ranks agree by does not answer, or only some of them call."""
+"""Agreement of ranks: a store that does not answer, refusals, timeouts, and the check of configurations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.watchdog import Watchdog
 
 A_MOMENT = 1.0
-"""Seconds that a busy machine may take beyond what it is told to wait."""
+"""Seconds by which a busy machine may exceed a timeout."""
 
 HOST = """
 import sys, time
@@ -34,7 +34,7 @@ time.sleep(600)
 
 @pytest.fixture
 def host() -> Iterator[tuple[subprocess.Popen[str], Any]]:
-    """A process that hosts a store, and a client of it here."""
+    """A process that hosts a store, and a client of the store in this process."""
     with subprocess.Popen([sys.executable, "-c", HOST], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         yield process, TCPStore("127.0.0.1", int(process.stdout.readline()), is_master=False)
@@ -64,8 +64,8 @@ def test_a_refusal_where_the_store_is_gone(host: tuple[subprocess.Popen[str], An
     agreement(store, 0).refuse(ValueError("w = 0"))
 
 
-def both(first: Any, second: Any) -> list[BaseException | None]:
-    """Two ranks' parts, at the same time; what each raised."""
+def run_both(first: Any, second: Any) -> list[BaseException | None]:
+    """Run the calls of two ranks in parallel. Returns the error of each rank, or None."""
     raised: list[BaseException | None] = [None, None]
 
     def run(index: int, part: Any) -> None:
@@ -82,21 +82,21 @@ def both(first: Any, second: Any) -> list[BaseException | None]:
     return raised
 
 
-def test_after_a_refusal_the_ranks_are_in_step() -> None:
+def test_ranks_agree_on_a_call_after_a_refusal() -> None:
     store = HashStore()
     ranks = [agreement(store, rank, 20.0) for rank in range(2)]
     first, second = Configuration({"seq_len": 8}), Configuration({"seq_len": 9})
-    told = both(lambda: ranks[0].begin(first), lambda: ranks[1].refuse(ValueError("w = 0")))
-    assert isinstance(told[0], RingMismatchError)
-    assert "rank 1 refused its arguments with ValueError: w = 0" in str(told[0])
+    errors = run_both(lambda: ranks[0].begin(first), lambda: ranks[1].refuse(ValueError("w = 0")))
+    assert isinstance(errors[0], RingMismatchError)
+    assert "rank 1 refused its arguments with ValueError: w = 0" in str(errors[0])
     calls = []
-    told = both(*(lambda rank=rank: calls.append(rank.begin(second)) for rank in ranks))
-    assert told == [None, None]
+    errors = run_both(*(lambda rank=rank: calls.append(rank.begin(second)) for rank in ranks))
+    assert errors == [None, None]
     assert calls[0].tag(0) == calls[1].tag(0)
 
 
 def test_a_call_ends_within_its_timeout() -> None:
-    """What a rank asks after a wait that has failed is within it, too."""
+    """The timeout includes the questions that a rank asks the store after a failed wait."""
     for seconds in (1.0, 4.0):
         alone = agreement(HashStore(), 0, seconds)
         started = time.monotonic()
@@ -105,28 +105,28 @@ def test_a_call_ends_within_its_timeout() -> None:
         assert seconds / 2 < time.monotonic() - started < seconds + A_MOMENT
 
 
-def test_another_order_is_another_configuration() -> None:
-    """What a JSON text keeps and a comparison of dicts does not."""
+def test_the_order_of_fields_is_part_of_the_configuration() -> None:
+    """The order of keys matters. A JSON text has an order, but a comparison of dicts ignores it."""
     store = HashStore()
     ranks = [agreement(store, rank, 20.0) for rank in range(2)]
     configurations = Configuration({"a": 1, "b": 2, "c": 3}), Configuration({"a": 1, "c": 3, "b": 2})
-    told = both(*(partial(rank.begin, mine) for rank, mine in zip(ranks, configurations, strict=True)))
-    for error in told:
+    errors = run_both(*(partial(rank.begin, mine) for rank, mine in zip(ranks, configurations, strict=True)))
+    for error in errors:
         assert isinstance(error, RingMismatchError)
         assert "the order of their fields, at place 1 (rank 0: b, rank 1: c)" in str(error)
 
 
 def test_differing_lists_are_shown_by_their_differences() -> None:
     names = [f"block {index}" for index in range(100)]
-    told = describe_differences({0: {"parts": names}, 1: {"parts": names[:-1]}})
-    assert "parts (rank 0: ['block 99'], rank 1: [])" in told
-    told = describe_differences({0: {"parts": names}, 1: {"parts": [names[1], names[0], *names[2:]]}})
-    assert "parts (rank 0: block 0 at place 0, rank 1: block 1 at place 0)" in told
+    text = describe_differences({0: {"parts": names}, 1: {"parts": names[:-1]}})
+    assert "parts (rank 0: ['block 99'], rank 1: [])" in text
+    text = describe_differences({0: {"parts": names}, 1: {"parts": [names[1], names[0], *names[2:]]}})
+    assert "parts (rank 0: block 0 at place 0, rank 1: block 1 at place 0)" in text
 
 
-def test_a_look_at_a_wait_that_ends_meanwhile() -> None:
-    """The thread that looks goes on, whatever one of the rings raises."""
-    watch, looked = Watchdog(), threading.Event()
+def test_the_watchdog_continues_after_an_error() -> None:
+    """The watchdog thread continues if one of its rings raises."""
+    watch, checked = Watchdog(), threading.Event()
 
     class Failing:
         def wait_number(self) -> int:
@@ -140,12 +140,12 @@ def test_a_look_at_a_wait_that_ends_meanwhile() -> None:
             return 1
 
         def end_vain_wait(self) -> None:
-            looked.set()
+            checked.set()
 
     rings = Failing(), Waiting()
     for ring in rings:
         watch.add(ring)
-    assert looked.wait(10)
+    assert checked.wait(10)
     watch.stop(10)
 
 
@@ -154,5 +154,5 @@ def test_checks_do_not_fill_the_store() -> None:
     ranks = [agreement(store, rank, 20.0) for rank in range(2)]
     for seq_len in range(1, 30):
         configuration = Configuration({"seq_len": seq_len})
-        assert both(*(partial(rank.begin, configuration) for rank in ranks)) == [None, None]
+        assert run_both(*(partial(rank.begin, configuration) for rank in ranks)) == [None, None]
     assert store.num_keys() <= 4

@@ -1,4 +1,4 @@
-"""The all-gather method is exact and moves only the rows that other ranks need; the fp64 numbers of ``compare``."""
+"""The all-gather method is exact and sends only needed rows. The fp64 reference of ``compare`` is exact."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ NATIVE = "ring_backends.adapters.native"
 
 
 def tensors(seq_len: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    """query, key, value and the gradient of out."""
+    """Random query, key, value and gradient of out."""
     generator = torch.Generator().manual_seed(seq_len)
     sizes = (heads, kv_heads, kv_heads, heads)
     return [torch.randn(2, seq_len, size, 4, generator=generator, dtype=torch.float64).to(dtype) for size in sizes]
 
 
 def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool) -> list[Tensor]:
-    """out, dq, dk and dv."""
+    """out, dq, dk and dv of the dense reference."""
     *leaves, grad_out = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
     out, _ = reference_attention(
@@ -61,7 +61,7 @@ def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool)
         (5, 2, 2, (3,), (8,)),  # a rate above the segment length
     ],
 )
-def test_the_fp64_numbers_are_the_references(
+def test_the_fp64_values_of_compare_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     seq_len: int,
     heads: int,
@@ -87,7 +87,7 @@ def gathered(
     layout: LayoutKind,
     cut: bool = False,
 ) -> list[Tensor]:
-    """Run by every rank: out, dq, dk and dv by the all-gather method, put together."""
+    """out, dq, dk and dv of the all-gather method for the whole sequence. Every rank calls this."""
     ring = ring_here(NATIVE, rings)
     assert ring is not None
     ring, seq_len = ring.with_layout(layout), inputs[0].shape[1]
@@ -139,15 +139,15 @@ def test_all_gather_sums_in_fp32(world: World) -> None:
 
 
 def tcp_bytes_sent() -> int:
-    """What this process' sockets have sent, but for what a busy machine made TCP send again.
+    """The bytes that the TCP sockets of this process have sent, without retransmissions.
 
-    Linux counts it: tcpi_bytes_sent and, behind it, tcpi_bytes_retrans of struct tcp_info.
+    Linux counts them in ``struct tcp_info``: ``tcpi_bytes_sent``, followed by ``tcpi_bytes_retrans``.
     """
     total = 0
     for name in os.listdir("/proc/self/fd"):
         try:
             descriptor = os.dup(int(name))
-        except OSError:  # the one that listed the directory
+        except OSError:  # os.listdir() has closed this descriptor
             continue
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -161,7 +161,7 @@ def tcp_bytes_sent() -> int:
 
 
 def collectives(rings: RingSpec, inputs: list[Tensor], pattern: DilatedPattern) -> dict[str, Any]:
-    """Run by every rank: the collectives of one call with the bytes they were given, and bytes stated and sent."""
+    """The buffer bytes of each collective of a call, the stated bytes, and the sent bytes. Every rank calls this."""
     ring = ring_here(NATIVE, rings)
     assert ring is not None
     seq_len = inputs[0].shape[1]
@@ -185,10 +185,10 @@ def collectives(rings: RingSpec, inputs: list[Tensor], pattern: DilatedPattern) 
     }
 
 
-@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="reads what Linux counts per socket")
-def test_all_gather_moves_only_rows_that_others_need_and_says_how_many(world: World) -> None:
-    # A shard is 4,096 rows. (2048, 1) stays within it. Of (8192, 4), which two ranks share, the first has to give 1,024
-    # rows for each of 4 (key/value head, offset) pairs, and of (16384, 16) 256 rows for each of 4.
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs the socket option TCP_INFO")
+def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world: World) -> None:
+    # A shard has 4,096 rows, so (2048, 1) sends nothing. Two ranks share a segment of (8192, 4): the first sends 1,024
+    # rows for each of 4 (key/value head, offset) pairs. For (16384, 16), a rank sends 256 rows for each of 4 pairs.
     pattern = DilatedPattern((2048, 8192, 16384), (1, 4, 16))
     rows = 4 * 1024 + 4 * 256
     gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32

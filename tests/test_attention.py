@@ -1,4 +1,4 @@
-"""One device and a ring of threads against the dense fp64 reference: out, LSE, dq, dk and dv, each on its own."""
+"""One device and a ring of threads against the dense fp64 reference: out, LSE, dq, dk and dv are checked each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def marks_of_reference(case: AttentionCase) -> dict[str, Tensor | None]:
 
 
 def plain_results(case: AttentionCase) -> Results:
-    """torch's own attention of the case's dtype over the same multiset of keys: the yardstick for rounding."""
+    """torch's attention with the same multiset of keys, in the dtype of the case. It bounds the rounding error."""
     query, key, value, grad_out, mask = case.tensors()
     options = {name: case.options()[name] for name in ("is_causal", "head_mode", "offset")}
     pattern = (case.seq_len, case.num_heads, case.segment_lengths, case.dilation_rates)
@@ -62,7 +62,7 @@ def plain_results(case: AttentionCase) -> Results:
         dtype=case.dtype,
     )
 
-    # A key that counts c times stands there c times, and so does a phantom key of zeros.
+    # Repeat a key that counts c times c times. Phantom keys are rows of zeros.
     counts = counts.expand(case.batch, -1, -1, -1)
     if mask is not None:
         counts = counts.masked_fill(mask[:, None, None, :], 0)
@@ -99,7 +99,7 @@ def single_device_results(case: AttentionCase, **options: Any) -> Results:
 
 
 def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tuple[Results, list[ThreadRing]]:
-    """The results of a ring of threads, put together, and its ranks, with what they sent."""
+    """The whole results of a ring of threads, and its rings by rank, which have the traffic."""
     query, key, value, grad_out, mask = case.tensors()
     options = {name: value for name, value in case.options().items() if name != "is_causal"}
 
@@ -128,7 +128,7 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
 
 
 def error_norm(actual: Tensor, expected: Tensor) -> float:
-    """The norm of the difference; infinite where one is infinite or NaN and the other is not the same."""
+    """The norm of the difference. It is infinite if NaNs or infinities differ."""
     actual, expected = actual.double(), expected.double()
     difference = torch.where(actual == expected, 0.0, actual - expected)
     return float(difference.norm()) if difference.isfinite().all() else math.inf
@@ -151,7 +151,7 @@ def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
     check_exact(single_device_results(case, kernel="math"), reference_results(case))
 
 
-# Large enough that the ratio of two error norms is not a matter of luck.
+# These cases are large, so that the ratio of two error norms depends little on chance.
 LOW_PRECISION_CASES = attention_cases(
     dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32], dropout_ps=[0.0]
 ).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
@@ -161,7 +161,7 @@ LOW_PRECISION_CASES = attention_cases(
 @given(LOW_PRECISION_CASES)
 def test_rounding_is_at_most_twice_that_of_plain_attention(case: AttentionCase) -> None:
     actual, plain, exact = single_device_results(case), plain_results(case), reference_results(case)
-    # Where plain attention happens to be exact, a few roundings per number are the least one can ask.
+    # Allow a few roundings per number, because plain attention can be exact by chance.
     rounding = 4 * max(map(_largest, exact.values())) * torch.finfo(torch.float32).eps
     for name in NAMES:
         floor = rounding * math.sqrt(exact[name].numel())
@@ -180,7 +180,7 @@ def _largest(tensor: Tensor) -> float:
     st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]),
     st.sampled_from(["contiguous", "zigzag"]),
 )
-def test_ring_equals_the_reference_and_sends_what_the_schedule_says(
+def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
     actual, rings = thread_ring_results(case, ring_size, layout)
@@ -256,8 +256,8 @@ def test_two_equal_branches_count_every_key_twice() -> None:
 
 
 @pytest.mark.parametrize("autocast_dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_as_scaled_dot_product_attention(autocast_dtype: torch.dtype) -> None:
-    """Everything but fp64 is cast, mixed dtypes among it; gradients come back in the dtype of the inputs."""
+def test_autocast_as_in_scaled_dot_product_attention(autocast_dtype: torch.dtype) -> None:
+    """Autocast casts all dtypes except fp64, also mixed ones. Gradients have the dtypes of the inputs."""
     query = torch.randn(1, 32, 2, 8, requires_grad=True)
     key = torch.randn(1, 32, 2, 8).half().requires_grad_()
     value = torch.randn(1, 32, 2, 8).bfloat16().requires_grad_()
@@ -299,8 +299,8 @@ def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
     assert query.grad.shape == shape
 
 
-def test_a_compiled_function_around_it_gives_the_same() -> None:
-    """It breaks the graph; a module's call does not."""
+def test_dilated_attention_in_a_compiled_function() -> None:
+    """``dilated_attention`` breaks the graph. The call of a module does not."""
     case = AttentionCase(seq_len=24, segment_lengths=(8, 24), dilation_rates=(1, 2), num_heads=2, num_kv_heads=2)
     query, key, value, grad_out, _ = case.tensors()
     leaves = [x.requires_grad_() for x in (query, key, value)]

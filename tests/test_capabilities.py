@@ -1,4 +1,4 @@
-"""Capabilities switch the tests of the shared suites; a misspelled capability is an error."""
+"""Capabilities select the tests of the shared suites. A misspelled capability is an error."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ring_backends.testing.capabilities import CAPABILITIES, AdapterSuite, requi
 from ring_backends.testing.suite import AdapterTests
 
 
-def test_a_capability_that_does_not_exist_is_an_error_when_the_class_is_made():
-    with pytest.raises(ValueError, match="unknown capability \\['fly'\\]: choose from 'several rings per world'"):
+def test_an_unknown_capability_raises_when_the_class_is_defined():
+    with pytest.raises(ValueError, match="unknown capabilities \\['fly'\\]: choose from 'several rings per world'"):
         type("TestFlying", (AdapterSuite,), {"without": {"fly": "it has no wings"}})
-    with pytest.raises(ValueError, match="unknown capability"):
+    with pytest.raises(ValueError, match="unknown capabilities"):
         requires("fly")
 
 
 def capabilities_of(test: Callable[..., object]) -> set[str | None]:
-    """Those that a test requires, or one of its parameters."""
+    """The capabilities that a test or one of its parameters requires."""
     found = set(getattr(test, "required_capabilities", ()))
     for mark in getattr(test, "pytestmark", ()):
         if mark.name == "parametrize":
@@ -30,10 +30,10 @@ def capabilities_of(test: Callable[..., object]) -> set[str | None]:
     return found
 
 
-def test_every_capability_switches_a_test() -> None:
+def test_every_capability_is_required_by_a_test() -> None:
     tests = [test for suite in (AdapterTests, HostTests) for name, test in inspect.getmembers(suite) if "test_" in name]
     required = set().union(*map(capabilities_of, tests))
-    # Without this one, tests expect an error instead of being skipped.
+    # For adapters without "parameters of some ranks", tests expect an error. They are not skipped.
     assert set(CAPABILITIES) == required - {None} | {"parameters of some ranks"}
 
 
@@ -71,7 +71,7 @@ def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
     result.stdout.fnmatch_lines(["*without save and load: it forgets", "*without device mesh axis: it has no mesh"])
 
 
-def test_core_behaviour_is_left_to_the_matrix_where_a_class_says_so(pytester: pytest.Pytester) -> None:
+def test_core_in_matrix_marks_core_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-m", "not matrix")
     result.assert_outcomes(passed=13, skipped=6, deselected=1)

@@ -1,4 +1,4 @@
-"""Keeping attention on one device: no tile is computed twice, and what counts operators counts as before."""
+"""Kept attention on one device: no tile is computed twice, and operator counts do not change."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def region(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def tiles(run: Any) -> tuple[list[Tensor], int]:
-    """Gradients, and how many tiles were computed for them, of forward and backward."""
+    """The gradients, and the number of computed tiles in forward and backward."""
     tensors = inputs()
     with recorded(native.RingDilatedAttention) as recording:
         grads = torch.autograd.grad(run(region, *tensors).square().sum(), tensors)
@@ -56,7 +56,7 @@ def test_no_tile_is_computed_twice(run: Any) -> None:
 
 
 def test_the_kept_tensors_are_out_and_lse() -> None:
-    """Of every call, and nothing that its tiles made."""
+    """Tensors of tiles are not kept."""
     kept: list[tuple[Any, tuple[int, ...]]] = []
     with keep_attention()[0] as forward:
         region(*inputs(torch.bfloat16))
@@ -67,7 +67,7 @@ def test_the_kept_tensors_are_out_and_lse() -> None:
 
 
 def test_recomputation_repeats_the_dropout_of_the_forward() -> None:
-    """Even where torch is told not to put its generator back, out of which the seed came."""
+    """This also holds with ``preserve_rng_state=False``, although torch's generator provides the seed."""
     attention = native.RingDilatedAttention(*BRANCHES, dropout_p=0.4)
     grads = []
     for run in (
@@ -88,7 +88,7 @@ def test_remembered_tensors_belong_to_one_call() -> None:
         remembering(*inputs())
 
 
-def test_operations_inside_are_counted() -> None:
+def test_flop_counters_count_operations_inside() -> None:
     attention = native.RingDilatedAttention([64], [1], kernel="math")
     with FlopCounterMode(display=False) as counter:
         attention(*inputs())

@@ -1,4 +1,4 @@
-"""Files and folders that take another's place: whole or not at all, also through links, and after a kill in between."""
+"""Atomic replacement of files and folders, also through symlinks and after a kill."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def save(path: Path, text: str) -> None:
     replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
 
 
-def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
+def test_a_folder_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     for text in ("one", "two"):
         save(path, text)
@@ -39,7 +39,7 @@ def test_a_folder_takes_the_place_of_another(tmp_path: Path) -> None:
     assert find_checkpoint(ALONE, path) == path
 
 
-def test_a_link_stays_one(tmp_path: Path) -> None:
+def test_a_symlink_stays_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     for name, write in (("folder", lambda path: save(path, "one")),
                         ("file", lambda path: replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
@@ -52,8 +52,8 @@ def test_a_link_stays_one(tmp_path: Path) -> None:
         assert find_checkpoint(ALONE, link) == target
 
 
-def test_a_kill_while_the_old_one_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is left of it may still be removed."""
+def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save removes the rest of the old checkpoint."""
     path = tmp_path / "checkpoint"
     save(path, "one")
     for name in ("a", "z"):
@@ -107,7 +107,7 @@ def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
     assert find_checkpoint(ALONE, tmp_path / "checkpoint") is None
 
 
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+def test_other_files_are_not_replaced(tmp_path: Path) -> None:
     pipe, documents, empty = tmp_path / "pipe", tmp_path / "documents", tmp_path / "empty"
     os.mkfifo(pipe)
     documents.mkdir()
@@ -124,13 +124,13 @@ def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
         check_place(empty, is_folder=False)
 
 
-def test_what_lies_where_a_checkpoint_is_written_is_not_removed(tmp_path: Path) -> None:
+def test_files_at_the_temporary_path_are_not_removed(tmp_path: Path) -> None:
     (tmp_path / "checkpoint.unfinished" / "my files").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"checkpoint\.unfinished"):
         check_place(tmp_path / "checkpoint", is_folder=True)
 
 
-def test_a_checkpoint_is_replaced(tmp_path: Path) -> None:
+def test_places_that_may_be_replaced(tmp_path: Path) -> None:
     for name in ("nothing", "file"):
         for is_folder in (False, True):
             check_place(tmp_path / name, is_folder=is_folder)
@@ -139,7 +139,7 @@ def test_a_checkpoint_is_replaced(tmp_path: Path) -> None:
     check_place(tmp_path / "folder", is_folder=True)
 
 
-def test_a_folder_that_is_not_what_was_written(tmp_path: Path) -> None:
+def test_a_damaged_or_incomplete_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one two three")
     whole = check_folder(ALONE, path)
@@ -157,7 +157,7 @@ def test_a_folder_that_is_not_what_was_written(tmp_path: Path) -> None:
         check_folder(ALONE, path)
 
 
-def test_every_flipped_bit_and_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
+def test_flipped_bits_and_truncation_are_detected(tmp_path: Path) -> None:
     path, saved = tmp_path / "checkpoint", {"model": {"weight": torch.randn(50)}, "step": 3}
     save_file(ALONE, lambda: saved, path)
     whole = path.read_bytes()
@@ -167,7 +167,7 @@ def test_every_flipped_bit_and_cut_of_a_file_is_noticed(tmp_path: Path) -> None:
     for index in range(len(whole)):
         spoiled = bytearray(whole)
         spoiled[index] ^= 1 << index % 8
-        # But for the two bytes that only say how long the checksum is.
+        # Skip the two bytes that hold only the length of the checksum.
         if index in range(len(whole) - 73, len(whole) - 71):
             continue
         for content in (spoiled, whole[:index]):
@@ -180,7 +180,7 @@ class OwnNumber:
     pass
 
 
-def test_numbers_of_numpy_become_plain_and_others_are_refused() -> None:
+def test_numpy_numbers_are_converted_and_other_objects_are_refused() -> None:
     numpy = pytest.importorskip("numpy")
     state = {"lr": numpy.float64(0.1), "betas": (numpy.float32(0.5), 1), "names": ["a"], "on": True, "x": torch.ones(1)}
     plain = as_loadable(state, "state")

@@ -1,7 +1,6 @@
-"""The command line: what it says, what it writes, how it ends.
+"""The command line: printed text, written files and exit codes.
 
-A run that starts ranks costs seconds, so each is made once and asked several things. What needs no rank of its own
-runs in this process.
+Starting ranks takes seconds, so several tests share each such run. Commands that start no ranks run in this process.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "M
 
 
 def environment(**extra: str) -> dict[str, str]:
-    """This process' environment, without a launcher's variables, with this package importable in any directory."""
+    """The environment of this process, without the variables of a launcher, and with this package on the path."""
     inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
     search_path = os.pathsep.join(filter(None, [PACKAGES, inherited.get("PYTHONPATH")]))
     return {**inherited, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **extra}
@@ -45,12 +44,12 @@ def run(*arguments: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess
 
 
 def invoke(*arguments: str) -> Any:
-    """Run a command in this process, for what starts no rank and imports nothing new."""
+    """Run a command in this process. It must not start ranks or import new modules."""
     return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments))
 
 
 def train(cwd: Path, *arguments: str, **extra: str) -> tuple[dict[str, Any], str]:
-    """``train`` with these options: what --json holds, and what was printed."""
+    """Run ``train``. Returns the content of the --json file, and the printed text."""
     done = run("train", *SMALL, "--json", "run.json", *arguments, cwd=cwd, **extra)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
@@ -72,10 +71,10 @@ def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any],
     return *train(cwd, "--steps", "2", "--nproc-per-node", "2", "--save", "checkpoint.pt"), cwd
 
 
-# Words
+# Help and errors
 
 
-def test_help_names_every_command_and_version_is_the_packages() -> None:
+def test_help_lists_every_command_and_version_is_printed() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
     assert all(command in shown.output for command in ("train", "compare", "plan", "info", "convert"))
@@ -160,10 +159,10 @@ def test_an_error_of_a_rank_is_one_line(arguments: list[str], line: str) -> None
     assert re.fullmatch(f"ring-backends train: error: {line}.*\n", refused.stderr), refused.stderr
 
 
-# Text
+# Training text
 
 
-def test_the_default_text_is_this_pythons_library_in_a_fixed_order() -> None:
+def test_the_default_text_is_the_standard_library_in_a_fixed_order() -> None:
     paths = standard_library_sources()
     assert paths == standard_library_sources()
     assert {"abc.py", "ast.py", "argparse.py"} <= {path.name for path in paths}
@@ -171,7 +170,7 @@ def test_the_default_text_is_this_pythons_library_in_a_fixed_order() -> None:
     assert sum(path.stat().st_size for path in paths) > 20 * 131072
 
 
-def test_windows_are_consecutive_wrap_around_and_leave_the_tail_alone(tmp_path: Path) -> None:
+def test_windows_are_consecutive_wrap_around_and_exclude_the_evaluation_text(tmp_path: Path) -> None:
     text = bytes(range(100))
     sizes = [7, 0, 50, 43]
     paths = []
@@ -232,7 +231,7 @@ def test_two_ranks_train_as_one_and_use_the_ring(
 
 
 @pytest.mark.slow
-def test_a_resumed_run_goes_on_as_if_it_had_not_stopped(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
 ) -> None:
     stopped, _, cwd = two_ranks
@@ -253,7 +252,7 @@ def test_resuming_with_other_options_is_refused(
     assert "--lr: lr = 0.5: the run that saved checkpoint.pt had 0.003" in refused.stderr
 
 
-def test_lists_with_spaces_own_text_and_a_launchers_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
@@ -299,7 +298,7 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    """Those that exist and are no zombies."""
+    """The processes that exist and are not zombies."""
     found = []
     for pid in pids:
         try:
@@ -320,7 +319,7 @@ def wait_for_end(pids: list[int], seconds: float) -> None:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Any]:
-    """Start a command in a terminal-like process group of its own, and leave nothing of it behind."""
+    """Start commands in their own process groups, as a terminal does, and kill them after the test."""
     processes = []
 
     def start(*command: str) -> subprocess.Popen[str]:
@@ -332,7 +331,7 @@ def started(tmp_path: Path) -> Iterator[Any]:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            # As a terminal has it: a shell's background jobs, which tests may run in, ignore Ctrl-C and pass that on.
+            # Reset SIGINT: background jobs of a shell ignore Ctrl-C, and their child processes inherit this.
             preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
         )
         processes.append(process)
@@ -358,10 +357,10 @@ def test_ctrl_c_ends_every_rank_with_one_message(started: Any) -> None:
     assert len(alive(ranks)) >= 2
     os.killpg(process.pid, signal.SIGINT)
     asked = time.monotonic()
-    _, said = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=30)
     assert time.monotonic() - asked < 5
     assert process.returncode == 130
-    assert said == "ring-backends: interrupted.\n"
+    assert errors == "ring-backends: interrupted.\n"
     wait_for_end(ranks, 1)
 
 
@@ -378,7 +377,7 @@ def test_ranks_do_not_outlive_a_parent_that_is_killed(started: Any) -> None:
         time.sleep(0.05)
     ranks = children(process.pid)
     process.kill()
-    wait_for_end(ranks, 30)  # a rank that is still importing looks once it is done
+    wait_for_end(ranks, 30)  # a rank checks its parent after its imports
 
 
 def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:

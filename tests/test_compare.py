@@ -1,4 +1,4 @@
-"""``ring-backends compare``: every adapter, the all-gather method and one rank, and what the command reports."""
+"""``ring-backends compare``: rows for every adapter, the all-gather method and one rank, and the report."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def invoke(*arguments: str) -> Any:
 def test_help_says_what_is_measured() -> None:
     shown = invoke("--help")
     assert shown.exit_code == 0
-    said = " ".join(shown.output.split())
+    text = " ".join(shown.output.split())
     for words in ("median of the timed calls", "increase of the resident set", "all-reduce", "from their fp64 values"):
-        assert words in said
+        assert words in text
 
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """What a small comparison of two ranks writes and prints."""
+    """The written result and the printed text of a small comparison on two ranks."""
     file = tmp_path_factory.mktemp("compare") / "compare.json"
     done = invoke(*SMALL, *BRANCHES, "--layout", "zigzag", "--json", str(file))
     assert done.exit_code == 0, done.stderr
@@ -128,7 +128,7 @@ def rank_result() -> dict[str, Any]:
 
 @pytest.fixture
 def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks answer without being started; of the adapters one cannot be used, and one goes wrong."""
+    """Replace the launch of ranks by fixed results. One adapter is unusable, and one fails."""
 
     def launch(target: Any, args: tuple[Any, ...], num_ranks: int) -> list[Any]:
         if target is compare._prepare:
@@ -157,7 +157,7 @@ def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(without
     assert rows["native"]["peak_memory_bytes"] == [3 * 2**20, 5 * 2**20]
 
 
-def test_the_default_pattern_is_that_of_train(without_ranks: None) -> None:
+def test_the_default_pattern_equals_that_of_train(without_ranks: None) -> None:
     assert invoke().stdout.startswith(
         "65,536 tokens, contiguous, causal, 8 heads of 64, fp32; branches (256, 1), (4096, 8), (65536, 32); ring of 2"
     )
@@ -221,7 +221,7 @@ def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Pa
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # As a terminal has it: a shell's background jobs, which tests may run in, ignore Ctrl-C and pass that on.
+        # Reset SIGINT: background jobs of a shell ignore Ctrl-C, and their child processes inherit this.
         preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
     )
     try:
@@ -231,12 +231,12 @@ def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Pa
         time.sleep(1.0)
         os.killpg(process.pid, signal.SIGINT)
         asked = time.monotonic()
-        printed, said = process.communicate(timeout=30)  # ends when the last rank has closed its ends of the pipes
+        printed, errors = process.communicate(timeout=30)  # ends when the last rank has closed its ends of the pipes
         assert time.monotonic() - asked < 5
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.communicate()
     assert process.returncode == 130
-    assert (printed, said) == ("", "ring-backends: interrupted.\n")
+    assert (printed, errors) == ("", "ring-backends: interrupted.\n")
     assert list(tmp_path.iterdir()) == []

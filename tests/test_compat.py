@@ -1,4 +1,4 @@
-"""Earlier names: calls with whole tensors give what the definition says, with the gradients of a replicated loss."""
+"""Earlier names: results and gradients of calls with whole tensors equal the reference."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def tensors(requires_grad: bool = True) -> list[Tensor]:
 
 
 def expected(is_causal: bool) -> list[Tensor]:
-    """Out and gradients of the base class, from the dense reference."""
+    """out and gradients of the earlier base class, computed with the dense reference."""
     query, key, value, grad_out = tensors()
     out = reference_attention(
         query, key, value, SEGMENT_LENGTHS, DILATION_RATES, is_causal=is_causal, head_mode="grouped", offset="branch"
@@ -62,7 +62,7 @@ def check(got: list[Tensor], wanted: list[Tensor]) -> None:
 @pytest.mark.parametrize(
     "name", [*CLASSES, "create_ring_dilated_attention_v2_collective", "create_production_ring_attention"]
 )
-def test_alone(name: str, is_causal: bool) -> None:
+def test_one_process_equals_the_reference(name: str, is_causal: bool) -> None:
     check(called(name, is_causal), expected(is_causal))
 
 
@@ -119,7 +119,7 @@ class Config:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_configuration_as_an_object() -> None:
+def test_a_configuration_object_is_accepted() -> None:
     attention = compat.RingDilatedAttentionProduction(Config())
     query, key, value, _ = tensors(requires_grad=False)
     check([attention(query, key, value)], expected(False)[:1])
@@ -157,7 +157,7 @@ def test_types(pair: World) -> None:
 
 
 def layer(kind: str) -> tuple[list[Tensor], int]:
-    """Out, the gradients of the hidden states and of all parameters, and how many ranks the ring has."""
+    """out, the gradients of the hidden states and of all parameters, and the size of the ring."""
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
@@ -169,7 +169,7 @@ def layer(kind: str) -> tuple[list[Tensor], int]:
 
 
 def share_a_parameter() -> tuple[Tensor, Tensor]:
-    """The gradient that comes in, after it has been added up over the ranks, and the sum."""
+    """The incoming gradient after the sum over the ranks, and the sum."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         ring = compat.create_dilated_attention("ring", [4], [1]).ring
@@ -179,7 +179,7 @@ def share_a_parameter() -> tuple[Tensor, Tensor]:
     return incoming, total
 
 
-def test_an_incoming_gradient_stays_as_it_is(pair: World) -> None:
+def test_the_sum_does_not_modify_the_incoming_gradient(pair: World) -> None:
     for incoming, total in pair.run(share_a_parameter):
         assert incoming.tolist() == [1, 1, 1]
         assert total.tolist() == [2, 2, 2]

@@ -36,8 +36,8 @@ def prefixed(prefix: str, **options: Any) -> dict[str, Tensor]:
 
 @pytest.fixture
 def slide_encoder(tmp_path: Path) -> Path:
-    """As GigaPath's: an encoder, and what lies around it."""
-    around = {
+    """A checkpoint like GigaPath's: an encoder and other modules."""
+    other_modules = {
         "cls_token": torch.zeros(1, 1, EMBED_DIM),
         "patch_embed.proj.weight": torch.zeros(EMBED_DIM, 7),
         "patch_embed.proj.bias": torch.zeros(EMBED_DIM),
@@ -45,21 +45,21 @@ def slide_encoder(tmp_path: Path) -> Path:
         "norm.bias": torch.zeros(EMBED_DIM),
     }
     path = tmp_path / "slide_encoder.pth"
-    torch.save({"model": {**around, **prefixed("encoder.")}, "epoch": 3}, path)
+    torch.save({"model": {**other_modules, **prefixed("encoder.")}, "epoch": 3}, path)
     return path
 
 
-def said_branches(branches: Any = BRANCHES) -> list[str]:
+def branch_options(branches: Any = BRANCHES) -> list[str]:
     lengths, rates = (",".join(map(str, numbers)) for numbers in branches)
     return ["--segment-lengths", lengths, "--dilation-rates", rates]
 
 
 def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -> None:
     target = tmp_path / "encoder.pt"
-    done = convert(slide_encoder, target, "--num-heads", 4, *said_branches())
+    done = convert(slide_encoder, target, "--num-heads", 4, *branch_options())
     assert done.exit_code == 0, done.stderr
-    for told in ("LongNetEncoder", "'encoder.'", "2, 24, 4, 40", "(8, 1), (16, 2), (64, 4)", "float64"):
-        assert told in done.stdout, done.stdout
+    for text in ("LongNetEncoder", "'encoder.'", "2, 24, 4, 40", "(8, 1), (16, 2), (64, 4)", "float64"):
+        assert text in done.stdout, done.stdout
     left = done.stdout.partition("Left out")[2]
     for name, entries in (("cls_token", 1), ("patch_embed", 2), ("norm", 2), ("epoch", 1)):
         assert any(name in line and str(entries) in line for line in left.splitlines()), left
@@ -72,7 +72,7 @@ def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -
         LongNetEncoder.from_checkpoint(target, attention(branches=((8,), (1,))))
 
 
-def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
+def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     source, target, again = (tmp_path / name for name in ("lm.pt", "decoder.pt", "again.pt"))
     torch.save(prefixed("module.decoder.", tokens=True), source)
     done = convert(source, target, "--num-heads", 4)
@@ -91,7 +91,7 @@ def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
     assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(EMBED_DIM))
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
-    # What it has written it converts to the same, and to nothing else: the number of heads is not in the tensors.
+    # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.
     assert convert(target, tmp_path / "the same.pt", "--num-heads", 4).exit_code == 0
     for changed in (["--num-heads", 3], ["--num-heads", 4, "--activation", "relu"]):
         refused = convert(target, tmp_path / "another.pt", *changed)
@@ -100,7 +100,7 @@ def test_convert_a_decoder_and_what_was_converted(tmp_path: Path) -> None:
         assert "was written by `convert` with" in refused.stderr
 
 
-def test_convert_writes_only_what_was_converted(tmp_path: Path) -> None:
+def test_convert_writes_only_converted_tensors(tmp_path: Path) -> None:
     source, target = tmp_path / "views.pt", tmp_path / "encoder.pt"
     parts = prefixed("encoder.")
     flat = torch.cat([value.flatten() for value in parts.values()] + [torch.zeros(100_000, dtype=torch.float64)])
@@ -112,7 +112,7 @@ def test_convert_writes_only_what_was_converted(tmp_path: Path) -> None:
     assert target.stat().st_size < source.stat().st_size - 700_000
 
 
-def test_convert_replaces_only_by_force(slide_encoder: Path, tmp_path: Path) -> None:
+def test_convert_replaces_a_file_only_with_force(slide_encoder: Path, tmp_path: Path) -> None:
     target = tmp_path / "there.pt"
     target.write_text("precious")
     refused = convert(slide_encoder, target, "--num-heads", 4)
@@ -125,11 +125,11 @@ def test_convert_replaces_only_by_force(slide_encoder: Path, tmp_path: Path) -> 
 
 
 class Custom:
-    """What no file of tensors may hold."""
+    """A class that ``weights_only`` loading refuses."""
 
 
 @pytest.mark.parametrize(
-    ("saved", "options", "told"),
+    ("saved", "options", "text"),
     [
         ({"model": {"a": torch.zeros(1)}}, [], "source has no names such as layers.0.self_attn.q_proj.weight"),
         ({"epoch": 3}, [], "holds no state_dict, neither at the top level nor under model, state_dict"),
@@ -152,13 +152,13 @@ class Custom:
         (torchscale_state(), ["--segment-lengths", "8,16"], "--dilation-rates: dilation_rates is missing"),
         (
             torchscale_state(),
-            said_branches(((8, 10), (1, 4))),
+            branch_options(((8, 10), (1, 4))),
             "--segment-lengths: .*pads every segment.*with --seq-len",
         ),
-        (torchscale_state(), [*said_branches(((8, 10), (1, 4))), "--seq-len", "11"], "10 and dilation rate 4 on 11"),
+        (torchscale_state(), [*branch_options(((8, 10), (1, 4))), "--seq-len", "11"], "10 and dilation rate 4 on 11"),
     ],
 )
-def test_convert_refuses_unusable_files(saved: Any, options: list[str], told: str, tmp_path: Path) -> None:
+def test_convert_refuses_unusable_files(saved: Any, options: list[str], text: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source.pt", tmp_path / "target.pt"
     if isinstance(saved, bytes):
         source.write_bytes(saved)
@@ -168,13 +168,13 @@ def test_convert_refuses_unusable_files(saved: Any, options: list[str], told: st
     assert refused.exit_code == 2, refused.stderr
     assert refused.stderr.startswith("ring-backends convert: error: ")
     assert "Traceback" not in refused.stderr
-    with pytest.raises(AssertionError, match=told):
+    with pytest.raises(AssertionError, match=text):
         raise AssertionError(refused.stderr)
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
 def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
-    for source, target, told in (
+    for source, target, text in (
         (tmp_path / "none", tmp_path / "to.pt", "--source: source = .*: not a file"),
         (slide_encoder, tmp_path / "none" / "to.pt", "--target: target = .*none is no directory"),
         (slide_encoder, tmp_path, "--target: target = .*: is a directory"),
@@ -182,13 +182,13 @@ def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
     ):
         refused = convert(source, target, "--num-heads", 4, "--force")
         assert refused.exit_code == 2
-        with pytest.raises(AssertionError, match=told):
+        with pytest.raises(AssertionError, match=text):
             raise AssertionError(refused.stderr)
 
 
-def test_a_misplacing_pattern_is_fine_for_shorter_sequences(slide_encoder: Path, tmp_path: Path) -> None:
+def test_a_pattern_that_misplaces_is_accepted_for_shorter_sequences(slide_encoder: Path, tmp_path: Path) -> None:
     branches = ((8, 10), (1, 4))
-    done = convert(slide_encoder, tmp_path / "to.pt", "--num-heads", 4, *said_branches(branches), "--seq-len", 10)
+    done = convert(slide_encoder, tmp_path / "to.pt", "--num-heads", 4, *branch_options(branches), "--seq-len", 10)
     assert done.exit_code == 0, done.stderr
     x = inputs("encoder", 10)
     got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", attention(branches=branches))(x)

@@ -1,4 +1,4 @@
-"""The cost model: memory, bytes, FLOPs and seconds by hand, from the schedule, and from the plans of ranks."""
+"""The cost model against values computed by hand, against the schedule, and against the plans of ranks."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ PLAIN = Hardware(
 def full(
     seq_len: int, ring_size: int, *, causal: bool = False, heads: int = 2, kv_heads: int | None = None
 ) -> RingCost:
-    """Plain attention: one branch over everything. Head dim 4, fp32."""
+    """Plain attention: one branch over the whole sequence, with head dim 4 and fp32."""
     layout = SequenceLayout(seq_len, ring_size)
     schedule = RingSchedule(DilatedPattern.longnet([seq_len], [1]), layout, heads, kv_heads, causal)
     return RingCost(schedule, batch=1, head_dim=4, itemsize=4)
 
 
 def test_memory_of_one_device_by_hand() -> None:
-    """16 tokens, 4 query heads, 2 key heads, 4 wide, fp32."""
+    """16 tokens, 4 query heads, 2 key/value heads, head dim 4, fp32."""
     cost = full(16, 1, heads=4, kv_heads=2)
-    assert cost.tensor_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]  # q, out and their gradients; k, v and theirs
+    assert cost.tensor_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]  # q, out, dq, dO; k, v, dk, dv
     assert cost.lse_bytes.tolist() == [16 * 4 * 4]
     assert cost.communication_bytes == 0
-    # One tile of everything: q, out, dO, dq and k, v, dk, dv.
+    # There is one tile. It has q, out, dO, dq and k, v, dk, dv.
     assert cost.tile_bytes.tolist() == [16 * 4 * 4 * (4 * 4 + 4 * 2)]
     assert cost.memory_bytes.tolist() == [2 * 16 * 4 * 4 * 24 + 16 * 4 * 4]
 
 
 def test_memory_of_a_ring_by_hand() -> None:
-    """As above on two ranks: half of it each, and six buffers of 8 rows of K and V of 2 heads."""
+    """Two ranks hold half of these tensors each, and six buffers with 8 rows and 2 heads of K and V."""
     cost = full(16, 2, heads=4, kv_heads=2)
     half = 8 * 4 * 4 * 24
     assert cost.communication_bytes == 6 * 8 * 2 * 2 * 4 * 4
@@ -62,12 +62,12 @@ def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
     cost = RingCost(schedule, batch=3, head_dim=4, itemsize=2)
     assert cost.tensor_bytes.tolist() == [3 * 16 * 4 * 2 * 16]
     assert cost.lse_bytes.tolist() == [3 * 16 * 2 * 4]
-    # The tile at 2 bytes; one block of heads, whose dq, dk and dv are summed at 4.
+    # The tile has 2 bytes per number. dq, dk and dv of one block of heads are summed with 4 bytes per number.
     assert cost.tile_bytes.tolist() == [3 * 16 * 4 * 2 * 16 + 3 * 16 * 4 * 4 * (2 + 2 * 2)]
 
 
 @pytest.mark.parametrize(("itemsize", "head_dim"), [(2, 128), (4, 64), (8, 32)])
-def test_buffers_of_long_hops_keep_to_the_planners_share(itemsize: int, head_dim: int) -> None:
+def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_dim: int) -> None:
     layout = SequenceLayout(2**20, 8)
     schedule = RingSchedule(DilatedPattern.longnet([2**20], [1]), layout, 16, 4, True)
     cost = RingCost(schedule, 2, head_dim, itemsize)
@@ -80,7 +80,7 @@ def test_buffers_of_long_hops_keep_to_the_planners_share(itemsize: int, head_dim
     ring_size=st.integers(1, 12),
     kind=st.sampled_from(["contiguous", "zigzag"]),
 )
-def test_bytes_flops_and_tokens_are_the_schedules(case: AttentionCase, ring_size: int, kind: Any) -> None:
+def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase, ring_size: int, kind: Any) -> None:
     layout = SequenceLayout(case.seq_len, ring_size, kind)
     schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
     sizes = {"batch": case.batch, "head_dim": case.head_dim}
@@ -101,8 +101,8 @@ def test_bytes_flops_and_tokens_are_the_schedules(case: AttentionCase, ring_size
     ring_size=st.integers(1, 9),
     kind=st.sampled_from(["contiguous", "zigzag"]),
 )
-def test_tiles_and_links_are_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
-    """What the model knows of tiles and hops, against the plans that ranks walk."""
+def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    """The tiles and hops of the model equal those of the plans that ranks execute."""
     layout = SequenceLayout(case.seq_len, ring_size, kind)
     schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
     cost = RingCost(schedule, 1, case.head_dim, 8)
@@ -132,7 +132,7 @@ def _pattern(case: AttentionCase) -> DilatedPattern:
 
 
 def test_seconds_of_one_device_by_hand() -> None:
-    """2 heads of 100² pairs, 4 wide: 2 products at 1 GFLOP/s, 5 at half of that."""
+    """2 heads with 100² pairs and head dim 4. Forward has 2 products at 1 GFLOP/s, backward 5 at half of that."""
     cost = full(100, 1)
     assert cost.call_seconds(PLAIN) == pytest.approx(2 * 100**2 * 4 * 4 / 1e9)
     assert cost.call_seconds(PLAIN, backward=True) == pytest.approx(2 * 100**2 * 4 * 10 / 5e8)
@@ -144,14 +144,14 @@ def test_seconds_of_causal_tiles_rows_and_copies_by_hand() -> None:
     causal = replace(PLAIN, causal_forward_flops_per_second=2e9, causal_row_keys=50.0, row_keys=1000.0)
     pairs = 2 * (100 * 101 / 2 + 100 * 50)
     assert cost.call_seconds(causal) == pytest.approx(pairs * 4 * 4 / 2e9)
-    # Of each query row q is copied and out merged, of each key row k and v are copied: 5 and 4 times 4 numbers moved.
+    # A query row (copy of q, merge of out) moves 5 times 4 numbers, a key row (copies of k and v) 4 times 4.
     copies = 100 * 2 * (5 + 4) * 4 * 4 / 1e6
     assert cost.call_seconds(replace(causal, copy_bytes_per_second=1e6)) == pytest.approx(pairs * 16 / 2e9 + copies)
 
 
 @pytest.mark.parametrize("overlap", [0.0, 0.25, 1.0])
 def test_seconds_of_a_ring_by_hand(overlap: float) -> None:
-    """Two ranks of 50 rows: the hop passes beside the own tile, and nothing beside the other's tile."""
+    """Two ranks have 50 rows each. The hop overlaps the tile of the local keys. No hop overlaps the second tile."""
     cost = full(100, 2)
     own = other = 2 * 50 * 50 * 4 * 4 / 1e9
     hop = 1e-3 + 50 * 2 * 2 * 4 * 4 / 1e9
@@ -159,14 +159,14 @@ def test_seconds_of_a_ring_by_hand(overlap: float) -> None:
     assert cost.seconds(replace(PLAIN, overlap=overlap)).tolist() == pytest.approx([own + other + hop - hidden] * 2)
     fast = replace(PLAIN, overlap=overlap, latency_seconds=0.0)
     assert cost.call_seconds(fast) == pytest.approx(own + other + (hop - 1e-3) * (1 - overlap))
-    # In backward as much again goes home, of which nothing hides what comes last: here all of it.
+    # In backward, gradients of equal size return to their rank. Nothing overlaps the last hop, here the only one.
     own, other = (tile * 2.5 * 2 for tile in (own, other))
     hidden = overlap * min(hop, own)
     backward = cost.call_seconds(replace(PLAIN, overlap=overlap), backward=True)
     assert backward == pytest.approx(own + other + 2 * hop - hidden)
 
 
-def test_a_branch_within_each_shard_waits_for_nobody() -> None:
+def test_a_branch_within_each_shard_adds_no_waiting() -> None:
     schedule = RingSchedule(DilatedPattern.longnet([25], [1]), SequenceLayout(100, 4), 2)
     cost = RingCost(schedule, 1, 4, 4)
     assert cost.communication_bytes == 0
@@ -227,7 +227,7 @@ def test_a_ring_pays_when_it_is_faster_than_one_device() -> None:
     assert workload.speedup(2, PLAIN) == pytest.approx(workload.seconds(1, PLAIN) / workload.seconds(2, PLAIN))
 
 
-def test_sizes_to_choose_from() -> None:
+def test_the_choice_is_limited_to_given_sizes() -> None:
     workload = Workload(full(3000, 1).schedule, 1, 64, 4)
     memory = workload.memory_bytes(5)
     assert workload.smallest_rings(memory, None, sizes=[1, 2, 4, 8]).fits == 8
@@ -254,20 +254,20 @@ def test_a_billion_tokens_on_4096_ranks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"batch": 0}, "batch = 0"),
         ({"head_dim": -1}, "head_dim = -1"),
         ({"itemsize": 2.0}, "itemsize = 2.0"),
     ],
 )
-def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         RingCost(**{"schedule": full(4, 1).schedule, "batch": 1, "head_dim": 1, "itemsize": 4, **change})
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"latency_seconds": -1.0}, "latency_seconds = -1.0"),
         ({"bytes_per_second": 0.0}, "bytes_per_second = 0.0"),
@@ -276,12 +276,12 @@ def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], told: str) -> No
         ({"memory_bytes": "much"}, "memory_bytes = 'much'"),
     ],
 )
-def test_bad_constants_are_refused(change: dict[str, Any], told: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=re.escape(told)):
+def test_bad_constants_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         replace(PLAIN, **change)
 
 
-def test_constants_come_back_from_json() -> None:
+def test_constants_survive_a_json_round_trip() -> None:
     assert Hardware.of(json.loads(json.dumps(asdict(PLAIN)))) == PLAIN
     values = {name: value for name, value in asdict(PLAIN).items() if name != "bytes_per_second"}
     with pytest.raises(ValueError, match=r"colour is unknown, bytes_per_second is missing"):
@@ -295,21 +295,21 @@ def test_a_ring_has_the_constants_of_its_slowest_ranks() -> None:
     assert slowest([PLAIN, other]).memory_bytes is None
 
 
-def test_ranks_go_host_by_host() -> None:
+def test_topology_order_groups_ranks_by_host() -> None:
     assert topology_order("abab") == (0, 2, 1, 3)
     assert topology_order("bbaa") == (0, 1, 2, 3)
     assert topology_order("abcab") == (0, 3, 1, 4, 2)
 
 
 def test_bytes_between_hosts_by_hand() -> None:
-    """Ring of 4, plain attention, 4 rows of 2 heads, 4 wide, fp32, each: 3 hops of K and V, and 3 of dK and dV."""
+    """4 ranks, each with 4 rows, 2 heads, head dim 4, fp32. K and V take 3 hops, dK and dV take 3."""
     cost = full(16, 4)
     chunk = 2 * 4 * 2 * 4 * 4
     sizes = {"batch": 1, "head_dim": 4, "itemsize": 4}
     everywhere = cost.schedule.bytes_between_hosts([0, 1, 0, 1], **sizes)
     assert everywhere == sum(cost.sent_bytes().tolist()) + sum(cost.sent_bytes(backward=True).tolist())
     assert everywhere == 2 * 4 * 3 * chunk + 4 * 3 * chunk
-    # Side by side: of K and V's 3 hops each chunk crosses between the hosts 1 or 2 times, as do dK and dV.
+    # Two hosts of two ranks: on its 3 hops, a chunk of K and V crosses between hosts once or twice. So do dK and dV.
     halves = cost.schedule.bytes_between_hosts([0, 0, 1, 1], **sizes)
     assert halves == 2 * (1 + 2 + 1 + 2) * chunk + (1 + 1 + 1 + 1 + 2) * chunk
     assert cost.schedule.bytes_between_hosts([5, 5, 5, 5], **sizes) == 0

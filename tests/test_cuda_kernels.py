@@ -1,4 +1,4 @@
-"""The CUDA kernels: on a model of torch's operators on any machine, and on a GPU where there is one."""
+"""The CUDA kernels with a CPU model of torch's operators, and on a GPU if the machine has one."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ring_backends.kernels.math import MathKernel
 
 
 class CudaOperators(TorchDispatchMode):
-    """The CUDA attention operators on CPU tensors: what they demand of their arguments, and what they return.
+    """A model of the CUDA attention operators on CPU tensors. It checks their requirements and returns their results.
 
-    Demands and oddities are those of torch's attention.cu, attention_backward.cu, flash_api.cpp and MHA.cpp.
+    Requirements and special cases follow torch's attention.cu, attention_backward.cu, flash_api.cpp and MHA.cpp.
     """
 
     def __init__(self, cudnn_lse_dims: int) -> None:
@@ -65,7 +65,7 @@ class CudaOperators(TorchDispatchMode):
         self, do, q, k, v, bias, out, lse, seed, offset, dropout, wanted, causal=False, *, scale
     ):
         demand_vectors(do, q, k, v, out)
-        # The operator takes only batch and head strides of out, and computes the rest.
+        # The operator reads only the batch and head strides of out. It computes the other strides.
         assert out.transpose(1, 2).is_contiguous()
         assert lse.shape[2] >= q.shape[2]
         assert all(stride % 8 == 0 for stride in lse.stride()[:2])
@@ -117,7 +117,7 @@ class CudaOperators(TorchDispatchMode):
 
 
 def demand_vectors(*tensors: Tensor) -> None:
-    """One dtype, contiguous last dim, and every vector of 16 bytes at an aligned address."""
+    """Require one dtype, a contiguous last dim, and aligned vectors of 16 bytes."""
     for x in tensors:
         assert x.dtype == tensors[0].dtype
         assert x.stride(-1) == 1

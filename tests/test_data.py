@@ -1,4 +1,4 @@
-"""What a rank trains on, and its seeds: alike within a ring, different between rings, the same in every run."""
+"""Training data and seeds: ranks of a ring share documents, rings do not, and every run is equal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ring_backends.ring.ring import Ring
 
 
 def rings(data_size: int, ring_size: int) -> list[list[Ring]]:
-    """Every rank's view of data × ring, by data rank and ring rank; neighbouring ranks make up a ring."""
+    """The ring objects of all ranks, indexed by data rank and ring rank. Consecutive ranks form a ring."""
     return [
         [
             Ring(
@@ -39,15 +39,15 @@ def drawn(ring: Ring, count: int, epoch: int = 0, **options: object) -> list[int
 
 @pytest.mark.parametrize(("data_size", "ring_size"), [(1, 4), (2, 2), (3, 2), (4, 1)])
 def test_a_ring_shares_its_documents_and_all_rings_cover_them(data_size: int, ring_size: int) -> None:
-    of_rings = []
+    by_ring = []
     for ring in rings(data_size, ring_size):
         first, *others = (drawn(rank, 24, seed=5) for rank in ring)
         assert all(other == first for other in others)
-        of_rings.append(first)
-    assert sorted(itertools.chain(*of_rings)) == list(range(24))
+        by_ring.append(first)
+    assert sorted(itertools.chain(*by_ring)) == list(range(24))
 
 
-def test_documents_that_do_not_divide_come_again_or_are_left_out() -> None:
+def test_an_uneven_number_of_documents_is_padded_or_cut() -> None:
     ((first, *_), (second, *_)) = rings(2, 2)
     padded = drawn(first, 7, seed=1), drawn(second, 7, seed=1)
     assert [len(part) for part in padded] == [4, 4]
@@ -68,7 +68,7 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     assert drawn(ring, 6, shuffle=False) == [1, 3, 5]
 
 
-def test_a_loader_gives_every_rank_its_part_of_its_rings_document() -> None:
+def test_a_loader_gives_every_rank_its_shard_of_the_document() -> None:
     dataset = TensorDataset(torch.arange(4 * 10).view(4, 10))
     seen: dict[int, list[Tensor]] = {}
     for ring in rings(2, 2):
@@ -80,7 +80,7 @@ def test_a_loader_gives_every_rank_its_part_of_its_rings_document() -> None:
         assert torch.cat(shards, dim=1).tolist() == [list(range(start, start + 10))]
 
 
-def test_rank_seeds_differ_everywhere_and_stay_the_same() -> None:
+def test_rank_seeds_differ_and_are_reproducible() -> None:
     every = [rank for ring in rings(4, 8) for rank in ring]
     seeds = {(seed, rank.data_rank, rank.rank): rank_seed(seed, rank) for seed in range(-2, 20) for rank in every}
     assert len(set(seeds.values())) == len(seeds)
@@ -114,14 +114,14 @@ def test_documents_are_numbered(cu_seqlens: Tensor | list[int], expected: list[i
 @pytest.mark.parametrize(
     "cu_seqlens", [[1, 3], [0, 4, 3], [0, 7], [], [0.0, 3.0], torch.zeros(2, 2).int(), None, ["a"], [[0], [1]], 5]
 )
-def test_bounds_that_are_none_are_refused(cu_seqlens: Tensor | list[int]) -> None:
+def test_invalid_cu_seqlens_are_refused(cu_seqlens: Tensor | list[int]) -> None:
     with pytest.raises((TypeError, ValueError), match="cu_seqlens"):
         document_ids(cu_seqlens, 6)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_a_document_in_a_pack_is_what_it_is_alone(is_causal: bool) -> None:
-    """Where documents begin at multiples of the segment lengths, the pattern shows each what it shows it alone."""
+def test_a_packed_document_has_the_results_of_a_single_one(is_causal: bool) -> None:
+    """If documents start at multiples of the segment lengths, each has the same pattern as it has alone."""
     lengths = (24, 40, 9)
     query, key, value = torch.randn(3, 1, 80, 4, 8, dtype=torch.float64)
     ids = torch.full((1, 80), -1)

@@ -1,6 +1,6 @@
-"""The DeepSpeed adapter passes the shared suites; the comms logger sees its hops; checkpoints run no code.
+"""The DeepSpeed adapter passes the shared suites. comms_logger counts its hops. Checkpoints run no code.
 
-Tests marked slow complete long matrices. Without them, every ZeRO stage, every set-up and every feature runs once.
+Tests marked slow complete long parameter matrices. The others run every ZeRO stage, set-up and feature once.
 """
 
 from __future__ import annotations
@@ -62,8 +62,12 @@ class TestZeRO3(AllTrainingTests):
 
 
 def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:
-    """What comms_logger counted of one call: hops, bytes sent and received, and other operations; and what the ring
-    counted: messages and bytes."""
+    """Count the hops of a call.
+
+    Returns:
+        Hops, bytes sent and received, and other operations, as comms_logger counts them; messages and bytes, as the
+        ring counts them.
+    """
     import deepspeed.comm as comm
 
     ring = ring_here(ADAPTER, FOUR)
@@ -71,7 +75,7 @@ def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, 
     ring = ring.with_layout(layout)
     call = local_call(ADAPTER, ring, case)
     logger = comm.comm.comms_logger
-    torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)  # now the ranks agree on this call
+    torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)  # the ranks agree on this call
     logger.comms_dict.clear()
     ring.traffic.reset()
     comm.configure(enabled=True, prof_all=True)
@@ -88,7 +92,7 @@ def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, 
 
 
 class TestCommsLogger:
-    """Hops are one logged batch each; deepspeed.comm logs no single isend and irecv of a batch."""
+    """comms_logger shows each hop as one batch. deepspeed.comm does not log the isend and irecv within a batch."""
 
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -99,19 +103,19 @@ class TestCommsLogger:
             directions = [planned_hops(case, FOUR, layout, rank, backward=backward) for backward in (False, True)]
             assert hops == sum(directions) > 0
             assert others == 0
-        # Whatever is sent is received, and comms_logger counts both ends.
+        # comms_logger counts each message at the sender and at the receiver.
         assert sum(size for _, size, *_ in counted) == 2 * sum(sent for *_, sent in counted)
 
     def test_counts_one_message_per_hop_of_full_attention(self, world: World) -> None:
-        """By hand: K and V of the three other ranks pass twice, and dK and dV thrice."""
+        """K and V take three hops in forward and three in backward. dK and dV take three."""
         case = replace(HOPS, segment_lengths=(48,), dilation_rates=(1,))
         for hops, size, _, messages, sent in world.run(count_hops, "contiguous", case):
             assert hops == messages == 3 + 3 + 3
             assert size == 2 * sent
 
 
-def what_deepspeed_built() -> tuple[bool, bool]:
-    """Whether the shared-memory all-reduce was built, and whether its choice of operators is as DeepSpeed left it."""
+def extensions_after_start() -> tuple[bool, bool]:
+    """Whether the shared-memory all-reduce was built, and whether DeepSpeed's table of operators is unchanged."""
     import deepspeed
     import deepspeed.comm as comm
 
@@ -121,14 +125,14 @@ def what_deepspeed_built() -> tuple[bool, bool]:
     return built, found is None or "deepspeed_shm_comm" in found
 
 
-def test_nothing_is_compiled_to_start(world: World) -> None:
-    for built, left_alone in world.run(what_deepspeed_built):
+def test_start_compiles_no_extension(world: World) -> None:
+    for built, left_alone in world.run(extensions_after_start):
         assert not built
         assert left_alone
 
 
-class Burglar:
-    """What a pickle must not be able to do."""
+class CodeInPickle:
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, mark: str) -> None:
         self.mark = mark
@@ -137,19 +141,19 @@ class Burglar:
         return os.mkdir, (self.mark,)
 
 
-def load_a_poisoned_checkpoint(path: str, stage: int, files: str, mark: str) -> Ended:
+def load_checkpoint_with_code(path: str, stage: int, files: str, mark: str) -> Ended:
     state = parallelize_here(zero(stage))
     state.save(path)
     dist.barrier()
     for file in Path(path).rglob(files):
         if dist.get_rank() == 0:
-            torch.save({**torch.load(file, weights_only=False), "burglar": Burglar(mark)}, file)
+            torch.save({**torch.load(file, weights_only=False), "burglar": CodeInPickle(mark)}, file)
             sign(Path(path))
     dist.barrier()
     return ending(lambda: state.load(path))
 
 
-def load_nothing(path: str) -> Ended:
+def load_missing_checkpoint(path: str) -> Ended:
     state = parallelize_here(zero(0))
     return ending(lambda: state.load(path))
 
@@ -157,15 +161,15 @@ def load_nothing(path: str) -> Ended:
 class TestCheckpoints:
     @pytest.mark.parametrize(("stage", "files"), [(0, "*model_states.pt"), (2, "*optim_states.pt")])
     def test_code_in_a_checkpoint_is_not_run(self, world: World, stage: int, files: str, tmp_path: Path) -> None:
-        """DeepSpeed's own loading would run it."""
+        """DeepSpeed's own loader would run this code."""
         mark = tmp_path / "mark"
-        for ended in world.run(load_a_poisoned_checkpoint, str(tmp_path / "run"), stage, files, str(mark)):
+        for ended in world.run(load_checkpoint_with_code, str(tmp_path / "run"), stage, files, str(mark)):
             assert ended.is_a(ValueError), ended
             assert "UnpicklingError" in ended.message, ended
         assert not mark.exists()
 
-    def test_a_folder_without_one_is_named(self, world: World, tmp_path: Path) -> None:
-        for ended in world.run(load_nothing, str(tmp_path / "nothing")):
+    def test_a_folder_without_a_checkpoint_is_named(self, world: World, tmp_path: Path) -> None:
+        for ended in world.run(load_missing_checkpoint, str(tmp_path / "nothing")):
             assert ended.is_a(FileNotFoundError), ended
             assert str(tmp_path / "nothing") in ended.message
 
@@ -187,7 +191,7 @@ print(state.divisor, sorted(state.full_state_dict()))
 
 
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    """Nor a compiler: there is no program to be found but Python."""
+    """The process also needs no compiler. Its PATH has only Python."""
     keep = ("HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
     environment = {name: os.environ[name] for name in keep if name in os.environ} | {"PATH": str(tmp_path)}
     done = subprocess.run(

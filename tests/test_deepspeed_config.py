@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration: what passes through, and what is refused."""
+"""DeepSpeed's configuration: accepted and refused options."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def parallelize_badly(options: Mapping[str, Any], dtype: torch.dtype = torch.flo
 
 
 def parallelize_with_a_mesh(options: dict[str, Any]) -> tuple[Ended, float]:
-    """A set-up with a mesh; and the divisor of one without, after it."""
+    """Call parallelize with a mesh, then without. Returns how the first ended, and the divisor of the second."""
     return parallelize_badly(options), parallelize_here(zero(options["zero_stage"])).divisor
 
 
@@ -79,23 +79,23 @@ def backward_too_often() -> list[Ended]:
 class TestConfiguration:
     @pytest.mark.parametrize("name", BAD_CONFIGURATIONS)
     def test_contradictions_are_refused_by_name(self, world: World, name: str) -> None:
-        told, options = BAD_CONFIGURATIONS[name]
+        message, options = BAD_CONFIGURATIONS[name]
         for ended in world.run(parallelize_badly, options):
             assert ended.is_a(ValueError), ended
-            assert told in ended.message, ended
+            assert message in ended.message, ended
 
     def test_a_config_that_is_no_dict_is_refused(self, world: World) -> None:
         for ended in world.run(parallelize_badly, {"config": "ds_config.json"}):
             assert ended.is_a(TypeError), ended
             assert "config = 'ds_config.json'" in ended.message
 
-    def test_a_bf16_model_has_no_use_for_autocast(self, world: World) -> None:
+    def test_a_bf16_model_with_mixed_precision_is_refused(self, world: World) -> None:
         for ended in world.run(parallelize_badly, zero(1, mixed_precision=torch.bfloat16), torch.bfloat16):
             assert ended.is_a(ValueError), ended
             assert "parameter weight of model is torch.bfloat16" in ended.message
 
     @pytest.mark.parametrize("stage", range(4))
-    def test_a_parameter_of_no_dimension_is_refused_by_name(self, world: World, stage: int) -> None:
+    def test_a_parameter_without_dimensions_is_refused_by_name(self, world: World, stage: int) -> None:
         for ended in world.run(parallelize_a_scalar, stage):
             assert ended.is_a(ValueError), ended
             assert "parameter scale of model is a scalar" in ended.message, ended
@@ -112,7 +112,7 @@ class TestConfiguration:
     @pytest.mark.parametrize("stage", [0, 1, 2])
     @pytest.mark.parametrize("how", ["mesh_param", "both sizes"])
     def test_setups_in_which_replicas_drift_are_refused(self, world: World, stage: int, how: str) -> None:
-        """DeepSpeed reduces over the data axis of such a mesh alone. It leaves no trace for engines made later."""
+        """DeepSpeed reduces only over the data axis of such a mesh. The refusal does not affect later engines."""
         options = zero(stage)
         if how == "mesh_param":
             options["mesh_param"] = (2, 2)
@@ -125,7 +125,7 @@ class TestConfiguration:
             assert divisor == pytest.approx(4)
 
 
-def test_more_backwards_than_a_step_has_are_refused(world: World) -> None:
+def test_too_many_backwards_in_a_step_are_refused(world: World) -> None:
     for first, second, next_step in world.run(backward_too_often):
         assert first.error == next_step.error == "no error"
         assert second.is_a(RuntimeError), second

@@ -35,7 +35,7 @@ def mpu_here() -> Any:
 
 @pytest.fixture(scope="class")
 def mpu_world(world: World) -> Iterator[World]:
-    """The ranks, for engines with an mpu or a mesh; DeepSpeed would keep it for the engines of later tests."""
+    """A world for engines with an mpu or a mesh. Afterwards it resets the groups that DeepSpeed keeps globally."""
     yield world
     world.run(forget_groups)
 
@@ -47,7 +47,7 @@ def forget_groups() -> None:
 
 
 def rings_of_mpu() -> list[tuple[Any, ...]]:
-    """Rings from the mpu, from its group, and with no such thing; each has sent something around."""
+    """Rings from an mpu, and from its group as ``mpu`` and as ``group``. Returns their properties after a call."""
     from ring_backends.adapters import deepspeed as backend
 
     mpu = mpu_here()
@@ -109,11 +109,11 @@ class TestMpu:
 
     @slow
     def test_zero_3_reduces_over_all_ranks_of_a_mesh(self, mpu_world: World) -> None:
-        """So that this stage is right where the others drift."""
+        """ZeRO 3 is therefore accepted with a mesh. The other stages would let replicas drift apart."""
         check_stage(mpu_world, TWO, zero(3, mesh_param=(2, 2)), Recipe(dtype=torch.float32, steps=3, rate=0.02), 1e-4)
         mpu_world.run(forget_groups)
 
-    def test_groups_without_a_ring_are_refused(self, mpu_world: World) -> None:
+    def test_invalid_groups_are_refused(self, mpu_world: World) -> None:
         for two, unknown, size, *arranged in mpu_world.run(bad_groups):
             assert two.is_a(ValueError), two
             assert "group" in two.message
@@ -122,13 +122,13 @@ class TestMpu:
             assert "mpu = 'Megatron'" in unknown.message
             assert size.is_a(ValueError), size
             assert "ring_size = 4" in size.message
-            for ended, told in zip(arranged, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
+            for ended, option in zip(arranged, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
                 assert ended.is_a(ValueError), ended
-                assert ended.message.startswith(f"{told}: mpu already fixes"), ended
+                assert ended.message.startswith(f"{option}: mpu already fixes"), ended
 
 
 class LazyMpu:
-    """An mpu that creates its group when it is asked for it, which needs a started world."""
+    """An mpu that creates its group on request. This needs a started world."""
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
         assert dist.is_initialized()

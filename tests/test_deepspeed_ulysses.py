@@ -36,14 +36,14 @@ def ulysses_ring(ring_size: int, ulysses_size: int) -> Any:
     return backend.initialize(ring_size, timeout=timedelta(seconds=60), ulysses_size=ulysses_size)
 
 
-TRADES = pytest.mark.parametrize(
+every_group_size = pytest.mark.parametrize(
     ("ring_size", "ulysses_size"),
     [(4, 2), pytest.param(4, 4, marks=slow), pytest.param(2, 2, marks=slow)],
     ids=["ring 2 x 2", "ring 1 x 4", "data 2 x ring 1 x 2"],
 )
 
 
-WITH_TRADES = AttentionCase(
+ULYSSES_CASE = AttentionCase(
     seq_len=48,
     segment_lengths=(16, 48),
     dilation_rates=(2, 4),
@@ -54,7 +54,7 @@ WITH_TRADES = AttentionCase(
 )
 
 
-TRADED: dict[str, dict[str, Any]] = {
+CASE_CHANGES: dict[str, dict[str, Any]] = {
     "mod": {},
     "a rate above the share of heads": {"dilation_rates": (3, 5), "is_causal": True},
     "block": {"offset": "block", "is_causal": True},
@@ -68,7 +68,7 @@ TRADED: dict[str, dict[str, Any]] = {
 }
 
 
-def attend_with_trades(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
+def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
     ring = ulysses_ring(ring_size, ulysses_size).with_layout(layout)
     call = local_call(ADAPTER, ring, case)
     out, lse = call(return_lse=True)
@@ -86,8 +86,8 @@ def ulysses_ring_by_hosts() -> Any:
         return backend.initialize(timeout=timedelta(seconds=60), ulysses_size=2, ring_order="topology")
 
 
-def attend_with_trades_by_hosts(layout: LayoutKind, case: AttentionCase) -> tuple[int, tuple[int, ...], Results]:
-    """Ring rank, ranks of the hop ring, results."""
+def attend_with_ulysses_by_hosts(layout: LayoutKind, case: AttentionCase) -> tuple[int, tuple[int, ...], Results]:
+    """Returns the ring rank, the ranks of the hop ring, and the results."""
     ring = ulysses_ring_by_hosts().with_layout(layout)
     call = local_call(ADAPTER, ring, case)
     out, lse = call(return_lse=True)
@@ -95,10 +95,10 @@ def attend_with_trades_by_hosts(layout: LayoutKind, case: AttentionCase) -> tupl
     return ring.rank, ring.hop_ring.ranks, Results(out.detach(), lse, *grads)
 
 
-def sizes_with_trades(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
+def sizes_with_ulysses(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
     ring = ulysses_ring(ring_size, ulysses_size)
     ring.traffic.reset()
-    local_call(ADAPTER, ring, replace(WITH_TRADES, segment_lengths=(48,), dilation_rates=(1,)))()
+    local_call(ADAPTER, ring, replace(ULYSSES_CASE, segment_lengths=(48,), dilation_rates=(1,)))()
     x = torch.arange(48.0).view(1, 48)
     shard = ring.shard(x)
     assert torch.equal(shard[0].long(), ring.positions(48))
@@ -106,22 +106,22 @@ def sizes_with_trades(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
     return ring.size, ring.rank, ring.data_size, ring.data_rank, ring.hop_ring.ranks, ring.traffic.messages
 
 
-def train_with_trades(options: dict[str, Any]) -> list[State]:
-    """One step on a ring of four ranks that trade in pairs."""
+def train_with_ulysses(options: dict[str, Any]) -> list[State]:
+    """Take a step on a ring of four ranks with Ulysses groups of two."""
     from ring_backends.adapters import deepspeed as backend
 
     ring = ulysses_ring(4, 2)
     return one_step(backend.parallelize(SmallModel(ring), sgd, ring, **options), ring)
 
 
-def bad_trades() -> list[Ended]:
+def bad_ulysses_calls() -> list[Ended]:
     from ring_backends.adapters import deepspeed as backend
 
     ring = ulysses_ring(4, 2)
 
     def attend(**changes: Any) -> Any:
         layout: LayoutKind = changes.pop("layout", "contiguous")
-        return local_call(ADAPTER, ring.with_layout(layout), replace(WITH_TRADES, **changes))()
+        return local_call(ADAPTER, ring.with_layout(layout), replace(ULYSSES_CASE, **changes))()
 
     return [
         ending(lambda: backend.initialize(ulysses_size=0)),
@@ -136,21 +136,21 @@ def bad_trades() -> list[Ended]:
     ]
 
 
-def disagree_with_trades() -> list[Ended]:
-    """Rank 3 comes with a larger batch, and then without the others' autocast."""
+def disagree_with_ulysses() -> list[Ended]:
+    """Rank 3 has a larger batch, and then no autocast."""
     from ring_backends.adapters import deepspeed as backend
 
     ring = backend.initialize(timeout=timedelta(seconds=30), ulysses_size=2)
-    case = replace(WITH_TRADES, batch=3 if ring.rank == 3 else 2, dtype=torch.float32)
-    call = local_call(ADAPTER, ring, replace(WITH_TRADES, dtype=torch.float32))
+    case = replace(ULYSSES_CASE, batch=3 if ring.rank == 3 else 2, dtype=torch.float32)
+    call = local_call(ADAPTER, ring, replace(ULYSSES_CASE, dtype=torch.float32))
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=ring.rank != 3):
         return [ending(local_call(ADAPTER, ring, case)), ending(call)]
 
 
-def copies_with_trades() -> tuple[list[bool], Ended]:
-    """A deep copy attends alike; a pickled one says that it is not connected, until it is given a ring."""
+def copies_with_ulysses() -> tuple[list[bool], Ended]:
+    """Compare a deep copy and an unpickled copy with the original. The latter raises until a ring is assigned."""
     ring = ulysses_ring(4, 2)
-    call = local_call(ADAPTER, ring, WITH_TRADES)
+    call = local_call(ADAPTER, ring, ULYSSES_CASE)
     out = call()
     twin = replace(call, attention=copy.deepcopy(call.attention))
     pickled = replace(call, attention=pickle.loads(pickle.dumps(call.attention)))
@@ -160,44 +160,44 @@ def copies_with_trades() -> tuple[list[bool], Ended]:
 
 
 class TestUlysses:
-    @pytest.mark.parametrize("name", TRADED)
+    @pytest.mark.parametrize("name", CASE_CHANGES)
     @pytest.mark.parametrize("layout", slow_but("zigzag", of=("contiguous", "zigzag")))
-    @TRADES
+    @every_group_size
     def test_output_and_gradients_are_those_of_one_process(
         self, world: World, ring_size: int, ulysses_size: int, layout: LayoutKind, name: str
     ) -> None:
-        case = replace(WITH_TRADES, **TRADED[name])
-        by_rank = world.run(attend_with_trades, ring_size, ulysses_size, layout, case)
+        case = replace(ULYSSES_CASE, **CASE_CHANGES[name])
+        by_rank = world.run(attend_with_ulysses, ring_size, ulysses_size, layout, case)
         tolerance = 1e-10 if case.dtype == torch.float64 else 1e-4
         for first in range(0, 4, ring_size):
             got = whole(by_rank[first : first + ring_size], case.seq_len, layout)
             check_results(got, expected(case), tolerance, case)
 
     @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-    def test_neighbours_by_hosts_trade(self, world: World, layout: LayoutKind) -> None:
-        case = replace(WITH_TRADES, is_causal=True, masked="random")
-        by_rank = world.run(attend_with_trades_by_hosts, layout, case)
+    def test_ulysses_groups_are_within_hosts(self, world: World, layout: LayoutKind) -> None:
+        case = replace(ULYSSES_CASE, is_causal=True, masked="random")
+        by_rank = world.run(attend_with_ulysses_by_hosts, layout, case)
         hop_rings = [(0, 1), (3, 2), (0, 1), (3, 2)]
         found = [by_rank[rank] for rank in BY_HOSTS.rings[0]]
         assert [answer[:2] for answer in found] == [(rank, hop_rings[rank]) for rank in range(4)]
         check_results(whole([answer[2] for answer in found], case.seq_len, layout), expected(case), 1e-10, case)
 
-    @TRADES
+    @every_group_size
     def test_sizes_positions_and_hops(self, world: World, ring_size: int, ulysses_size: int) -> None:
-        """Ring size, data size, shards and positions are those without trades; hops are fewer."""
+        """Ring size, data size, shards and positions are the same as without Ulysses. There are fewer hops."""
         hop_ring_size = ring_size // ulysses_size
-        for rank, seen in enumerate(world.run(sizes_with_trades, ring_size, ulysses_size)):
+        for rank, seen in enumerate(world.run(sizes_with_ulysses, ring_size, ulysses_size)):
             first = rank // ring_size * ring_size
             hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
             assert seen == (ring_size, rank - first, 4 // ring_size, rank // ring_size, hop_ring, hop_ring_size - 1)
 
     @pytest.mark.parametrize("stage", slow_but(3))
     def test_training(self, world: World, stage: int) -> None:
-        for states in world.run(train_with_trades, zero(stage)):
+        for states in world.run(train_with_ulysses, zero(stage)):
             check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")
 
     def test_unsupported_exchanges_are_refused(self, world: World) -> None:
-        told = (
+        messages = (
             (ValueError, "ulysses_size = 0"),
             (ValueError, "ulysses_size = 3"),
             (TypeError, "ulysses_size = 2.0"),
@@ -208,27 +208,27 @@ class TestUlysses:
             (ValueError, "a zigzag ring of 4 needs a multiple of 8"),
             (ValueError, "head_mode='grouped' with 4 heads and 5 branches"),
         )
-        for endings in world.run(bad_trades):
-            for ended, (error, text) in zip(endings, told, strict=True):
+        for endings in world.run(bad_ulysses_calls):
+            for ended, (error, text) in zip(endings, messages, strict=True):
                 assert ended.is_a(error), ended
                 assert text in ended.message, ended
 
     def test_ranks_that_disagree_are_reported_at_once(self, world: World) -> None:
-        for batch, autocast in world.run(disagree_with_trades):
+        for batch, autocast in world.run(disagree_with_ulysses):
             assert batch.error == autocast.error == "RingMismatchError", (batch, autocast)
             assert "batch (rank 0: 2, rank 1: 2, rank 2: 2, rank 3: 3)" in batch.message
             assert "dtype (rank 0: torch.bfloat16" in autocast.message
             assert "rank 3: torch.float32" in autocast.message
 
     def test_copies(self, world: World) -> None:
-        for same, pickled in world.run(copies_with_trades):
+        for same, pickled in world.run(copies_with_ulysses):
             assert same == [True, True]
             assert pickled.is_a(RuntimeError), pickled
             assert "initialize()" in pickled.message
 
 
-def test_rows_are_where_the_layout_says() -> None:
-    """Why zigzag needs a multiple of 2 × ring size: only then do a group's rows make up a shard of the hop ring."""
+def test_rows_of_a_group_form_a_shard_of_the_hop_ring() -> None:
+    """Zigzag needs a multiple of 2 × ring size. Only then do the rows of a group form a shard of the hop ring."""
     for ranks in ((0, 1), (2, 3)):
         group = torch.cat([rows_of_ranks(48, 4, "zigzag")[rank] for rank in ranks]).sort().values
         assert torch.equal(group, rows_of_ranks(48, 2, "zigzag")[ranks[0] // 2])

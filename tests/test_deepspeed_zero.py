@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3: some cases of the long matrices of test_deepspeed.py, and what only ZeRO does."""
+"""ZeRO 0 to 3: some cases of the long matrices of test_deepspeed.py, and tests specific to ZeRO."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from deepspeed_cases import (
 
 
 class TestZeRO:
-    """A few cases of what the classes above do in full, and what is ZeRO's own."""
+    """Some cases of the classes in test_deepspeed.py, and tests specific to ZeRO."""
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_gradients_are_those_of_the_whole_batch(self, world: World, stage: int) -> None:
@@ -78,19 +78,22 @@ class TestZeRO:
     def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
         for outcome in world.run_collect(train_two_weights):
             assert outcome.raised(RingMismatchError), outcome
-            told = (
+            message = (
                 "parameters in the order of their gradients (rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
             )
-            assert told in outcome.message, outcome
+            assert message in outcome.message, outcome
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_gradients_may_come_in_another_order(self, world: World, stage: int) -> None:
+    def test_gradients_may_be_computed_in_another_order(self, world: World, stage: int) -> None:
         by_rank = world.run(train_two_layers, ADAPTER, "nothing", True, zero(stage))
         check_states(by_rank, train_two_layers_alone("nothing"))
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_other_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
-        """They are behind no loss, and known when their gradients are there; with ZeRO 3, when they are gathered."""
+    def test_different_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
+        """The graph of the loss does not show these parameters. The check sees them when their gradients are ready.
+
+        ZeRO 3 already sees them when it gathers them.
+        """
         for outcome in world.run_collect(train_in_a_reentrant_checkpoint, stage):
             assert outcome.raised(RingMismatchError), outcome
             assert "layers.0" in outcome.message, outcome
@@ -101,16 +104,16 @@ class TestZeRO:
             assert moved == pytest.approx(12.0)
 
     @pytest.mark.parametrize("stage", [1, 2])
-    def test_other_parameters_beside_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
+    def test_different_parameters_beside_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
         for outcome in world.run_collect(train_beside_a_reentrant_checkpoint, stage):
             assert outcome.raised(RingMismatchError), outcome
             assert "use_reentrant=False" in outcome.message, outcome
 
     @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_of_another_loss_are_reported(self, world: World, stage: int) -> None:
-        for ended in world.run(train_through_another, stage, True):
+        for ended in world.run(train_through_another_model, stage, True):
             assert ended.error == "no error", ended
-        for ended in world.run(train_through_another, stage, False):
+        for ended in world.run(train_through_another_model, stage, False):
             assert ended.is_a(RuntimeError), ended
             assert "came from a backward other than state.backward()" in ended.message, ended
 
@@ -120,16 +123,16 @@ class TestZeRO:
             assert "parameter layers.0.weight of model has strides (1, 4)" in ended.message, ended
 
     @pytest.mark.parametrize("stage", range(4))
-    def test_a_step_with_nan_is_counted_for_what_it_was(self, world: World, stage: int) -> None:
-        for before, counts, told, after in world.run(step_with_nan, zero(stage)):
-            if stage == 0:  # which takes it, as the other adapters do
+    def test_a_step_with_nan_is_counted_or_skipped(self, world: World, stage: int) -> None:
+        for before, counts, warned, after in world.run(step_with_nan, zero(stage)):
+            if stage == 0:  # ZeRO 0 takes the step, like the other adapters
                 assert counts == (2, 0)
                 assert math.isnan(after)
-                assert told == []
+                assert warned == []
             else:
                 assert counts == (1, 1)
                 assert after == before
-                assert told in ([], [SKIPPED])
+                assert warned in ([], [SKIPPED])
         assert stage == 0 or world.run(step_with_nan, zero(stage))[0][2] == [SKIPPED]
 
     @pytest.mark.parametrize("stage", range(4))
@@ -139,7 +142,7 @@ class TestZeRO:
             assert moved == 3.0
             assert default == dtype
 
-    def test_training_goes_on_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
+    def test_training_resumes_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
         path = str(tmp_path / "checkpoint")
         for uninterrupted, resumed in world.run(save_and_load, ADAPTER, TWO, recipe, path, zero(3)):
@@ -163,7 +166,7 @@ class TestZeRO:
             check_moves(states, wanted, 1e-6, f"ZeRO {stage}, {how}")
 
     def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
-        """DeepSpeed makes those of the forward twice; not where the attention is remembered."""
+        """DeepSpeed repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
         ways = ("plain", "deepspeed", "remembered", "non-reentrant", "remembered, non-reentrant")
         plain, *others = (world.run(count_checkpointed, how) for how in ways)
         for rank, (wanted, forward, messages) in enumerate(plain):
@@ -175,24 +178,24 @@ class TestZeRO:
                 again = 0 if "remembered" in how else forward
                 assert sent == [forward, messages + again], (how, rank)
 
-    @pytest.mark.parametrize("told_by", slow_but("model", of=("config", "model")))
+    @pytest.mark.parametrize("set_by", slow_but("model", of=("config", "model")))
     @pytest.mark.parametrize("stage", slow_but(2))
-    def test_bf16_parameters(self, world: World, stage: int, told_by: str) -> None:
-        """Over fp32 masters, as DeepSpeed has it."""
+    def test_bf16_parameters(self, world: World, stage: int, set_by: str) -> None:
+        """DeepSpeed keeps fp32 master weights."""
         options = zero(stage)
-        if told_by == "config":
+        if set_by == "config":
             options["config"]["bf16"] = {"enabled": True}
-        recipe = Recipe(dtype=torch.float32 if told_by == "config" else torch.bfloat16)
+        recipe = Recipe(dtype=torch.float32 if set_by == "config" else torch.bfloat16)
         rounded = [
             {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
         ]
         for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
             assert seen == {torch.bfloat16}
-            check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {told_by}")
+            check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
 
 
 class TwoWeights(nn.Module):
-    """Of which a rank uses one."""
+    """A model with two weights. Each rank uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -211,7 +214,7 @@ def train_two_weights() -> None:
 
 
 def train_in_a_reentrant_checkpoint(stage: int) -> None:
-    """Each rank uses one of two layers, in a part that is computed again in the backward."""
+    """Each rank uses one of two layers, within a reentrant checkpoint."""
     state = parallelize_here(zero(stage), TwoLayers())
 
     def run(x: Tensor) -> Tensor:
@@ -224,7 +227,7 @@ def train_in_a_reentrant_checkpoint(stage: int) -> None:
 
 
 def train_beside_a_reentrant_checkpoint(stage: int) -> None:
-    """Each rank uses one of two layers, and all of them the other model's, which is computed again in the backward."""
+    """Each rank uses one of two layers outside a reentrant checkpoint. All ranks use the shared layer within it."""
     model = nn.ModuleDict({"own": TwoLayers(), "shared": nn.Linear(4, 4)})
     state = parallelize_here(zero(stage), model)
     x = torch.ones(2, 4, requires_grad=True)
@@ -233,8 +236,8 @@ def train_beside_a_reentrant_checkpoint(stage: int) -> None:
     state.backward(state.loss((shared + own).sum(), 2))
 
 
-def train_through_another(stage: int, is_frozen: bool) -> Ended:
-    """A loss of one state goes through the model of another one, which is trained by a loss of its own after it."""
+def train_through_another_model(stage: int, is_frozen: bool) -> Ended:
+    """Run the loss of one state through the model of another state. Then train the other state with its own loss."""
     first, second = (parallelize_here(zero(stage), TwoLayers()) for _ in range(2))
     x = torch.ones(1, 4)
     second.model.requires_grad_(not is_frozen)
@@ -258,21 +261,21 @@ SKIPPED = (
 
 
 def step_with_nan(options: Mapping[str, Any]) -> tuple[float, tuple[int, int], list[str], float]:
-    """The parameter after a step, the counts after one more whose gradient is NaN, what was told, and the parameter."""
+    """Take a step, then one with a NaN gradient. Returns the parameter before it, counts, warnings, and after it."""
     state = parallelize_here(options)
-    values, told = [], []
+    values, warned = [], []
     for gradient in (1.0, math.nan):
         state.backward(state.loss(state.model(torch.tensor([gradient])).sum(), 1))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state.step()
-        told += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
+        warned += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
         values.append(float(state.full_state_dict()["weight"]))
-    return values[0], (state.step_count, state.skipped_steps), told, values[1]
+    return values[0], (state.step_count, state.skipped_steps), warned, values[1]
 
 
 def train_under_default_dtype(options: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, torch.dtype]:
-    """How far a parameter moves whose gradient is 3, and the default dtype afterwards."""
+    """Take a step with gradient 3. Returns the change of the parameter, and the default dtype afterwards."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

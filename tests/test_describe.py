@@ -1,4 +1,4 @@
-"""What ranks have to have in common of their arguments."""
+"""The description of options that has to be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from ring_backends.training.describe import describe_options
 
 
-def test_values_of_one_rank_are_not_compared() -> None:
+def test_values_that_differ_between_ranks_are_ignored() -> None:
     def options(rank: int) -> dict[str, object]:
         return {
             "device_ids": [rank],
@@ -21,7 +21,7 @@ def test_values_of_one_rank_are_not_compared() -> None:
     assert describe_options({"device": torch.device("cpu")}) != describe_options({"device": torch.device("cuda", 0)})
 
 
-def test_plain_values_are_compared_and_of_others_the_class() -> None:
+def test_plain_values_are_compared_and_other_objects_by_class() -> None:
     assert describe_options({"a": {"x": 1, "y": 2}}) == describe_options({"a": {"y": 2, "x": 1}})
     assert describe_options({"a": {"x": 1}}) != describe_options({"a": {"x": 2}})
     assert describe_options({"a": object()}) == describe_options({"a": object()})

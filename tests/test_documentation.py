@@ -1,7 +1,7 @@
-"""Runs what the documentation shows: examples after ``>>>``, programs under torchrun, options of commands.
+"""Runs the examples and programs of the documentation, and checks the options of its commands.
 
-The examples of a page share their names, from top to bottom. A program is a block whose first line gives its name and
-its command; the test runs it in a temporary folder. ``sphinx-build -W`` checks links, anchors and names of the API
+The examples of a page share one namespace. A program is a block whose first line has its name and its command. The test
+runs it in a temporary folder. ``sphinx-build -W`` checks links, anchors and names of the API
 (``tox run -e docs``).
 """
 
@@ -41,7 +41,7 @@ pytestmark = pytest.mark.skipif(not PAGES, reason="this tree has no docs/")
 
 
 def blocks(page: Path, *languages: str) -> list[tuple[int, str]]:
-    """The code blocks in these languages: the line number before each block, and its text."""
+    """The code blocks in these languages, as (line number before the block, text)."""
     text = page.read_text(encoding="utf-8")
     return [
         (text.count("\n", 0, block.start("text")), block["text"])
@@ -55,7 +55,7 @@ def name_of(path: Path) -> str:
 
 
 def documented_modules() -> list[str]:
-    """The modules from which the reference takes docstrings."""
+    """The modules whose docstrings the API reference shows."""
     named = [match["name"] for page in PAGES for match in DOCUMENTED.finditer(page.read_text(encoding="utf-8"))]
     modules = set()
     for name in named:
@@ -63,7 +63,7 @@ def documented_modules() -> list[str]:
         if parts[0] in ring_backends.__all__:
             modules.add(getattr(ring_backends, parts[0]).__module__)
             continue
-        # Found by file: importing a module may need its framework.
+        # Search for files instead of importing: an import may need a framework.
         while not (PACKAGE.joinpath(*parts).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").is_file()):
             parts.pop()
         modules.add(".".join(["ring_backends", *parts]))
@@ -80,7 +80,7 @@ def programs() -> list[Any]:
 
 
 def environment(**others: str) -> dict[str, str]:
-    """The environment of a started process: this package on the path, one thread, no network."""
+    """The environment of a started process: this package is on the path, with one thread and without network."""
     path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
     left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS"}
     kept = {name: value for name, value in os.environ.items() if name not in left_out}
@@ -98,16 +98,16 @@ def free_port() -> int:
 
 
 def check(test: doctest.DocTest) -> None:
-    told: list[str] = []
+    output: list[str] = []
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
-    runner.run(test, out=told.append)
-    assert not runner.failures, "".join(told)
+    runner.run(test, out=output.append)
+    assert not runner.failures, "".join(output)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_examples_of_pages(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    lines: list[str] = []  # at the line numbers of the page
+    lines: list[str] = []  # keeps the line numbers of the page
     for line, text in blocks(page, "python", "pycon"):
         if text.startswith(">>>"):
             lines += [""] * (line - len(lines)) + text.splitlines()
@@ -159,7 +159,7 @@ def without_rounding(text: str) -> str:
 
 
 def shown_below(program: str) -> list[str]:
-    """The output that a page shows below a program."""
+    """The lines of output that a page shows below a program."""
     for page in [*GUIDES, *PAGES]:
         _, found, below = page.read_text(encoding="utf-8").partition(program)
         if found and (shown := re.match(r"```\n\n[^\n]*The program prints:\n\n```text\n(.*?)```", below, re.DOTALL)):
@@ -170,7 +170,7 @@ def shown_below(program: str) -> list[str]:
 @pytest.mark.matrix(reason="starts the processes of a program")
 @pytest.mark.timeout(300)
 def test_two_hosts(tmp_path: Path) -> None:
-    """Runs the page's command for two hosts twice on this machine."""
+    """Run the command for two hosts twice on this machine, once per host."""
     page = ROOT / "docs" / "getting-started.md"
     (command,) = {
         line.removeprefix("$ ")
@@ -199,14 +199,14 @@ def test_two_hosts(tmp_path: Path) -> None:
     finally:
         for process in processes:
             process.kill()
-    told = "".join(log.read_text() for log in logs)
-    assert statuses == [0, 0], told
-    assert "rank 0 of 2" in told
-    assert "rank 1 of 2" in told
+    output = "".join(log.read_text() for log in logs)
+    assert statuses == [0, 0], output
+    assert "rank 0 of 2" in output
+    assert "rank 1 of 2" in output
 
 
 def test_the_rooms_are_those_of_the_import_contract() -> None:
-    """docs/architecture.md lists the rooms in the order that setup.cfg gives."""
+    """docs/architecture.md lists the rooms in the order of the contract in setup.cfg."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     table = page.partition("## The rooms")[2].partition("![")[0]
     listed = re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)
@@ -216,7 +216,7 @@ def test_the_rooms_are_those_of_the_import_contract() -> None:
 
 
 @pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=name_of)
-def test_source_files_that_are_named_exist(page: Path) -> None:
+def test_named_source_files_exist(page: Path) -> None:
     """A path in backticks, such as ``engine/call.py``, is relative to the package, the repository or the page."""
     named = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|json|cfg))`", page.read_text(encoding="utf-8"))
     missing = {path for path in named if not any((base / path).exists() for base in (PACKAGE, ROOT, page.parent))}
@@ -224,7 +224,7 @@ def test_source_files_that_are_named_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", [*GUIDES, *PAGES], ids=name_of)
-def test_commands_have_the_options_that_are_shown(page: Path) -> None:
+def test_shown_options_of_commands_exist(page: Path) -> None:
     group: Any = typer.main.get_command(app)
     for line, text in blocks(page, "console", "bash", "sh"):
         for command in text.replace("\\\n", " ").splitlines():

@@ -1,4 +1,4 @@
-"""Attention dropout: the mask is the counter-based one that is written down, is random enough, and is drawn anew."""
+"""Attention dropout: the mask equals its reference, passes tests of randomness, and changes with each call."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 512
 def mask(
     p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0, size: int = SIZE
 ) -> Tensor:
-    """[batch, heads, queries, keys]."""
+    """The dropout factors, [batch, heads, queries, keys]."""
     dropout = Dropout(p, torch.arange(SIZE), replica)
     queries = dropout.query_words(seed, batch, num_heads, torch.device("cpu")).transpose(1, 2)
     return dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
@@ -41,7 +41,7 @@ def test_the_mask_equals_the_reference(p: float, seed: int) -> None:
 
 
 def test_the_reference_in_plain_integers() -> None:
-    """The pair of query 1 and key 2, hashed by hand with unbounded integers."""
+    """Hash the pair of query 1 and key 2 with Python integers."""
     seed, replica, row, head, query, key = 5, 2, 1, 3, 1, 2
     word = splitmix(seed + replica * 0x9E3779B97F4A7C15)
     for number in (row, head, query):
@@ -49,7 +49,7 @@ def test_the_reference_in_plain_integers() -> None:
     pair = word % 2**32 ^ splitmix(splitmix(~seed) + key) % 2**32
     pair = (pair ^ (pair >> 16)) * 0x7FEB352D % 2**32
     pair = ((pair ^ (pair >> 15)) + (word >> 32)) * 0x846CA68B % 2**32
-    share = (pair >> 1) / 2**31  # kept with probability 1 − p: just below it and just above it
+    share = (pair >> 1) / 2**31  # the weight is kept if share < 1 − p: test both sides of the bound
     for p, factor in ((1 - share - 1e-6, 1 / (share + 1e-6)), (1 - share + 1e-6, 0.0)):
         factors = reference_dropout(p, seed, replica, 2, 4, range(3))
         assert float(factors[row, head, query, key]) == pytest.approx(factor)
@@ -67,7 +67,7 @@ def test_the_mean_weight_is_one(dtype: torch.dtype) -> None:
 
 
 def test_masks_of_other_rows_heads_seeds_and_replicas_are_independent() -> None:
-    """No correlation of more than five standard deviations, be it between neighbours or around rectangles."""
+    """Correlations between neighbours and around rectangles are below five standard deviations."""
     centred = (mask(batch=2, num_heads=3) > 0).double() - (1 - P)
     centred /= centred.square().mean().sqrt()
     others = {
@@ -85,8 +85,8 @@ def test_masks_of_other_rows_heads_seeds_and_replicas_are_independent() -> None:
         assert abs(float(products.mean())) < 5 * products.numel() ** -0.5, name
 
 
-def test_every_query_and_every_key_drops_its_share() -> None:
-    """Counts along rows and columns scatter as those of a binomial distribution do: chi-squared, five deviations."""
+def test_drop_counts_per_query_and_per_key() -> None:
+    """A chi-squared test: counts along rows and columns are binomial, within five standard deviations."""
     kept = mask(num_heads=4) > 0
     for dim in (2, 3):
         counts = kept.sum(dim).double()
@@ -99,7 +99,7 @@ def tensors(**options: object) -> list[Tensor]:
     return [torch.randn(1, 40, 2, 8, generator=generator, **options) for _ in range(3)]  # type: ignore[call-overload]
 
 
-def test_a_module_drops_while_it_trains() -> None:
+def test_a_module_drops_only_in_training_mode() -> None:
     attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
     query, key, value = tensors()
     without = dilated_attention(query, key, value, [16, 40], [1, 2])
@@ -108,7 +108,7 @@ def test_a_module_drops_while_it_trains() -> None:
     assert attention.eval()(query, key, value, return_lse=True)[1].isfinite().all()
 
 
-def test_the_seed_is_drawn_from_the_generator_of_the_cpu() -> None:
+def test_the_seed_is_drawn_from_the_cpu_generator() -> None:
     attend = partial(dilated_attention, *tensors(), [16], [1], dropout_p=P)
     torch.manual_seed(3)
     first, second = attend(), attend()
@@ -119,10 +119,10 @@ def test_the_seed_is_drawn_from_the_generator_of_the_cpu() -> None:
     state = torch.get_rng_state()
     attend(dropout_seed=7)
     dilated_attention(*tensors(), [16], [1])
-    assert torch.equal(torch.get_rng_state(), state)  # where none is needed, none is drawn
+    assert torch.equal(torch.get_rng_state(), state)  # no seed is drawn if none is needed
 
 
-def test_lse_is_that_without_dropout() -> None:
+def test_lse_does_not_depend_on_dropout() -> None:
     (_, lse), (_, without) = (
         dilated_attention(*tensors(), [16, 40], [1, 2], dropout_p=p, return_lse=True) for p in (P, 0.0)
     )
@@ -130,7 +130,7 @@ def test_lse_is_that_without_dropout() -> None:
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputed_call_drops_the_same(use_reentrant: bool) -> None:
+def test_a_recomputed_call_has_the_same_mask(use_reentrant: bool) -> None:
     attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
     grads = []
     for attend in (attention, partial(checkpoint, attention, use_reentrant=use_reentrant)):
@@ -142,16 +142,16 @@ def test_a_recomputed_call_drops_the_same(use_reentrant: bool) -> None:
         assert torch.equal(plain, recomputed)
 
 
-# torch makes a symbol of a number that changes from one compilation to the next.
+# Two values: torch.compile makes a symbol of a float that changes between compilations.
 @pytest.mark.parametrize("dropout_p", [P / 2, P])
-def test_a_compiled_module_draws_anew_in_one_graph(dropout_p: float) -> None:
+def test_a_compiled_module_draws_new_masks_in_one_graph(dropout_p: float) -> None:
     attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=dropout_p)
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     assert isinstance(compiled, nn.Module)
     query, key, value = (x.requires_grad_() for x in tensors())
     first, second = compiled(query, key, value), compiled(query, key, value)
     assert not torch.equal(first, second)
-    # The backward drops what the forward dropped: with values of ones, a row of out is the sum of its weights.
+    # Backward uses the mask of forward. With values of 1, a row of out is the sum of its weights.
     ones = torch.ones_like(value).requires_grad_()
     out = compiled(query, key, ones)
     (grad,) = torch.autograd.grad(out.sum(), ones)

@@ -23,14 +23,14 @@ SIZES = {"language_model": (6, 256), "genome_encoder": (30, 512), "hugging_face"
 FP32_TOLERANCE = 1e-4
 TIMEOUT = 240
 
-pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness trains by every adapter")
+pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness tests training with every adapter")
 
 each_example = pytest.mark.parametrize("example", SIZES)
 each_framework = pytest.mark.parametrize("framework", FRAMEWORKS)
 
 
 def source(example: str, framework: str) -> str:
-    """An example with another framework's import line, unless it has an option for it."""
+    """The source of an example, with the import line of ``framework`` unless the example has an option for it."""
     text = (EXAMPLES / f"{example}.py").read_text(encoding="utf-8")
     assert text.count(IMPORT) == (example not in WITH_OPTION)
     return text.replace(IMPORT, IMPORT.replace("native", framework))
@@ -45,7 +45,7 @@ def reason_to_skip(example: str, framework: str) -> str | None:
 
 
 def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[list[float], int]:
-    """Run an example; its losses, and the bytes that it reports for rank 0."""
+    """Run an example. Returns its losses, and the bytes that it reports for rank 0."""
     script = folder / f"{example}_{framework}_{num_ranks}.py"
     script.write_text(source(example, framework), encoding="utf-8")
     steps, seq_len = SIZES[example]
@@ -73,13 +73,13 @@ def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[l
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, list[float]]:
-    """The losses of every example on one rank, by plain ``python``; filled by the first test that needs them."""
+    """A cache of the losses of each example on one rank, without a launcher."""
     return {}
 
 
 @each_framework
 @each_example
-def test_two_ranks_of_any_framework_have_the_falling_losses_of_one(
+def test_two_ranks_have_the_losses_of_one_rank(
     example: str, framework: str, alone: dict[str, list[float]], tmp_path: Path
 ) -> None:
     reason = reason_to_skip(example, framework)

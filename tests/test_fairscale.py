@@ -1,4 +1,4 @@
-"""The FairScale adapter passes the shared suites; its transport carries the hops; its rings are FairScale's groups."""
+"""The FairScale adapter passes the shared suites. Its transport carries all hops. Its rings are FairScale's groups."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.traffic import schedule_of
-from ring_backends.testing.training import reduced_and_promised
+from ring_backends.testing.training import reduced_and_divisor
 from ring_backends.testing.world import World
 
 
-def carried(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[str, int, int, int, int]], int]:
-    """(call, source, destination, bytes, tag) of every message that the transport is given, and what the ring counts.
+def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[str, int, int, int, int]], int]:
+    """(call, source, destination, bytes, tag) of every message of the transport, and the message count of the ring.
 
-    Each rank has made another number of messages before.
+    Before the call, each rank has created a different number of messages.
     """
     from fairscale.nn.pipe.messages import Transport
     from fairscale.nn.pipe.types import PipeMessage
@@ -76,7 +76,7 @@ def model_parallel(*args: int, **kwargs: int) -> Iterator[Any]:
 
 
 def rings_of_fairscale() -> dict[str, tuple[int, ...]]:
-    """The ranks of the ring that ``initialize`` makes of each of FairScale's set-ups."""
+    """The ranks of the ring that ``initialize`` returns for each set-up of FairScale."""
     initialize = backend(ADAPTER).initialize
     found = {"no set-up": initialize().ranks}
     with model_parallel(1, pipeline_length=2):
@@ -94,7 +94,7 @@ def wrong_size_for_fairscale() -> Ended:
         return ending(lambda: backend(ADAPTER).initialize(4))
 
 
-def other_order_than_fairscales() -> list[Ended]:
+def other_order_than_fairscale() -> list[Ended]:
     needs = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}
     with model_parallel(1, pipeline_length=2):
         return [
@@ -106,7 +106,7 @@ def other_order_than_fairscales() -> list[Ended]:
 def train_on_a_pipeline_group(options: Mapping[str, Any]) -> tuple[float, float]:
     with model_parallel(1, pipeline_length=2):
         ring_here.cache_clear()
-        reduced = reduced_and_promised(ADAPTER, TWO, options)
+        reduced = reduced_and_divisor(ADAPTER, TWO, options)
     ring_here.cache_clear()
     return reduced
 
@@ -128,10 +128,10 @@ class TestFairScale(AdapterTests):
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
     @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)
     def test_every_hop_is_carried_by_the_transport(self, world: World, rings: RingSpec, is_causal: bool) -> None:
-        """As many messages as the plan has, between global ranks, with one tag for both ends."""
+        """The transport carries the messages of the plan between global ranks. Both ends use the same tag."""
         case = replace(CASE, is_causal=is_causal)
         schedule = schedule_of(case, rings, "contiguous")
-        by_rank = world.run(carried, rings, case)
+        by_rank = world.run(carried_messages, rings, case)
         sent, received = set(), set()
         for rank, (messages, counted) in enumerate(by_rank):
             place = rings.place(rank)
@@ -148,7 +148,7 @@ class TestFairScale(AdapterTests):
         assert sent == received
         assert len(sent) == sum(counted for _, counted in by_rank) > 0
 
-    def test_the_ring_is_fairscales_own_group(self, world: World) -> None:
+    def test_the_ring_is_the_group_of_fairscale(self, world: World) -> None:
         for rank, found in enumerate(world.run(rings_of_fairscale)):
             assert found == {
                 "no set-up": (0, 1, 2, 3),
@@ -158,17 +158,17 @@ class TestFairScale(AdapterTests):
                 "layers on 2, pipeline of 2": ((0, 2), (1, 3))[rank % 2],
             }
 
-    def test_a_ring_size_that_is_not_fairscales_is_refused(self, world: World) -> None:
+    def test_a_ring_size_other_than_fairscale_has_is_refused(self, world: World) -> None:
         for ended in world.run(wrong_size_for_fairscale):
             assert ended.is_a(ValueError), ended
             assert "ring_size = 4" in ended.message
             assert "2 ranks" in ended.message
 
-    def test_an_order_that_is_not_fairscales_is_refused(self, world: World) -> None:
-        for endings in world.run(other_order_than_fairscales):
-            for ended, told in zip(endings, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
+    def test_a_ring_order_with_fairscale_groups_is_refused(self, world: World) -> None:
+        for endings in world.run(other_order_than_fairscale):
+            for ended, option in zip(endings, ("ring_order = 'topology'", "ring_size = 'auto'"), strict=True):
                 assert ended.is_a(ValueError), ended
-                assert ended.message.startswith(f"{told}: fairscale.nn.model_parallel"), ended
+                assert ended.message.startswith(f"{option}: fairscale.nn.model_parallel"), ended
 
     def test_training_on_a_pipeline_group(self, world: World) -> None:
         for reduced, divisor in world.run(train_on_a_pipeline_group, {}):

@@ -1,4 +1,4 @@
-"""FairScale's FullyShardedDataParallel: trains on GPUs, and says why it does not run on a CPU."""
+"""FairScale's FullyShardedDataParallel trains on GPUs. On a CPU, it raises an error with the reason."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ring_backends.testing.world import World
 
 
 def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[list[State], list[State]]:
-    """FairScale's FSDP over all ranks, a GPU each: states of a run, and of one that went on from its first step."""
+    """Train with FairScale's FSDP, one GPU per rank. Returns the states, and those of a run resumed after step 1."""
     torch.cuda.set_device(dist.get_rank())
     group = dist.new_group(backend="nccl")
     options = {"strategy": "fsdp", "process_group": group, "process_group_reduce_scatter": group}

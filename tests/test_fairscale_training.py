@@ -31,8 +31,8 @@ from ring_backends.testing.training_runs import (
 from ring_backends.testing.world import World
 
 
-class ForgetfulSGD(torch.optim.SGD):
-    """Keeps an argument to itself."""
+class LossySGD(torch.optim.SGD):
+    """An optimizer that does not keep an argument in its defaults."""
 
     def __init__(self, parameters: Any, lr: float, slowness: float = 1.0) -> None:
         super().__init__(parameters, lr=lr / slowness)
@@ -40,7 +40,7 @@ class ForgetfulSGD(torch.optim.SGD):
 
 
 def parallelize_over_data_alone() -> list[Ended]:
-    """Reduced over the data ranks of each ring rank: by both parts of FairScale, and by one of them."""
+    """Pass the data group to OSS and ShardedDataParallel, and to only one of them."""
     ring = ring_here(ADAPTER, TWO)
     assert ring is not None
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][ring.rank]
@@ -52,7 +52,7 @@ def optimizers_that_cannot_be_sharded() -> dict[str, Ended]:
     ring = ring_here(ADAPTER, FOUR)
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3).bfloat16())
     return {
-        "an argument lost": parallelize_one_parameter(ring, lambda parameters: ForgetfulSGD(parameters, 0.1, 3.0)),
+        "an argument lost": parallelize_one_parameter(ring, lambda parameters: LossySGD(parameters, 0.1, 3.0)),
         "no optimizer": parallelize_one_parameter(ring, lambda parameters: "SGD"),
         "two dtypes": parallelize_one_parameter(ring, model=mixed),
     }
@@ -69,8 +69,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 
 
-def step_of(name: str) -> tuple[str, list[Tensor]]:
-    """The class that OSS shards, and a model of three layers after two steps."""
+def parameters_after_two_steps(name: str) -> tuple[str, list[Tensor]]:
+    """Take two steps. Returns the class of the sharded optimizer, and the parameters."""
     ring = ring_here(ADAPTER, FOUR)
     model = three_layers()
     state = backend(ADAPTER).parallelize(
@@ -102,19 +102,22 @@ def train_checkpointed(rings: RingSpec, recipe: Recipe, what: str) -> list[State
         return train(ADAPTER, rings, "zigzag", recipe, {})
 
 
-class Remembering(nn.Module):
-    """A block whose attention is kept by FairScale's activation checkpointing, which computes it again: it hands on its
-    arguments as they are, and so a function made for the one call."""
+class RememberingBlock(nn.Module):
+    """A block with FairScale's activation checkpointing that keeps attention.
+
+    FairScale passes arguments on unchanged. One argument can therefore be the function of ``remember_attention``, which
+    serves one call.
+    """
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.inner = CallsWhatItGets(block)
+        self.inner = CallsItsFirstArgument(block)
 
     def forward(self, *args: Any) -> Any:
         return self.inner(remember_attention(self.inner.block), *args)
 
 
-class CallsWhatItGets(nn.Module):
+class CallsItsFirstArgument(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
@@ -124,7 +127,7 @@ class CallsWhatItGets(nn.Module):
 
 
 def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
-    """Gradients of two blocks, and the messages of this rank in the forward, and in forward and backward."""
+    """Two blocks: gradients, messages of the forward, and messages of forward and backward."""
     from fairscale.nn import checkpoint_wrapper
 
     ring = ring_here(ADAPTER, FOUR)
@@ -144,7 +147,7 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
     if how == "fairscale":
         blocks = [checkpoint_wrapper(block) for block in blocks]
     if how == "remembered":
-        blocks = [Remembering(block) for block in blocks]
+        blocks = [RememberingBlock(block) for block in blocks]
         for block in blocks:
             checkpoint_wrapper(block.inner)  # type: ignore[arg-type]
     ring.traffic.reset()
@@ -158,7 +161,7 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
 
 
 def clip_one_parameter(dtype: torch.dtype) -> tuple[float, float]:
-    """How far a parameter moves whose gradient is clipped to 0.5, and one that is not clipped; three ranks own none."""
+    """The change of a parameter with a clipped and with an unclipped gradient. Three ranks own no parameter."""
     moved = []
     for max_grad_norm in (0.5, 100.0):
         ring = ring_here(ADAPTER, FOUR)
@@ -177,7 +180,7 @@ def backward_in_eval_mode() -> Ended:
 
 
 def unused_on_some_ranks() -> tuple[list[float], list[float]]:
-    """The moves of two parameters, of which rank 0 uses the first alone."""
+    """The changes of two parameters, and the expected changes. Rank 0 uses only the first parameter."""
     ring = ring_here(ADAPTER, FOUR)
     model = nn.ModuleList([OneParameter(), OneParameter()])
     state = backend(ADAPTER).parallelize(_Branching(model), sgd, ring, reduce_buffer_size=0)
@@ -211,7 +214,7 @@ class TestFairScaleTraining(AdapterSuite):
     @pytest.mark.parametrize("reduce_buffer_size", [0, pytest.param(200, marks=pytest.mark.slow)])
     @every_mesh
     def test_gradients_outside_of_buckets(self, world: World, rings: RingSpec, reduce_buffer_size: int) -> None:
-        """All reduced one by one, or the small ones in buckets: fp32 gradients, and fp64 steps of micro-batches."""
+        """Reduce gradients one by one, or small ones in buckets. The recipes use fp32, and fp64 micro-batches."""
         options = {"reduce_buffer_size": reduce_buffer_size, "broadcast_buffers": False}
         for recipe, tolerance in (
             (Recipe(dtype=torch.float32), 1e-6),
@@ -231,7 +234,7 @@ class TestFairScaleTraining(AdapterSuite):
             check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
 
     def test_the_hops_of_activation_checkpointing(self, world: World) -> None:
-        """FairScale makes those of the forward twice; not where the attention is remembered."""
+        """FairScale repeats the hops of the forward, unless ``remember_attention`` keeps the results."""
         plain, twice, kept = (world.run(count_checkpointed, how) for how in ("plain", "fairscale", "remembered"))
         for rank, (wanted, forward, messages) in enumerate(plain):
             for way in (twice, kept):
@@ -241,25 +244,25 @@ class TestFairScaleTraining(AdapterSuite):
             assert twice[rank][1:] == (forward, messages + forward)
             assert forward > 0
 
-    def test_parameter_groups_stay_as_they_are(self, world: World) -> None:
+    def test_parameter_groups_keep_their_options(self, world: World) -> None:
         recipe = GroupedRecipe(rate=0.01, steps=3)
         by_rank = world.run(train_here, self.adapter, TWO, "zigzag", recipe, {})
         check_ranks(by_rank, train_alone(TWO, "zigzag", recipe), 1e-10)
 
     @pytest.mark.parametrize("name", OPTIMIZERS)
-    def test_optimizers_are_built_again(self, world: World, name: str) -> None:
+    def test_optimizers_are_rebuilt(self, world: World, name: str) -> None:
         model = three_layers()
         optimizer = getattr(torch.optim, name)(model.parameters(), **OPTIMIZERS[name])
         for _ in range(2):
             optimizer.zero_grad()
             model(torch.ones(2, 5)).square().sum().backward()
             optimizer.step()
-        for made_by, parameters in world.run(step_of, name):
+        for made_by, parameters in world.run(parameters_after_two_steps, name):
             assert made_by == name
             for got, wanted in zip(parameters, model.parameters(), strict=True):
                 torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
 
-    def test_optimizers_that_cannot_be_built_again_are_refused(self, world: World) -> None:
+    def test_optimizers_that_cannot_be_rebuilt_are_refused(self, world: World) -> None:
         for endings in world.run(optimizers_that_cannot_be_sharded):
             assert endings["an argument lost"].is_a(ValueError), endings
             assert "takes slowness" in endings["an argument lost"].message
@@ -268,17 +271,17 @@ class TestFairScaleTraining(AdapterSuite):
             assert "torch.bfloat16 and torch.float32" in endings["two dtypes"].message
 
     @pytest.mark.parametrize(
-        ("options", "told"),
+        ("options", "message"),
         [
             ({"strategy": "zero"}, "strategy = 'zero'"),
             ({"find_unused_parameters": True}, "find_unused_parameters"),
             ({"bucket_cap_mb": 25}, "bucket_cap_mb"),
         ],
     )
-    def test_unknown_options_are_refused(self, world: World, options: dict[str, Any], told: str) -> None:
+    def test_unknown_options_are_refused(self, world: World, options: dict[str, Any], message: str) -> None:
         for ended in world.run(parallelize_with, options):
             assert ended.is_a(ValueError), ended
-            assert told in ended.message
+            assert message in ended.message
 
     def test_a_reducer_that_lets_replicas_drift_is_refused(self, world: World) -> None:
         for both, *one in world.run(parallelize_over_data_alone):
@@ -303,8 +306,8 @@ class TestFairScaleTraining(AdapterSuite):
         for moved, wanted in world.run(unused_on_some_ranks):
             assert moved == pytest.approx(wanted)
 
-    def test_a_checkpoint_is_one_of_plain_torch(self, world: World, tmp_path: Path) -> None:
-        """A single process without FairScale goes on from it."""
+    def test_plain_torch_loads_the_checkpoint(self, world: World, tmp_path: Path) -> None:
+        """A single process without FairScale resumes from it."""
         recipe = Recipe(optimizer="adam", rate=0.02, steps=1)
         wanted = world.run(save_one_step, str(tmp_path / "checkpoint.pt"), recipe)[0]
         state = torch.load(tmp_path / "checkpoint.pt", weights_only=True)

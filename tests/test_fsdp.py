@@ -1,4 +1,4 @@
-"""The FSDP adapter passes the shared suites, by every strategy, with compiled and checkpointed blocks."""
+"""The FSDP adapter passes the shared suites with every strategy, and with compiled and checkpointed blocks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from ring_backends.testing.training_runs import Recipe, State, Trainer, check_mo
 from ring_backends.testing.unequal_ranks import check_experts, train_experts
 from ring_backends.testing.world import World
 
-pytest.importorskip("numpy")  # which the adapter needs
+pytest.importorskip("numpy")  # the adapter needs NumPy
 
 from fsdp_cases import ADAPTER, COPIES, STRATEGIES, sgd
 
@@ -63,7 +63,7 @@ class TestFSDP1(AllTrainingTests):
     without = MappingProxyType(
         {
             "fp64 clipping": "FullyShardedDataParallel computes norms in fp32 only",
-            "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it, and loses the step",
+            "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }
     )
 
@@ -85,11 +85,11 @@ def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: s
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_whose_losses_depend_on_different_blocks_are_reported(world: World, strategy: str) -> None:
-    """All ranks call all blocks, and one rank cuts the gradient off behind one of them."""
+    """All ranks call all blocks. One rank detaches the output of a block."""
     for outcome in world.run_collect(cut_a_gradient_off, strategy):
         assert outcome.raised(RingMismatchError), outcome
-        told = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
-        assert re.search(told, outcome.message), outcome
+        message = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
+        assert re.search(message, outcome.message), outcome
         assert "add 0 * output" in outcome.message, outcome
 
 
@@ -101,7 +101,7 @@ def cut_a_gradient_off(strategy: str) -> None:
 
 
 def train_experts_as_blocks(strategy: str) -> None:
-    """Every expert is sharded by itself, and gathered when it is called."""
+    """Train with each expert as a block, which FSDP gathers when it is called."""
     with mock.patch.object(unequal_ranks, "BlocksOfExperts", Experts):
         train_experts(ADAPTER, (8, 10), False, {"strategy": strategy})
 
@@ -109,14 +109,14 @@ def train_experts_as_blocks(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
 @pytest.mark.parametrize("rings", [FOUR, TWO, TWO_BY_HOSTS], ids=["1x4", "2x2", "2x2-by-hosts"])
 def test_gradients_are_those_of_the_whole_batch(world: World, rings: RingSpec, strategy: str) -> None:
-    """A few of the cases of the classes above."""
+    """Some cases of the classes above, for the quick command."""
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train, ADAPTER, rings, "zigzag", recipe, {"strategy": strategy})
     check_ranks(by_rank, train_alone(rings, "zigzag", recipe), 1e-6, strategy)
 
 
 def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Counter[str]]]:
-    """Train with each block compiled into one graph; the operators of the graphs."""
+    """Train with compiled blocks. Returns the states, and the operators of the graphs."""
     torch.compiler.reset()
     graphs = Graphs()
     trainer = Trainer(ADAPTER, FOUR, "zigzag", recipe, {"strategy": strategy})
@@ -169,7 +169,7 @@ def rename(state: State) -> State:
 
 
 def evaluate_by_fsdp1() -> tuple[list[State], list[Ended]]:
-    """States after steps with an evaluation before each; and evaluations after one and after both micro-batches."""
+    """Evaluate before each step, then after one and two micro-batches. Returns the states, and how the latter ended."""
     recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02)
     trainer = Trainer(ADAPTER, TWO, "zigzag", recipe, {"strategy": "fsdp1"})
     tokens, labels = trainer.micro_batches(0)[0]
@@ -190,7 +190,7 @@ def evaluate_by_fsdp1() -> tuple[list[State], list[Ended]]:
     return states, endings
 
 
-def test_fsdp1_evaluates_between_steps_alone(world: World) -> None:
+def test_fsdp1_evaluates_only_between_steps(world: World) -> None:
     recipe = Recipe(dtype=torch.float32, accumulation_steps=2, rate=0.02, steps=2)
     wanted = train_alone(TWO, "zigzag", recipe)
     for states, endings in world.run(evaluate_by_fsdp1):

@@ -17,11 +17,11 @@ from torch import nn
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_go_on
+from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_resume
 from ring_backends.testing.training_runs import Recipe, Trainer
 from ring_backends.testing.world import World
 
-pytest.importorskip("numpy")  # which the adapter needs
+pytest.importorskip("numpy")  # the adapter needs NumPy
 
 from fsdp_cases import ADAPTER, every_strategy, sgd
 
@@ -32,7 +32,7 @@ from ring_backends.training.checkpoint_files import MANIFEST
 
 
 def interrupt_a_load(path: str) -> str:
-    """Ctrl-C on one rank while the others read too: what each of them raises."""
+    """One rank gets Ctrl-C during load. Returns the name of the error of this rank."""
     state = fsdp.parallelize(OneParameter(), sgd, ring_here(ADAPTER, TWO))
     state.save(path)
     interrupted = mock.patch.object(fsdp_training.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
@@ -45,8 +45,8 @@ def interrupt_a_load(path: str) -> str:
 
 
 def test_an_interrupted_load_does_not_blame_the_checkpoint(world: World, tmp_path: Path) -> None:
-    told = world.run(interrupt_a_load, str(tmp_path / "checkpoint"))
-    assert told == ["RingPeerError", "KeyboardInterrupt", "RingPeerError", "RingPeerError"]
+    errors = world.run(interrupt_a_load, str(tmp_path / "checkpoint"))
+    assert errors == ["RingPeerError", "KeyboardInterrupt", "RingPeerError", "RingPeerError"]
 
 
 def save_after_two_steps(path: str, strategy: str) -> Stretch:
@@ -54,7 +54,7 @@ def save_after_two_steps(path: str, strategy: str) -> Stretch:
     for step in range(2):
         trainer.step(step)
     trainer.state.save(path)
-    trainer.state.save(path)  # over the one that is there
+    trainer.state.save(path)  # replaces the first checkpoint
     return five_steps(trainer)
 
 
@@ -64,16 +64,16 @@ ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), pytest.param("fsdp1", "hsdp", marks=pytest.mark.slow)]
 )
-def test_a_checkpoint_goes_on_by_another_strategy(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
+def test_another_strategy_loads_the_checkpoint(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
     path = str(tmp_path / "checkpoint")
     uninterrupted = world.run(save_after_two_steps, path, saved_by)[0]
-    for resumed in world.run(load_and_go_on, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
+    for resumed in world.run(load_and_resume, ADAPTER, TWO, replace(ADAM, seed=9), path, {"strategy": loaded_by}):
         assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["checkpoint"]
 
 
 class PartlyUsed(nn.Module):
-    """Two layers, of which the loss depends on one."""
+    """A model with two layers. The loss depends on one of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class PartlyUsed(nn.Module):
 
 
 def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float], list[float]]:
-    """The used layer in the steps after a checkpoint, and in the same steps of a run that loaded it."""
+    """The used layer after each step that follows a checkpoint, and in a run that loads the checkpoint."""
     ring = ring_here(ADAPTER, FOUR)
     assert ring is not None
 
@@ -116,7 +116,7 @@ def test_training_resumes_with_an_unused_parameter(world: World, tmp_path: Path,
 
 
 def save_over(path: str, leftover: str) -> list[str]:
-    """Save where a file or what an interrupted save left is; what lies there afterwards."""
+    """Save over another file or the remains of an interrupted save. Returns the files in the folder afterwards."""
     if dist.get_rank() == 0:
         if leftover == "file":
             Path(path).write_text("a checkpoint of another kind")
@@ -136,7 +136,7 @@ def test_saving_over_leftovers(world: World, tmp_path: Path, leftover: str) -> N
     assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
 
 
-def load_what_is_no_checkpoint(missing: str, foreign: str, unwritable: str) -> list[Ended]:
+def load_other_files(missing: str, foreign: str, unwritable: str) -> list[Ended]:
     trainer = Trainer(ADAPTER, FOUR, "zigzag", ADAM, {})
     other = Trainer(ADAPTER, FOUR, "zigzag", replace(ADAM, model="odd"), {})
     other.state.save(foreign)
@@ -147,7 +147,7 @@ def load_what_is_no_checkpoint(missing: str, foreign: str, unwritable: str) -> l
 def test_other_files_are_refused_as_checkpoints(world: World, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     paths = [str(tmp_path / name) for name in ("missing", "foreign", "file/checkpoint")]
-    for missing, foreign, unwritable in world.run(load_what_is_no_checkpoint, *paths):
+    for missing, foreign, unwritable in world.run(load_other_files, *paths):
         assert missing.is_a(FileNotFoundError), missing
         assert paths[0] in missing.message
         assert foreign.is_a(ValueError), foreign
@@ -158,7 +158,7 @@ def test_other_files_are_refused_as_checkpoints(world: World, tmp_path: Path) ->
 def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:
     trainer = Trainer(ADAPTER, TWO, "zigzag", ADAM, {})
     trainer.state.save(path)
-    return five_steps(trainer).losses, load_and_go_on(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
+    return five_steps(trainer).losses, load_and_resume(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
 
 
 def test_a_checkpoint_from_before_the_first_step(world: World, tmp_path: Path) -> None:

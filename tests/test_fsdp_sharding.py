@@ -1,4 +1,4 @@
-"""What FSDP shards and over which ranks, models wrapped already, and set-ups that are refused."""
+"""FSDP: sharded modules and their ranks, models that are wrapped already, and refused set-ups."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
 from ring_backends.testing.world import World
 
-pytest.importorskip("numpy")  # which the adapter needs
+pytest.importorskip("numpy")  # the adapter needs NumPy
 
 from fsdp_cases import ADAPTER, STRATEGIES, parallelize_one_parameter, sgd
 
@@ -34,7 +34,7 @@ from ring_backends.adapters import fsdp
 
 
 def placements(strategy: str) -> set[str]:
-    """How the parameters of a model lie over the ranks."""
+    """The mesh shapes and placements of the parameters of a model."""
     trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32), {"strategy": strategy})
     found = set()
     for parameter in trainer.state.model.parameters():
@@ -52,7 +52,7 @@ def test_parameters_are_sharded_over_data_and_ring(world: World, strategy: str, 
 
 
 def mesh_by_hosts() -> list[list[int]]:
-    """The ranks of the replicas that HSDP makes of rings by hosts."""
+    """The ranks of the device mesh that HSDP creates for rings ordered by host."""
     recipe = Recipe(dtype=torch.float32)
     trainer = Trainer(ADAPTER, TWO_BY_HOSTS, "contiguous", recipe, {"strategy": "hsdp"})
     parameter = next(trainer.state.model.parameters())
@@ -61,12 +61,12 @@ def mesh_by_hosts() -> list[list[int]]:
     return ranks
 
 
-def test_replicas_are_the_rings_that_hosts_make(world: World) -> None:
+def test_hsdp_mesh_of_rings_by_hosts(world: World) -> None:
     assert world.run(mesh_by_hosts) == [[[0, 2], [1, 3]]] * 4
 
 
 def sharded_parts(strategy: str, blocks: str | None) -> list[str]:
-    """The modules that gather their parameters by themselves; ``blocks`` None lets the adapter find them."""
+    """The names of the sharded modules. With ``blocks=None``, the adapter finds the blocks."""
     model = make_model("blocks", lambda: fsdp.RingDilatedAttention([8], [1]), torch.float32, 0)
     chosen = None if blocks is None else [model.get_submodule(blocks)]
     ring = ring_here(ADAPTER, FOUR)
@@ -84,7 +84,7 @@ def test_each_block_is_sharded_by_itself(world: World, strategy: str) -> None:
 
 
 def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]:
-    """Train a model that is a FullyShardedDataParallel before ``parallelize`` sees it."""
+    """Train a model that is wrapped in FullyShardedDataParallel before ``parallelize``."""
 
     mesh = init_device_mesh("cpu", (2, 2)) if sharding == "HYBRID_SHARD" else None
 
@@ -102,13 +102,13 @@ def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
-def test_a_model_that_is_wrapped_already(world: World, sharding: str) -> None:
+def test_a_model_wrapped_before_parallelize(world: World, sharding: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     check_ranks(world.run(train_wrapped, TWO, recipe, sharding), train_alone(TWO, "zigzag", recipe), 1e-6, sharding)
 
 
-def begin_differently(strategy: str) -> list[State]:
-    """Two steps of a model that each rank has initialised by its own, with a buffer of one number in many places."""
+def initialise_differently(strategy: str) -> list[State]:
+    """Take two steps. Ranks initialise the model differently. A buffer is expanded from one element."""
 
     def odd(*args: Any) -> nn.Module:
         model = make_model(*args[:-1], dist.get_rank())
@@ -126,8 +126,8 @@ def begin_differently(strategy: str) -> list[State]:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"])
-def test_replicas_that_begin_differently_become_alike(world: World, strategy: str) -> None:
-    by_rank = world.run(begin_differently, strategy)
+def test_replicas_with_different_initial_parameters_become_equal(world: World, strategy: str) -> None:
+    by_rank = world.run(initialise_differently, strategy)
     for states in by_rank[1:]:
         for state, first in zip(states, by_rank[0], strict=True):
             parameters = [name for name in state if name not in ("expanded", "short")]
@@ -137,8 +137,8 @@ def test_replicas_that_begin_differently_become_alike(world: World, strategy: st
         assert (float(first["expanded"][5, 7]), first["short"].t().flatten().tolist()) == (0, [0, 1, 2, 3, 4, 5])
 
 
-def shard_over_data_alone() -> dict[str, Ended]:
-    """Gradients reduced over the ranks that hold the same part of a sequence, in every way there is to ask for it."""
+def shard_only_over_data() -> dict[str, Ended]:
+    """Request, in every possible way, to reduce gradients only over ranks with the same part of a sequence."""
     ring = ring_here(ADAPTER, TWO)
     assert ring is not None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
@@ -161,8 +161,8 @@ def shard_over_data_alone() -> dict[str, Ended]:
     }
 
 
-def test_sharding_over_data_alone_is_refused(world: World) -> None:
-    for endings in world.run(shard_over_data_alone):
+def test_sharding_only_over_data_is_refused(world: World) -> None:
+    for endings in world.run(shard_only_over_data):
         for ended in endings.values():
             assert ended.error in ("ValueError", "RuntimeError"), endings
         assert "replicas would drift apart" in endings["fully_shard"].message
@@ -190,7 +190,7 @@ def test_ignored_parameters_are_refused(world: World, options_of: str) -> None:
         assert "replicas would drift apart" in ended.message
 
 
-def options_that_contradict() -> dict[str, Ended]:
+def contradictory_options() -> dict[str, Ended]:
     wrapped = FullyShardedDataParallel(OneParameter(), device_id=torch.device("cpu"))
     both = {"mp_policy": MixedPrecisionPolicy(), "mixed_precision": torch.bfloat16}
     return {
@@ -204,8 +204,8 @@ def options_that_contradict() -> dict[str, Ended]:
     }
 
 
-def test_options_that_contradict_are_refused(world: World) -> None:
-    for endings in world.run(options_that_contradict):
-        for told, ended in endings.items():
-            assert ended.error in ("ValueError", "TypeError"), (told, ended)
-            assert told in ended.message
+def test_contradictory_options_are_refused(world: World) -> None:
+    for endings in world.run(contradictory_options):
+        for text, ended in endings.items():
+            assert ended.error in ("ValueError", "TypeError"), (text, ended)
+            assert text in ended.message

@@ -1,4 +1,4 @@
-"""The public functions answer any arguments with a result or a documented error."""
+"""Public functions return a result or raise a documented error for any arguments."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZES = st.integers(0, 5)
 
 @st.composite
 def odd_tensors(draw: st.DrawFn) -> Tensor:
-    """Tensors of any small shape and of any dtype, with odd numbers and odd strides."""
+    """Tensors of any small shape and dtype, with special values and unusual strides."""
     shape = draw(st.lists(SIZES, max_size=6))
     dtype = draw(
         st.sampled_from(
@@ -67,7 +67,7 @@ ARGUMENTS = (
 
 
 def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
-    """A right call in which some arguments are replaced by anything."""
+    """Make a valid call with some arguments replaced by arbitrary values."""
     query, key, value, _, mask = case.tensors()
     arguments = {"query": query, "key": key, "value": value, "key_padding_mask": mask, **case.options()}
     arguments |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, **changes}

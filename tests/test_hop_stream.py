@@ -40,7 +40,7 @@ class Recorded(Transfer):
 
 
 def hop(error: Exception | None = None) -> tuple[list[str], list[Any]]:
-    """Post a hop and wait for it: the events in their order, and the buffers."""
+    """Post a hop and wait for it. Returns the events in order, and the buffers."""
     events: list[str] = []
     current = ["compute"]
     streams = {name: Stream(name, events) for name in ("compute", "hops")}
@@ -69,7 +69,7 @@ def hop(error: Exception | None = None) -> tuple[list[str], list[Any]]:
     return events, buffers
 
 
-def test_a_hop_runs_beside_the_compute_stream() -> None:
+def test_a_hop_runs_on_its_own_stream() -> None:
     events, buffers = hop()
     assert events == [
         "hops waits for compute",
@@ -87,7 +87,7 @@ def test_memory_of_a_failed_hop_is_not_reused_while_it_may_still_run() -> None:
     assert all(buffer.record_stream.call_count == 1 for buffer in buffers)
 
 
-def test_no_stream_off_a_gpu() -> None:
+def test_a_hop_on_cpu_uses_no_stream() -> None:
     buffer = torch.zeros(1, dtype=torch.uint8)
     ring = mock.Mock(spec=Ring)
     assert ring_pass.post_hop(ring, {1: buffer}, {}, 7) is ring.post.return_value

@@ -1,4 +1,4 @@
-"""Every adapter over several hosts and bad networks; those whose framework is not installed are skipped."""
+"""Every adapter on several hosts with bad networks. Adapters without an installed framework are skipped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernel and dtype ``auto`` selects, and the errors where none fits."""
+"""The kernel and dtype that ``auto`` selects, and the errors if none is usable."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ring_backends.kernels import (
 
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Makes torch claim an NVIDIA GPU of a given compute capability."""
+    """A function that makes torch report an NVIDIA GPU of a given compute capability."""
 
     def claim(major: int, minor: int, *, flash: bool = True, cudnn: int | None = 91600) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -70,7 +70,7 @@ def test_cuda_prefers_what_the_gpu_can_run(
     assert select_kernel("auto", KernelInputs(CUDA, dtype, head_dim, has_key_mask)).name == expected
 
 
-def test_cudnn_comes_after_flash_and_only_in_a_version_that_is_right(
+def test_cudnn_comes_after_flash_and_only_in_a_correct_version(
     gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=128)
@@ -86,7 +86,7 @@ def test_cudnn_comes_after_flash_and_only_in_a_version_that_is_right(
     assert select_kernel("auto", inputs).name == "math"
 
 
-def test_where_none_fits_the_error_has_the_inputs_and_every_kernels_reasons() -> None:
+def test_the_error_without_a_usable_kernel_lists_inputs_and_reasons() -> None:
     inputs = KernelInputs(CPU, torch.int64, head_dim=64)
     with pytest.raises(ValueError, match="no kernel can run") as info:
         select_kernel("auto", inputs)
@@ -99,7 +99,7 @@ def test_where_none_fits_the_error_has_the_inputs_and_every_kernels_reasons() ->
         assert f"{kernel.name}: " in message
 
 
-def test_a_kernel_asked_for_by_name_is_never_replaced() -> None:
+def test_a_kernel_chosen_by_name_is_never_replaced() -> None:
     with pytest.raises(ValueError, match="cpu tensors only") as info:
         select_kernel("aten_cpu_flash", KernelInputs(torch.device("meta"), torch.float32, 64))
     assert "math:" not in str(info.value)
@@ -112,7 +112,7 @@ def test_an_unknown_name_lists_the_names() -> None:
     assert all(repr(name) in str(info.value) for name in ("auto", *kernel_names()))
 
 
-def test_available_kernels_speaks_of_every_kernel() -> None:
+def test_available_kernels_lists_every_kernel() -> None:
     answers = available_kernels()
     assert tuple(answers) == kernel_names()
     assert answers["aten_cpu_flash"] is None
@@ -161,7 +161,7 @@ def test_resolve_dtype() -> None:
         resolve_dtype(16, CPU)  # type: ignore[arg-type]
 
 
-def test_auto_dtype_without_the_gpu_it_is_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_dtype_of_an_absent_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="device = cuda"):
         auto_dtype("cuda")

@@ -25,7 +25,7 @@ def test_fp64_matches_the_dense_softmax(kernel: Kernel, case: Case) -> None:
     check(kernel, case, torch.float64)
 
 
-# Derandomized: the yardstick is the error of another computation, which now and then is small by luck.
+# Derandomized: the bound is the error of another computation, which can be small by chance.
 @pytest.mark.parametrize("dtype", PRECISIONS, ids=str)
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -37,13 +37,13 @@ def test_error_is_at_most_twice_that_of_plain_attention(kernel: Kernel, dtype: t
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("kernel", CPU_KERNELS[:2], ids=kernel_id)
 def test_longer_tiles_in_every_memory_layout(kernel: Kernel, layout: str) -> None:
-    """More than one block of every kernel's own blocking, the diagonal crossing the blocks."""
+    """These tiles span several internal blocks of every kernel. The causal diagonal crosses blocks."""
     case = Case(seq_q=300, seq_k=300, seq_older=77, head_dim=16, masked=True, layout=layout)
     check(kernel, case, torch.float64)
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
-def test_a_row_without_lse_gives_and_gets_no_gradient(kernel: Kernel) -> None:
+def test_a_row_with_infinite_lse_has_no_gradient(kernel: Kernel) -> None:
     query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float64)
     options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
     out, lse = kernel.forward(query, key, value, **options)
@@ -59,7 +59,7 @@ def test_a_row_without_lse_gives_and_gets_no_gradient(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
-def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Kernel, poison: float) -> None:
+def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(kernel: Kernel, poison: float) -> None:
     options: dict[str, Any] = {"is_causal": True, "scale": 0.4}
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=13, seq_k=13, seq_older=0), torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
@@ -68,7 +68,7 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
     grads = kernel.backward(grad_out, query, key, value, out, lse, key_mask=key_mask, **options)
 
     def same(actual: Tensor, expected: Tensor) -> bool:
-        """To the last bit, but that a NaN makes another kernel take over."""
+        """Compare bitwise for the math kernel. A NaN makes other kernels switch to it, so allow a tolerance."""
         return torch.equal(actual, expected) if isinstance(kernel, MathKernel) else error(actual, expected) < 1e-5
 
     def spoiled(x: Tensor, *at: int) -> Tensor:
@@ -77,7 +77,7 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
             x[:, :, position] = poison
         return x
 
-    # A masked key: nothing changes anywhere.
+    # Spoil a masked key. No result changes.
     out2, lse2 = kernel.forward(query, spoiled(key, 2), spoiled(value, 2), key_mask=key_mask, **options)
     assert same(out2, out)
     assert same(lse2, lse)
@@ -86,13 +86,13 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
     )
     assert all(same(a, b) for a, b in zip(grads, grads2, strict=True))
 
-    # A value in the future of rows 0 to 6: they do not change, the others do show it.
+    # Spoil value 7. Rows 0 to 6 do not see it and do not change. The other rows are not finite.
     out2, lse2 = kernel.forward(query, key, spoiled(value, 7), key_mask=key_mask, **options)
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2, lse)
     assert not out2[:, :, 7:].isfinite().any()
 
-    # A key in their future: neither out, LSE nor query gradient of theirs changes.
+    # Spoil key 7. out, LSE and query gradients of rows 0 to 6 do not change.
     out2, lse2 = kernel.forward(query, spoiled(key, 7), value, key_mask=key_mask, **options)
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2[:, :, :7], lse[:, :, :7])
@@ -101,7 +101,7 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
     )
     assert same(dq[:, :, :7], grads[0][:, :, :7])
 
-    # A row: later keys, which it does not see, get the gradients they had from the other rows.
+    # Spoil query 3 and its gradient. Later keys, which it does not see, keep their gradients.
     _, dk, dv = kernel.backward(
         spoiled(grad_out, 3), spoiled(query, 3), key, value, out, lse, key_mask=key_mask, **options
     )
@@ -109,7 +109,7 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
     assert same(dv[:, :, 4:], grads[2][:, :, 4:])
     assert not dv[:, :, [0, 1, 3]].isfinite().any()
 
-    # A row that sees everything but the masked key.
+    # Spoil query 12, which sees all keys except the masked one.
     _, dk, dv = kernel.backward(
         spoiled(grad_out, 12), spoiled(query, 12), key, value, out, lse, key_mask=key_mask, **options
     )
@@ -118,7 +118,7 @@ def test_cpu_kernels_keep_nan_and_inf_from_those_who_do_not_see_them(kernel: Ker
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
-def test_tiles_that_no_kernel_takes(kernel: Kernel) -> None:
+def test_invalid_tiles_raise(kernel: Kernel) -> None:
     query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8)
     for empty in (key[:, :, :0], key[:0]):
         with pytest.raises(AssertionError):
@@ -154,7 +154,7 @@ def test_math_needs_memory_linear_in_the_sequence(is_causal: bool) -> None:
             out, lse = kernel.forward(query, key, key, **options)
             kernel.backward(out, query, key, key, out, lse, **options)
         largest_of[seq] = recorder.numel
-    # Both query heads share the keys of one; the inputs are the largest where the scores of a block are not.
+    # Two query heads share one key head. The inputs are the largest tensors, because the scores of a block are smaller.
     assert largest_of == {512: 2 * 512 * 8, 1024: 2 * 1024 * 8}
 
 

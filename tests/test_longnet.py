@@ -1,4 +1,4 @@
-"""LongNet's encoder and decoder equal torchscale's, on one device and on two ranks."""
+"""LongNet's encoder and decoder equal those of torchscale, on one device and on two ranks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ring_backends.testing.world import World
 @pytest.mark.parametrize("n", [1, 5, 8, 37, 64, 70])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_gives_what_torchscale_gives(kind: str, heads: int, n: int) -> None:
+def test_equals_torchscale(kind: str, heads: int, n: int) -> None:
     close(make(kind, heads)(inputs(kind, n)).detach(), reference(kind, heads, n))
 
 
@@ -73,7 +73,7 @@ def cotangent(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_gradients_are_those_of_the_exact_mixing(kind: str) -> None:
+def test_gradients_include_the_mixing_weights(kind: str) -> None:
     model = make(kind, 3)
     out = model(inputs(kind, 37))
     out.backward(cotangent(out))
@@ -85,7 +85,7 @@ def test_gradients_are_those_of_the_exact_mixing(kind: str) -> None:
 
 
 def on_ring(kind: str, layout: Any, n: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole output, and this rank's share of every gradient."""
+    """The whole output, and this rank's contribution to every gradient."""
     ring = ring_here("ring_backends.adapters.native", TWO)
     assert ring is not None
     ring = ring.with_layout(layout)
@@ -101,7 +101,7 @@ def on_ring(kind: str, layout: Any, n: int) -> tuple[Tensor, dict[str, Tensor]]:
 )
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_two_ranks_give_what_torchscale_gives_on_one(pair: World, kind: str, layout: str, n: int) -> None:
+def test_two_ranks_equal_torchscale(pair: World, kind: str, layout: str, n: int) -> None:
     by_rank = pair.run(on_ring, kind, layout, n)
     right, gradients = reference(kind, 3, n), reference_gradients(kind, n, detach=False)
     for whole, _ in by_rank:
@@ -120,15 +120,15 @@ def random_heads(n: int) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def test_an_lse_of_zero_counts() -> None:
-    """The first query of a causal segment sees one key; where its score is 0, torchscale drops that branch."""
+def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
+    """The first query of a causal segment sees one key. If its score is 0, torchscale drops the branch."""
     query, key, value = random_heads(32)
     query = torch.zeros_like(query)
     got = attend(query, key, value, BRANCHES, True)
     as_published = reference_attention(query, key, value, BRANCHES, True, detach=True, zero_is_absent=True)
     close(got, reference_attention(query, key, value, BRANCHES, True, detach=True, zero_is_absent=False))
     differs = (got - as_published).abs().amax((0, 2, 3)) > 1e-9
-    # The first r rows of each branch's segments, each the first that some head covers.
+    # These are the first r rows of each segment. Each is the first row that some head covers.
     assert differs.nonzero().flatten().tolist() == [0, 1, 2, 3, 8, 16, 17, 24]
 
 
@@ -139,7 +139,7 @@ def test_an_uncovered_position_has_output_zero() -> None:
     assert (got[:, 1::4, 0] == 0).all()
 
 
-def test_padding_with_zero_embeddings_is_torchscales_and_a_mask_ignores() -> None:
+def test_zero_embeddings_as_in_torchscale_differ_from_a_mask() -> None:
     model, x = make("encoder"), inputs("encoder", 37)
     pads = torch.zeros(2, 37, dtype=torch.bool)
     pads[1, 30:] = True
@@ -152,12 +152,12 @@ def test_padding_with_zero_embeddings_is_torchscales_and_a_mask_ignores() -> Non
 
 
 def gigapath_segment_lengths(slide_size: int) -> tuple[int, ...]:
-    """GigaPath's: five, from 1,024 to the tiles of a slide, equally far apart in their logarithms."""
+    """The five segment lengths of GigaPath, from 1,024 to the number of tiles, with equal steps of their logarithms."""
     top = int(math.log2((slide_size // 256) ** 2))
     return tuple(int(2 ** (10 + (top - 10) * index / 4)) for index in range(5))
 
 
-def test_where_the_rate_does_not_divide_torchscale_moves_outputs_and_the_error_says_so() -> None:
+def test_a_pattern_that_torchscale_misplaces_is_refused() -> None:
     w, r, n = 10, 4, 20
     query, key, value = random_heads(n)
     options: Any = {"branches": ((w,), (r,)), "is_causal": False, "detach": True, "zero_is_absent": True}

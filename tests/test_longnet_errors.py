@@ -1,4 +1,4 @@
-"""LongNet's parameters and inputs: names that load, and what is refused."""
+"""LongNet's parameters and inputs: names of parameters, and refused arguments."""
 
 from __future__ import annotations
 
@@ -46,16 +46,16 @@ def test_parameters_load_strictly_by_torchscales_names(kind: str) -> None:
     close(model(inputs(kind, 37)).detach(), reference(kind, 4, 37))
 
 
-def test_dtype_is_that_of_the_parameters_or_as_asked() -> None:
+def test_dtype_follows_the_parameters_or_the_argument() -> None:
     assert make("encoder").layers[0].ffn.fc1.weight.dtype == torch.float64
     model = make("encoder", dtype=torch.bfloat16)
     out = model(inputs("encoder", 37).bfloat16())
     assert out.dtype == torch.bfloat16
     right = reference("encoder", 4, 37)
-    assert (out - right).norm() < 4 * 2**-8 * right.norm()  # four roundings; two layers make half as much
+    assert (out - right).norm() < 4 * 2**-8 * right.norm()  # allows four roundings; two layers cause about two
 
 
-def test_initial_weights_have_magnetos_gain() -> None:
+def test_initial_weights_have_the_gain_of_magneto() -> None:
     torch.manual_seed(0)
     model = LongNetEncoder(64, 4, 64, 6, attention(), vocab_size=1000)
     plain = 64**-0.5 / math.sqrt(3)
@@ -70,7 +70,7 @@ def without(text: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("state", "told"),
+    ("state", "message"),
     [
         (with_name("layers.1.moe_layer.gate.wg.weight"), "moe_layer.gate.wg.weight: mixture of experts"),
         (with_name("layers.0.encoder_attn.k_proj.weight"), "cross attention"),
@@ -93,13 +93,13 @@ def without(text: str) -> dict[str, Tensor]:
         (torchscale_state(subln=False, normalize_output=False), "post-norm or DeepNorm"),
     ],
 )
-def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor], told: str) -> None:
-    with pytest.raises(ValueError, match=told):
+def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         LongNetEncoder.from_state_dict(state, num_heads=4, attention=attention())
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"ffn_dim": 0}, ValueError, "ffn_dim = 0"),
         ({"num_layers": 2.0}, TypeError, r"num_layers = 2\.0"),
@@ -110,14 +110,14 @@ def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor
         ({"attention": torch.nn.Identity()}, TypeError, "attention = Identity"),
     ],
 )
-def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception], told: str) -> None:
+def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
     sizes = {"embed_dim": EMBED_DIM, "num_heads": 4, "ffn_dim": FFN_DIM, "num_layers": 1, "attention": attention()}
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         LongNetEncoder(**{**sizes, **options})
 
 
 @pytest.mark.parametrize(
-    ("kind", "x", "options", "error", "told"),
+    ("kind", "x", "options", "error", "message"),
     [
         ("encoder", inputs("decoder", 5), {}, TypeError, "the model has no embed_tokens"),
         ("encoder", inputs("decoder", 5).bool(), {}, TypeError, "torch.bool"),
@@ -134,9 +134,9 @@ def test_arguments_that_cannot_be(options: dict[str, Any], error: type[Exception
         ("decoder", inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
     ],
 )
-def test_inputs_that_do_not_fit(kind: str, x: Tensor, options: Any, error: type[Exception], told: str) -> None:
+def test_invalid_inputs_are_refused(kind: str, x: Tensor, options: Any, error: type[Exception], message: str) -> None:
     model = LongNetEncoder(EMBED_DIM, 4, FFN_DIM, 1, attention(), dtype=torch.float64) if x.dim() == 3 else make(kind)
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         model(x, **options)
 
 
@@ -148,14 +148,14 @@ def one_refuses() -> Ended:
 
 
 def test_the_other_rank_raises(pair: World) -> None:
-    told, refused = pair.run(one_refuses)
+    other, refused = pair.run(one_refuses)
     assert refused.is_a(ValueError), refused
-    assert told.is_a(RingMismatchError), told
-    assert "x has shape" in told.message
+    assert other.is_a(RingMismatchError), other
+    assert "x has shape" in other.message
 
 
 def layers_in_another_order() -> Ended:
-    """Attention of the layers, which all are of one shape: in order, and then backwards on rank 1."""
+    """Call the attention of all layers, which have equal shapes. Then rank 1 calls them in reverse order."""
     ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
     assert ring is not None
     layers, x = list(make("encoder", ring=ring).layers), ring.shard(inputs("encoder", 20))

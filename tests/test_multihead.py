@@ -1,4 +1,4 @@
-"""The layer around the attention: what it adds is local to a row, and a row knows its global position."""
+"""The multi-head layer: projections act on each row, and rotary angles use global positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EMBED_DIM, HEADS, HEAD_DIM = 24, 6, 4
 
 
 class Recorder(nn.Module):
-    """Stands where an attention stands, on any rank of any ring: keeps what it is given and returns the query."""
+    """A replacement of an attention module. It records its arguments and returns the query."""
 
     def __init__(self, ring: Ring) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ def random_input(seq_len: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 @pytest.mark.parametrize("num_kv_heads", [6, 3, 1])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_is_plain_attention_between_the_projections(num_kv_heads: int, is_causal: bool) -> None:
+def test_equals_plain_attention_between_projections(num_kv_heads: int, is_causal: bool) -> None:
     layer = make(full_attention(), num_kv_heads=num_kv_heads)
     x = random_input(11)
     query, key, value = (
@@ -122,7 +122,7 @@ def test_a_forward_under_inference_mode_leaves_training_possible() -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
-def test_rotary_tables_are_few_and_belong_to_their_layout() -> None:
+def test_rotary_tables_are_few_and_depend_on_the_layout() -> None:
     recorder = Recorder(Ring(size=2, rank=1, ranks=(0, 1)))
     layer = make(recorder, rotary=True)
     for seq_len in range(2, 40, 2):
@@ -143,18 +143,18 @@ def test_dtype_is_kept(dtype: torch.dtype) -> None:
     assert {parameter.dtype for parameter in layer.parameters()} == {dtype}
 
 
-def test_dtype_auto_is_the_devices() -> None:
+def test_dtype_auto_depends_on_the_device() -> None:
     assert make(full_attention(), dtype="auto", device="cpu").q_proj.weight.dtype == torch.float32
     assert make(full_attention(), dtype="bf16").q_proj.weight.dtype == torch.bfloat16
 
 
-def test_autocast_is_left_to_convert() -> None:
+def test_autocast_converts_the_input() -> None:
     layer = make(full_attention(), rotary=True, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer(random_input(8, torch.float32)).dtype == torch.bfloat16
 
 
-def test_state_dict_keys_are_torchscales_and_hold_no_tables() -> None:
+def test_state_dict_keys_equal_those_of_torchscale() -> None:
     layer = make(full_attention(), rotary=True)
     layer(random_input(8))
     names = ["q_proj", "k_proj", "v_proj", "inner_attn_ln", "out_proj"]
@@ -164,7 +164,7 @@ def test_state_dict_keys_are_torchscales_and_hold_no_tables() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies_compute_the_same_and_carry_no_tables(copied: Any) -> None:
+def test_copies_compute_the_same_and_have_no_tables(copied: Any) -> None:
     layer = make(full_attention(), rotary=True)
     x = random_input(8)
     expected = layer(x)
@@ -211,8 +211,8 @@ def test_bad_inputs_are_named(x: Tensor, options: dict[str, Any], error: type[Ex
         layer(x, **options)
 
 
-def test_compiled_it_is_one_graph_per_length() -> None:
-    """On one device; the harness compiles models around a ring's attention."""
+def test_a_compiled_layer_has_one_graph_per_length() -> None:
+    """This test uses one device. The harness compiles models with attention on a ring."""
     torch.compiler.reset()
     layer, counter = make(full_attention(), rotary=True, num_kv_heads=2), CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(layer, fullgraph=True, backend=counter)

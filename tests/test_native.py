@@ -1,4 +1,4 @@
-"""The native adapter: everything that the shared suites ask of any adapter, and its way through host memory."""
+"""The native adapter: the shared suites, its reducer, and hops through host memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ring_backends.adapters import native
 from ring_backends.ring import transfer
 from ring_backends.ring.transfer import Transfer, needs_host, through_host
-from ring_backends.testing.calls import Answer, answer_here, check_results, expected, whole
+from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, ring_here
@@ -34,7 +34,7 @@ def test_hooks_of_parameters_run_once(world: World) -> None:
 
 
 class SparseTable(nn.Module):
-    """Adds up the rows of a table that it is asked for, and a number more."""
+    """Sums the requested rows of a table, and adds a second parameter."""
 
     def __init__(self, table: nn.Embedding) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class SparseTable(nn.Module):
 
 
 def embed_on_some_ranks() -> Tensor:
-    """One rank looks nothing up in a table whose gradients are sparse."""
+    """One rank looks up no row of a table with sparse gradients."""
     table = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(table.weight)
     model = SparseTable(table)
@@ -56,13 +56,13 @@ def embed_on_some_ranks() -> Tensor:
     return state.full_state_dict()["table.weight"][:, 0]
 
 
-def test_a_sparse_gradient_of_some_ranks(world: World) -> None:
+def test_a_sparse_gradient_on_some_ranks(world: World) -> None:
     for weights in world.run(embed_on_some_ranks):
         assert weights.tolist() == [-1, 0, -1, -1]
 
 
 def call_the_model_inside() -> Ended:
-    """Not through what reduces the gradients."""
+    """Call the module inside the wrapper that reduces gradients."""
     model = nn.Linear(1, 1)
     state = native.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(TestNative.adapter, TWO))
     return ending(lambda: state.backward(state.loss(model(torch.ones(1)).sum(), 1)))
@@ -76,7 +76,7 @@ def test_a_backward_past_the_reducer_is_refused(world: World) -> None:
 
 @dataclass
 class Echo(Transfer):
-    """A transport that returns to every peer's buffer what was sent to that peer."""
+    """A transport that copies the data sent to each peer into the receive buffer of that peer."""
 
     outgoing: Mapping[int, Tensor]
     incoming: Mapping[int, Tensor]
@@ -105,7 +105,7 @@ def test_a_hop_through_host_memory_arrives_when_it_is_waited_for():
             assert buffer.device.type == "cpu"
             assert (buffer.shape, buffer.dtype) == (given[peer].shape, torch.uint8)
             assert buffer.data_ptr() != given[peer].data_ptr()
-    outgoing[1].zero_()  # already on its way
+    outgoing[1].zero_()  # the data is already copied
     assert not any(buffer.any() for buffer in incoming.values())
     transfer.wait(timedelta(seconds=7))
     assert echo.waits == [timedelta(seconds=7)]
@@ -113,19 +113,19 @@ def test_a_hop_through_host_memory_arrives_when_it_is_waited_for():
     assert torch.equal(incoming[1], torch.full((7,), 9, dtype=torch.uint8))
 
 
-def what_needs_host() -> list[bool]:
+def needs_host_memory() -> list[bool]:
     assert dist.group.WORLD is not None
     return [needs_host(dist.group.WORLD, torch.device(name)) for name in ("cpu", "cuda:0", "meta")]
 
 
-def attend_through_host(name: str) -> Answer | None:
+def attend_through_host(name: str) -> RankResult | None:
     case = replace(EDGE_CASES[name], batch=3)
     with mock.patch.object(transfer, "needs_host", return_value=True):
-        return answer_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
+        return run_case_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
 
 
 def test_gloo_takes_gpu_tensors_through_host_memory(world):
-    assert world.run(what_needs_host) == [[False, True, False]] * 4
+    assert world.run(needs_host_memory) == [[False, True, False]] * 4
 
 
 def test_attention_through_host_memory(world):

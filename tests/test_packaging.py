@@ -1,7 +1,7 @@
-"""What is installed is what the tree holds, under the names the documentation uses.
+"""The installed package has all modules of the tree, under the documented names.
 
-Three directories become one package (setup.cfg, package_dir), so a module can be in the tree and not in the
-wheel, or in the wheel twice. These tests build the sdist and the wheel from a copy of the tree and compare.
+Three directories become one package (setup.cfg, package_dir). A module could therefore be missing in the wheel, or be
+in it twice. These tests build the sdist and the wheel from a copy of the tree, and compare them with the tree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ NOT_SOURCE = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "__pyca
 
 
 def tree_files() -> dict[str, Path]:
-    """Installed name to path in the tree, for every module and py.typed; symlinks are not followed."""
+    """The path in the tree for each installed name of a module and py.typed. Symlinks are not followed."""
     return {
         (Path(installed) / path.relative_to(ROOT / source)).as_posix(): path
         for source, installed in PACKAGE_DIRS.items()
@@ -57,7 +57,7 @@ def run_python(code: str, *args: str, cwd: Path, **env: str) -> subprocess.Compl
 
 
 def build(kind: str, source: Path, out: Path) -> Path:
-    """Call setuptools' PEP 517 hook build_sdist or build_wheel on source, as pip and tox do."""
+    """Build ``source`` with setuptools' PEP 517 hook build_sdist or build_wheel, like pip and tox."""
     out.mkdir()
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     done = run_python(code, str(out), cwd=source)
@@ -105,7 +105,7 @@ def test_the_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel: Path) 
     assert packaged == set(tree_files())
 
 
-def test_the_tree_knows_the_three_directories() -> None:
+def test_the_tree_files_cover_the_three_directories() -> None:
     expected = {
         "ring_backends/__init__.py",
         "ring_backends/py.typed",
@@ -117,10 +117,10 @@ def test_the_tree_knows_the_three_directories() -> None:
 
 
 def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
-    # The sdist holds no symlinks: it must not need them.
+    # The sdist has no symlinks, so the build must not need them.
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if member.issym() or member.islnk()]
-        # The safe filter where this Python has it: 3.10.12, 3.11.4, 3.12 and later.
+        # Use the safe filter if Python has it: 3.10.12, 3.11.4, 3.12 and later.
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         archive.extractall(tmp_path)
     (tree,) = tmp_path.iterdir()
@@ -165,7 +165,7 @@ def test_tox_pins_a_torch_the_package_accepts_and_the_tools_that_dev_installs(me
     tox = configparser.ConfigParser(interpolation=None)
     tox.read(ROOT / "tox.ini")
     deps = [
-        Requirement(line.rpartition(": ")[2])  # without the factors it is for
+        Requirement(line.rpartition(": ")[2])  # without the factors before the colon
         for section in tox.sections()
         for line in tox[section].get("deps", "").split("\n")
         if line and not line.startswith("{")
@@ -182,7 +182,7 @@ def test_tox_pins_a_torch_the_package_accepts_and_the_tools_that_dev_installs(me
         assert dev.specifier == pins[tool]
 
 
-@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox promises to test a wheel")
+@pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox installs a wheel for the tests")
 def test_tox_tests_the_wheel_and_not_the_checkout() -> None:
     installed = Path(ring_backends.__file__).resolve().parent
     assert installed != ROOT / "ring_backends"
@@ -190,13 +190,13 @@ def test_tox_tests_the_wheel_and_not_the_checkout() -> None:
     held = {path.relative_to(installed.parent).as_posix() for path in installed.rglob("*") if path.is_file()}
     files = tree_files()
     assert {name for name in held if not name.endswith(".pyc")} == set(files)
-    # A wheel built before the last edit would otherwise be tested in silence.
+    # This detects a wheel that was built before the last edit.
     copies = {name: installed.parent / name for name in files}
     assert [name for name, path in files.items() if path.read_bytes() != copies[name].read_bytes()] == []
 
 
 @pytest.mark.parametrize("statement", ["import adapters", "import adapters.native"])
-def test_adapters_is_no_top_level_package(statement: str) -> None:
+def test_adapters_is_not_a_top_level_package(statement: str) -> None:
     done = run_python(statement, cwd=ROOT, PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1")
     assert done.returncode != 0
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("ImportError: "))

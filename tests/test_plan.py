@@ -1,4 +1,4 @@
-"""``ring-backends plan``: it prints the numbers of the cost model, reads probes, and refuses bad arguments by name."""
+"""``ring-backends plan`` prints the numbers of the cost model, reads probes, and names bad arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def plan(*arguments: str) -> Any:
 
 
 def planned(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """What --json holds, and what was printed."""
+    """Run ``plan``. Returns the content of the --json file, and the printed text."""
     shown = plan("--json", str(tmp_path / "plan.json"), *arguments)
     assert shown.exit_code == 0, shown.stderr
     return json.loads((tmp_path / "plan.json").read_text()), shown.stdout
@@ -67,7 +67,7 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
         (["--seq-len", "99999", "--ring-size", "2", "--memory", "50MiB"], "ranks, and pays."),
     ],
 )
-def test_sentences(arguments: list[str], sentence: str) -> None:
+def test_the_sentence_of_the_verdict(arguments: list[str], sentence: str) -> None:
     shown = plan(*arguments, *GIVEN)
     assert shown.exit_code == 0, shown.stderr
     assert sentence in shown.stdout
@@ -78,7 +78,7 @@ def test_hosts(tmp_path: Path) -> None:
     found, shown = planned(tmp_path, *arguments, "--hosts", "a,b,a,b")
     assert found["bytes_between_hosts"]["topology"] == 0
     each_ring = sum(map(sum, found["per_rank"]["bytes_sent"].values()))
-    # K and V once more in backward, which bytes_sent counts there too: all that a ring of two sends crosses.
+    # In a ring of two, all bytes cross between hosts. K and V cross once more in backward, as bytes_sent counts.
     assert found["bytes_between_hosts"]["rank"] == 2 * each_ring
     assert 'and 0 bytes with ring_order="topology"' in shown
     found, _ = planned(tmp_path, *arguments, "--ranks-per-host", "1")
@@ -143,7 +143,7 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "option", "told"),
+    ("arguments", "option", "message"),
     [
         (["--ring-size", "0"], "--ring-size", "Invalid value"),
         (["--heads", "6", "--kv-heads", "4"], "--kv-heads", "must divide the 6"),
@@ -159,11 +159,11 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
         (["--json", "no/where/plan.json"], "--json", "no directory"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(arguments: list[str], option: str, told: str) -> None:
+def test_wrong_arguments_are_refused_by_name(arguments: list[str], option: str, message: str) -> None:
     refused = plan("--seq-len", "64", "--ring-size", "2", *GIVEN, *arguments)
     assert refused.exit_code == 2
     assert option in refused.stderr
-    assert told in refused.stderr
+    assert message in refused.stderr
     assert "Traceback" not in refused.stderr
 
 
@@ -174,7 +174,7 @@ def test_seq_len_and_ring_size_have_to_be_given() -> None:
         assert name in refused.stderr
 
 
-def test_a_picture(tmp_path: Path) -> None:
+def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shown = plan("--seq-len", "4096", "--ring-size", "8", "--memory", "1GB", "--plot", str(tmp_path / "a.svg"), *GIVEN)
     assert shown.exit_code == 0, shown.stderr
@@ -194,18 +194,18 @@ def test_sizes_with_units(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "GB", "1.2.3GB", "-1GB", "10 parsecs", "0", "."])
-def test_sizes_that_are_none(text: str) -> None:
+def test_invalid_sizes_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^memory = "):
         parse_bytes("memory", text)
 
 
-def test_hosts_of_ranks() -> None:
+def test_parsing_the_hosts_of_ranks() -> None:
     assert parse_hosts("a, b a,b", None, 2) == ("a", "b", "a", "b")
     assert parse_hosts(None, 2, 5) == ("0", "0", "1", "1", "2")
     assert parse_hosts(None, None, 5) is None
 
 
-def test_no_torch_until_the_command_runs() -> None:
+def test_torch_is_imported_only_when_the_command_runs() -> None:
     code = "import sys, ring_backends.cli, ring_backends.cost.local_probe; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
 

@@ -1,6 +1,6 @@
-"""The reference against another reading of the definition: each segment's rows, walked in pure Python.
+"""The reference against an independent implementation: a loop over the rows of each segment in pure Python.
 
-Everything else is tested against the reference, so it is tested against what can be checked by eye.
+Other tests rely on the reference. Its own tests therefore use small cases that can be checked by hand.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def marks(case: AttentionCase) -> dict[str, Tensor | None]:
 
 @settings(max_examples=150, deadline=None)
 @given(case=attention_cases(**SMALL))
-def test_equals_the_walk_over_rows(case):
+def test_equals_the_loop_over_rows(case):
     query, key, value, _, mask = case.tensors()
     out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask, **marks(case))
     walked_out, walked_lse = walked_attention(case)
@@ -121,7 +121,7 @@ def test_one_whole_branch_is_plain_attention(is_causal):
     q, k, v = (x.double().transpose(1, 2) for x in (query, key, value))
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
-    # A further key of score 0 and value 0 turns the LSE into a factor on the output.
+    # One more key with score 0 and value 0 makes the LSE a factor of the output.
     with_zero = dense_attention(
         query,
         key,
@@ -133,7 +133,7 @@ def test_one_whole_branch_is_plain_attention(is_causal):
 
 
 @pytest.mark.parametrize("padding", ["masked", "zeros"])
-def test_a_repeated_branch_adds_ln_2_to_the_lse_alone(padding):
+def test_a_repeated_branch_only_adds_ln_2_to_the_lse(padding):
     query, key, value, *_ = AttentionCase(10, (4,), (2,), num_heads=2).tensors()
     once = reference_attention(query, key, value, [4], [2], padding=padding)
     twice = reference_attention(query, key, value, [4, 4], [2, 2], padding=padding)
@@ -152,7 +152,7 @@ def test_counts_by_hand():
 
 
 def test_positions_past_the_last_full_stride_of_a_segment():
-    # w = 5, r = 2: local rows 0, 2, 4 of the segments 0..4 and 5..7, that is 0, 2, 4 and 5, 7.
+    # w = 5, r = 2 covers local rows 0, 2, 4 of segments 0..4 and 5..7: positions 0, 2, 4 and 5, 7.
     counts = reference_counts(8, 1, [5], [2])
     assert counts[0].sum(1).tolist() == [3, 0, 3, 0, 3, 2, 0, 2]
 
@@ -201,17 +201,17 @@ def test_a_row_whose_keys_are_all_ignored_is_uncovered(padding):
     assert (out == 0).all()
     assert all((grad == 0).all() for grad in torch.autograd.grad(out, inputs, grad_out))
     assert (lse[..., :4] == -math.inf).all()
-    # Position 4 begins a segment that zero padding fills with 5, 6, 7; the mask does not reach those.
+    # Zero padding fills the segment of position 4 with positions 5, 6 and 7. The mask does not cover them.
     torch.testing.assert_close(lse[0, 0, 4].item(), math.log(3) if padding == "zeros" else -math.inf)
 
 
 @pytest.mark.parametrize(
     ("n", "w", "r", "by_head"),
     [
-        # Segment 4..7 holds position 4; 6 fills up offset 0; offset 1 (5, 7) has no query there.
+        # Segment 4..7 has one query, at position 4. Offset 0 adds phantom 6. Offset 1 (5, 7) has no query.
         (5, 4, 2, [[0, 0, 0, 0, 1], [0, 0, 0, 0, 0]]),
         (6, 4, 2, [[0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 1]]),
-        # w acts as 5, and is filled up to 6: position 5 has offset 1.
+        # w is clamped to 5 and padded to 6. Position 5 has offset 1.
         (5, 9, 2, [[0, 0, 0, 0, 0], [0, 1, 0, 1, 0]]),
         (8, 4, 2, [[0] * 8, [0] * 8]),
         (1, 1, 7, [[0], [0]]),
@@ -222,7 +222,7 @@ def test_phantom_keys_by_hand(n, w, r, by_head):
     assert not reference_phantom_counts(n, 2, [w], [r], is_causal=True).any()
 
 
-def test_casts_up_whatever_the_input():
+def test_any_input_is_cast_to_fp64():
     query, key, value, *_ = AttentionCase(9, (4, 9), (2, 3), dtype=torch.bfloat16, num_heads=3).tensors()
     out, lse = reference_attention(query, key, value, [4, 9], [2, 3])
     assert out.dtype == lse.dtype == torch.float64
@@ -268,7 +268,7 @@ def test_an_empty_batch():
         ({"segment_lengths": [], "dilation_rates": []}, "at least one branch"),
     ],
 )
-def test_refuses_what_is_not_defined(options, named):
+def test_undefined_arguments_are_refused(options, named):
     query = torch.zeros(1, 5, 2, 3)
     with pytest.raises(ValueError, match=named):
         reference_attention(query, query, query, **{"segment_lengths": [2], "dilation_rates": [1]} | options)

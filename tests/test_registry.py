@@ -1,4 +1,4 @@
-"""Adapters by name: the built-in ones, those that other distributions announce, and those that cannot be used."""
+"""Adapters by name: built-in adapters, those of other distributions, and unavailable ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ OTHER = "other_distribution.adapter"
 
 
 class OtherRingDilatedAttention(native.NativeRingDilatedAttention):
-    """What a third party's module offers."""
+    """The attention class of a third party."""
 
 
 @pytest.fixture
 def announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if another distribution were installed, with an adapter that works and two that do not."""
+    """Simulate an installed distribution with one working adapter and two unavailable ones."""
     module = types.ModuleType(OTHER)
     module.RingDilatedAttention = OtherRingDilatedAttention  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, OTHER, module)
@@ -54,12 +54,12 @@ def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:
     assert "no_such_distribution.adapter" in absent
 
 
-def test_auto_without_a_ring_is_native() -> None:
+def test_auto_without_a_ring_selects_native() -> None:
     assert type(create_attention(segment_lengths=[8], dilation_rates=[1])) is native.RingDilatedAttention
     assert type(create_attention("auto", [8], [1])) is native.RingDilatedAttention
 
 
-def test_auto_is_the_adapter_that_made_the_ring(announced: None) -> None:
+def test_auto_selects_the_adapter_of_the_ring(announced: None) -> None:
     ring = Ring(adapter="other")
     assert type(create_attention("auto", [8], [1], ring=ring)) is OtherRingDilatedAttention
     assert type(create_attention("auto", [8], [1], ring=native.initialize())) is native.RingDilatedAttention
@@ -71,7 +71,7 @@ def test_a_ring_keeps_its_adapter() -> None:
     assert pickle.loads(pickle.dumps(ring)).adapter == "other"
 
 
-def test_a_name_is_that_adapter_with_its_options(announced: None) -> None:
+def test_a_name_selects_the_adapter(announced: None) -> None:
     ring = Ring(layout_kind="zigzag")
     attention = create_attention("other", [8, 16], [1, 2], ring=ring, head_mode="grouped", scale=0.5)
     assert type(attention) is OtherRingDilatedAttention
@@ -91,14 +91,14 @@ def test_an_unknown_name_is_refused_with_the_known_ones(announced: None) -> None
         create_attention("native")
 
 
-def test_an_adapter_that_cannot_be_used_says_why(announced: None) -> None:
+def test_an_unavailable_adapter_raises_with_the_reason(announced: None) -> None:
     with pytest.raises(AdapterUnavailableError, match="machine with wings"):
         create_attention("broken", [8], [1])
     with pytest.raises(AdapterUnavailableError, match=r"adapter 'absent' cannot be imported"):
         create_attention("absent", [8], [1])
 
 
-def test_frameworks_that_are_missing_are_named_with_their_install_commands() -> None:
+def test_missing_frameworks_are_listed_with_install_commands() -> None:
     code = """
 import sys
 sys.modules.update(dict.fromkeys(("numpy", "deepspeed", "fairscale")))
@@ -114,7 +114,7 @@ for name, reason in available_adapters().items():
         assert f"pip install 'ring-backends[{name}]'" in reason
 
 
-def test_nothing_is_imported_before_it_is_asked_for() -> None:
+def test_frameworks_are_imported_lazily() -> None:
     code = (
         "import sys, ring_backends; from ring_backends import create_attention; "
         "print([name for name in ('torch', 'deepspeed', 'fairscale') if name in sys.modules])"

@@ -1,4 +1,4 @@
-"""The plan as data: symmetric, complete, nothing twice, and as many bytes as it says; up to rings of 64."""
+"""Plans for rings of up to 64 ranks are symmetric and complete, without duplicates, and match the stated bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedul
 
 
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
-    """Every rank's plan of a backward, which is that of a forward and more."""
+    """The backward plan of every rank. It contains the steps of the forward plan."""
     tile_bytes = max_tile_bytes(torch.device("cpu"), 0, backward=True)
     ranks = range(schedule.layout.ring_size)
     return [rank_plan(schedule, rank, **SIZES, backward=True, tile_bytes=tile_bytes) for rank in ranks]
@@ -55,7 +55,7 @@ def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
 
 
 def check_symmetry(schedule: RingSchedule) -> None:
-    """What i sends to j at a step is what j expects from i, in the same order, and no peer is named twice."""
+    """Check that i sends to j what j expects from i, in the same order, and that each step names a peer once."""
     plans = plans_of(schedule)
     for outgoing, incoming in (("sends", "receives"), ("grad_sends", "grad_receives")):
         sent, expected = {}, {}
@@ -75,7 +75,7 @@ def check_symmetry(schedule: RingSchedule) -> None:
 
 
 def check_forwarding(schedule: RingSchedule) -> None:
-    """A rank sends on what arrived one step before, or its own rows; and passes on the gradients of what arrived."""
+    """Check that a rank sends own rows or parcels of the previous step, and returns gradients of received ones."""
     for plan in plans_of(schedule):
         arrived: set[Parcel] = set()
         pieces = schedule.layout.pieces(plan.rank)
@@ -88,7 +88,7 @@ def check_forwarding(schedule: RingSchedule) -> None:
 
 
 def computed_counts(schedule: RingSchedule) -> Tensor:
-    """How often each (head, query position, key position) is computed over all ranks: int64 [H, n, n]."""
+    """int64 [H, n, n]: how often all ranks together compute each (head, query position, key position)."""
     layout, heads = schedule.layout, schedule.num_heads
     counts = torch.zeros(heads, layout.seq_len, layout.seq_len, dtype=torch.int64)
     positions = [layout.positions(rank) for rank in range(layout.ring_size)]
@@ -121,7 +121,7 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
 
 
 def parcel_positions(schedule: RingSchedule, parcel: Parcel) -> Tensor:
-    """Global positions of a parcel's rows: [1, streams, rows], read off its source rank's layout."""
+    """The global positions of a parcel's rows, [1, streams, rows], from the layout of its source rank."""
     positions = schedule.layout.positions(owner_of(schedule.layout, parcel.start))
     return gather(positions.view(1, -1, 1).expand(1, -1, schedule.kv_heads), parcel.source)
 
@@ -147,7 +147,7 @@ def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
 
 
 def check_openings(schedule: RingSchedule) -> None:
-    """Rows are opened by their first tile and by no other; where a block says so, all of them are."""
+    """Check that only the first tile of a row opens it. If a block is marked as opened, its tiles open all rows."""
     for plan in plans_of(schedule):
         local_len = schedule.layout.local_len(plan.rank)
         for block in plan.blocks:
@@ -170,7 +170,7 @@ def check_openings(schedule: RingSchedule) -> None:
 
 
 def check_bytes(schedule: RingSchedule) -> None:
-    """The totals over all ranks, by arithmetic, are those of the steps, one by one."""
+    """Check that the computed totals equal the sums over the steps of all ranks."""
     for plan in plans_of(schedule):
         for messages, rows in (("sends", schedule.rows_sent), ("grad_sends", schedule.grad_rows_sent)):
             parcels = [parcel for step in steps_of(plan) for _, parcel in parcels_of(getattr(step, messages))]
@@ -179,7 +179,7 @@ def check_bytes(schedule: RingSchedule) -> None:
 
 @settings(max_examples=80, deadline=None)
 @given(CASES, RING_SIZES, LAYOUTS)
-def test_ranks_expect_what_others_send(case: AttentionCase, ring_size: int, layout: str) -> None:
+def test_receives_match_sends(case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
     check_symmetry(schedule)
     check_forwarding(schedule)
@@ -195,7 +195,7 @@ def test_every_visible_pair_is_computed_exactly_once(case: AttentionCase, ring_s
 
 @settings(max_examples=40, deadline=None)
 @given(CASES, st.integers(1, 8), LAYOUTS)
-def test_fine_cuts_change_nothing_but_the_number_of_hops(case: AttentionCase, ring_size: int, layout: str) -> None:
+def test_fine_cuts_change_only_the_number_of_hops(case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
     with fine_cuts():
         check_symmetry(schedule)
@@ -208,7 +208,7 @@ def test_fine_cuts_change_nothing_but_the_number_of_hops(case: AttentionCase, ri
 @settings(max_examples=50, deadline=None)
 @given(CASES, RING_SIZES, LAYOUTS)
 def test_only_needed_rows_travel(case: AttentionCase, ring_size: int, layout: str) -> None:
-    """The last rank of every route computes with what reaches it, and no parcel visits a rank twice."""
+    """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""
     schedule = schedule_of(case, ring_size, layout)
     visits: Counter[tuple[object, int]] = Counter()
     for plan in plans_of(schedule):
@@ -225,7 +225,7 @@ def test_only_needed_rows_travel(case: AttentionCase, ring_size: int, layout: st
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_segments_inside_the_shards_cost_nothing(layout: str, is_causal: bool) -> None:
+def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) -> None:
     schedule = RingSchedule(
         DilatedPattern((8, 16), (1, 2)), SequenceLayout(256, 8, layout), num_heads=4, is_causal=is_causal
     )
@@ -234,7 +234,7 @@ def test_segments_inside_the_shards_cost_nothing(layout: str, is_causal: bool) -
 
 
 def test_bytes_of_a_plain_ring() -> None:
-    """One full-length branch, p ranks: every rank sends p − 1 shards of K and V, and as much of dK and dV in fp32."""
+    """With one full-length branch, each of p ranks sends p − 1 shards of K and V, and of dK and dV in fp32."""
     schedule = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=2, num_kv_heads=1)
     shard = 16 * 8
     assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2) == 3 * 3 * 2 * shard * 2
@@ -247,14 +247,14 @@ def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
     causal = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=1, is_causal=True)
     assert causal.rows_sent.tolist() == [16, 32, 48, 0]
     zigzag = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4, "zigzag"), num_heads=1, is_causal=True)
-    # First-half chunks go all around; second-half ones only down, to the ranks whose chunks come later.
+    # Chunks of the first half visit all ranks. Chunks of the second half go only to ranks with later chunks.
     assert zigzag.rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
     assert len(set(zigzag.pairs.tolist())) == 1, "zigzag balances causal work"
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_what_goes_on_leaves_without_a_copy_where_segments_nest(layout: str, is_causal: bool) -> None:
+def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: bool) -> None:
     schedule = RingSchedule(
         DilatedPattern((16, 32, 64, 128), (1, 2, 2, 4)),
         SequenceLayout(128, 16, layout),
@@ -273,7 +273,7 @@ def test_what_goes_on_leaves_without_a_copy_where_segments_nest(layout: str, is_
 
 
 def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
-    """Plain ring attention, the pattern that sends most: hops are cut until six buffers fit."""
+    """Plain ring attention sends the most bytes. Hops are split until six buffers fit."""
     schedule = RingSchedule(DilatedPattern((65536,), (1,)), SequenceLayout(65536, 4), num_heads=8)
     sizes = {"batch": 1, "head_dim": 64, "itemsize": 4}
     tensors = 8 * 65536 // 4 * 8 * 64 * 4
@@ -285,7 +285,7 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
         assert 3 * (hop + grad_hop) <= 0.05 * tensors
 
 
-def test_description_is_a_table_of_branches_and_ranks() -> None:
+def test_the_description_has_tables_of_branches_and_ranks() -> None:
     schedule = RingSchedule(
         DilatedPattern((2048, 65536), (1, 16)), SequenceLayout(65536, 4), num_heads=8, is_causal=True
     )
@@ -299,7 +299,7 @@ def test_description_is_a_table_of_branches_and_ranks() -> None:
 
 
 def test_a_billion_tokens_on_a_thousand_ranks() -> None:
-    """Built and totalled in under 10 seconds and 1 GiB, the import of torch included in neither."""
+    """Building and summing takes less than 10 seconds and 1 GiB, without the import of torch."""
     script = textwrap.dedent(
         """
         import resource, time

@@ -1,7 +1,7 @@
-"""An adapter of another distribution: built, installed, found by its entry point, and run through the harness.
+"""An adapter of another distribution is built, installed, found by its entry point, and tested with the harness.
 
-The distribution lies in third_party_adapter/. Nothing here imports it from there: its wheel is installed into a
-folder of its own, which only other processes have on their path.
+The distribution is in third_party_adapter/. These tests do not import it from there. They install its wheel into a
+folder that only the started processes have on their path.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ SOURCE = ROOT / "tests" / "third_party_adapter"
 pytestmark = pytest.mark.matrix(reason="builds and installs a distribution, and runs a suite in it")
 
 FAST = (
-    "test_hops and full or test_causal_attention or lse_comes or random_calls and 4 or the_divisor and 2x2 "
+    "test_hops and full or test_causal_attention or lse_is_returned or random_calls and 4 or the_divisor and 2x2 "
     "or gradients_are_those and zigzag and 2x2 and float32"
 )
-"""Correctness, traffic, training: parts in which an adapter has a say."""
+"""Tests of correctness, traffic and training that depend on the code of the adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(cwd: Path, *arguments: str, site: Path | None = None) -> str:
-    """Run Python in ``cwd``, with ``site`` and this package on its path; return what it wrote."""
+    """Run Python in ``cwd`` with ``site`` and this package on its path. Returns its output."""
     path = [str(folder) for folder in (site, Path(ring_backends.__file__).parent.parent) if folder is not None]
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -58,7 +58,7 @@ def run(cwd: Path, *arguments: str, site: Path | None = None) -> str:
     return done.stdout
 
 
-def test_it_is_listed_and_loaded_by_name(installed: Path, tmp_path: Path) -> None:
+def test_the_adapter_is_listed_and_loaded_by_name(installed: Path, tmp_path: Path) -> None:
     program = """
 from ring_backends import available_adapters, create_attention
 assert available_adapters()["unbatched"] is None, available_adapters()
@@ -67,28 +67,28 @@ assert type(attention).__name__ == "UnbatchedRingDilatedAttention"
 import ring_backends_unbatched
 print(ring_backends_unbatched.__file__)
 """
-    told = run(tmp_path, "-c", program, site=installed)
-    assert Path(told.splitlines()[-1]) == installed / "ring_backends_unbatched.py"
+    output = run(tmp_path, "-c", program, site=installed)
+    assert Path(output.splitlines()[-1]) == installed / "ring_backends_unbatched.py"
 
 
 @pytest.mark.parametrize(
     "chosen", [FAST, pytest.param("not slow and not soak", marks=pytest.mark.soak)], ids=["part", "whole"]
 )
 @pytest.mark.timeout(1200)
-def test_it_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> None:
+def test_the_adapter_passes_the_harness(installed: Path, tmp_path: Path, chosen: str) -> None:
     for name in ("conftest.py", "test_unbatched.py"):
         shutil.copy(SOURCE / name, tmp_path / name)
     selection = ("-k", chosen) if chosen == FAST else ("-m", chosen)
-    told = run(
+    output = run(
         tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, "test_unbatched.py", site=installed
     )
-    passed = re.search(r"(\d+) passed", told)
-    assert passed is not None, told
-    assert int(passed[1]) >= 9, told
-    assert not re.search(r"\d+ failed", told), told
+    passed = re.search(r"(\d+) passed", output)
+    assert passed is not None, output
+    assert int(passed[1]) >= 9, output
+    assert not re.search(r"\d+ failed", output), output
 
 
-def test_the_guide_shows_the_adapter_as_it_is_tested() -> None:
+def test_the_guide_shows_the_tested_adapter() -> None:
     guide = (ROOT / "ADAPTERS.md").read_text()
     for name in ("ring_backends_unbatched.py", "pyproject.toml", "conftest.py", "test_unbatched.py"):
         assert (SOURCE / name).read_text() in guide, f"ADAPTERS.md does not show {name} as it is"

@@ -1,4 +1,4 @@
-"""Hugging Face models on a ring: what they give on one rank, and, for a plain pattern, by their own attention."""
+"""Hugging Face models on a ring equal one rank, and with a plain pattern their own attention."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def make_model(kind: str, attn_implementation: str) -> Any:
 
 
 def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Of the whole sequence, and the gradient of the logits."""
+    """The inputs for the whole sequence, and the gradient of the logits."""
     generator = torch.Generator().manual_seed(1)
     inputs = {"input_ids": torch.randint(1, VOCABULARY, (2, N), generator=generator)}
     grad = torch.randn(2, N, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -61,7 +61,7 @@ def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
 
 
 def run(kind: str, ring: Ring, pattern: Any, padded: bool) -> tuple[Tensor, list[Tensor]]:
-    """This rank's logits, and its share of every parameter's gradient."""
+    """The logits of the whole sequence, and this rank's contribution to every gradient."""
     register(native.RingDilatedAttention(*pattern, ring=ring))
     model = make_model(kind, "ring_dilated")
     inputs, grad = make_inputs(padded)
@@ -83,7 +83,7 @@ def run_here(kind: str, layout: Any, pattern: Any, padded: bool) -> tuple[Tensor
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_give_what_one_gives(pair: World, kind: str, layout: str, padded: bool) -> None:
+def test_two_ranks_equal_one_rank(pair: World, kind: str, layout: str, padded: bool) -> None:
     wanted_logits, wanted = run(kind, Ring(), DILATED, padded)
     by_rank = pair.run(run_here, kind, layout, DILATED, padded)
     for logits, _ in by_rank:
@@ -106,7 +106,7 @@ def test_a_plain_pattern_gives_plain_attention(kind: str, padded: bool) -> None:
 
 
 def losses_here(next_token: bool) -> tuple[float, int]:
-    """The sum of the losses of this rank's labels, and how many there are."""
+    """The summed loss of this rank's labels, and their number."""
     ring = ring_here("ring_backends.adapters.native", TWO)
     assert ring is not None
     return losses(ring, next_token)
@@ -124,7 +124,7 @@ def losses(ring: Ring, next_token: bool) -> tuple[float, int]:
 
 @pytest.mark.parametrize("next_token", [True, False], ids=["causal", "masked"])
 def test_the_loss_of_all_labels(pair: World, next_token: bool) -> None:
-    """No label is lost, or counted twice, where a shard ends."""
+    """No label is lost or counted twice at the boundary of two shards."""
     inputs, _ = make_inputs(padded=False)
     labels = inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
     wanted_count = int((labels[:, 1:] if next_token else labels).ne(IGNORED).sum())
@@ -132,7 +132,7 @@ def test_the_loss_of_all_labels(pair: World, next_token: bool) -> None:
     assert count == wanted_count
     by_rank = pair.run(losses_here, next_token)
     assert sum(number for _, number in by_rank) == wanted_count
-    assert sum(loss for loss, _ in by_rank) == pytest.approx(alone, rel=1e-6)  # transformers computes them in fp32
+    assert sum(loss for loss, _ in by_rank) == pytest.approx(alone, rel=1e-6)  # transformers computes losses in fp32
 
 
 def call(model: Any, **changes: Any) -> None:
@@ -141,7 +141,7 @@ def call(model: Any, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"sliding_window": 16}, "sliding_window is given: a window is not a dilated pattern"),
         ({"softcap": 30.0}, "softcap is given"),
@@ -153,19 +153,19 @@ def call(model: Any, **changes: Any) -> None:
     ],
     ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
 )
-def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], told: str) -> None:
+def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     register(native.RingDilatedAttention(*DILATED))
     model = make_model("llama", "ring_dilated")
     if changes.get("past_key_values") == "full":
         cache = transformers.DynamicCache(config=model.config)
         call(model, use_cache=True, past_key_values=cache)
         changes = {**changes, "past_key_values": cache}
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         call(model, **changes)
 
 
 def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, Ended]:
-    """A call with other arguments or another configuration, and a right one after it."""
+    """Make a call with changed arguments or configuration, then a valid call."""
     ring = ring_here("ring_backends.adapters.native", TWO)
     assert ring is not None
     register(native.RingDilatedAttention(*DILATED, ring=ring))
@@ -182,7 +182,7 @@ def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, E
 
 
 @pytest.mark.parametrize(
-    ("changes", "config", "told"),
+    ("changes", "config", "message"),
     [
         ({"seq_len": None, "position_ids": None}, {}, "seq_len is not given"),
         ({}, {"is_encoder_decoder": True}, "is_encoder_decoder = True"),
@@ -192,16 +192,16 @@ def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, E
     ids=["no shard_inputs", "encoder-decoder", "convolutions", "angles by length"],
 )
 def test_models_that_a_ring_cannot_run_are_refused_by_name(
-    pair: World, changes: dict[str, Any], config: dict[str, Any], told: str
+    pair: World, changes: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
     for first, right in pair.run(call_here, changes, config):
         assert first.is_a(ValueError), first
-        assert told in first.message, first
+        assert message in first.message, first
         assert right.error == "no error", right
 
 
 def layers_in_another_order() -> Ended:
-    """Two calls; in the second, rank 1 has the layers in another order."""
+    """Make two calls. In the second, rank 1 has the layers in another order."""
     ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
     assert ring is not None
     register(native.RingDilatedAttention(*DILATED, ring=ring))
@@ -219,7 +219,7 @@ def test_layers_are_distinguished(pair: World) -> None:
         assert "order of calls" in ended.message, ended
 
 
-def test_positions_that_begin_after_padding() -> None:
+def test_first_position_after_padding() -> None:
     register(native.RingDilatedAttention(*PLAIN))
     inputs, _ = make_inputs(padded=False)
     models = []
@@ -236,7 +236,7 @@ def test_positions_that_begin_after_padding() -> None:
         on_ring(**shard_inputs(Ring(), **inputs))
 
 
-def test_models_with_an_attention_of_their_own_fail() -> None:
+def test_models_without_the_attention_interface_fail() -> None:
     register(native.RingDilatedAttention(*PLAIN))
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, use_cache=False)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated")
@@ -258,13 +258,13 @@ def test_generation_and_dropout_are_refused_by_name() -> None:
         call(model.train())
 
 
-def test_the_score_scale_is_that_of_the_model() -> None:
+def test_a_scale_that_differs_from_the_model_is_refused() -> None:
     register(native.RingDilatedAttention(*DILATED, scale=0.5))
     with pytest.raises(ValueError, match=r"the attention has scale = 0\.5; make it with scale="):
         call(make_model("llama", "ring_dilated"))
 
 
-def test_arguments() -> None:
+def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
         register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"dropout_p = 0\.1: .*dropout_p=0"):
@@ -277,6 +277,6 @@ def test_arguments() -> None:
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
 
 
-def test_another_name() -> None:
+def test_registration_under_another_name() -> None:
     register(native.RingDilatedAttention(*PLAIN), "plain_ring")
     call(make_model("llama", "plain_ring"))

@@ -1,4 +1,4 @@
-"""Attention weights of chosen queries: with the values they make up the output, on one rank and around a ring."""
+"""Attention weights of chosen queries: weights times values equal the output, on one rank and on a ring."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CHOSEN = (36, 0, 17, 17)
 
 
 def weights_of(case: AttentionCase, ring: Ring, positions: Any) -> Tensor:
-    """Of this rank's keys."""
+    """The weights of this rank's keys."""
     query, key, _, _, mask = case.tensors()
     options = case.options()
     call = {"is_causal": options.pop("is_causal"), "seq_len": case.seq_len}
@@ -79,24 +79,24 @@ def around_the_ring(case: AttentionCase, layout: Any) -> Tensor:
     ],
     ids=["all", "causal, masked", "documents", "zero padding"],
 )
-def test_around_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
+def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
     for whole in pair.run(around_the_ring, case, layout):
         check(whole, case, CHOSEN)
 
 
-def ask_for_others() -> Ended:
+def ask_for_different_positions() -> Ended:
     ring = ring_here("ring_backends.adapters.native", TWO)
     assert ring is not None
     return ending(lambda: weights_of(CASE, ring, (ring.rank,)))
 
 
-def test_ranks_that_ask_for_other_positions_are_reported(pair: World) -> None:
-    for ended in pair.run(ask_for_others):
+def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> None:
+    for ended in pair.run(ask_for_different_positions):
         assert ended.is_a(RingMismatchError), ended
         assert "positions (rank 0: [0], rank 1: [1])" in ended.message
 
 
-def test_positions() -> None:
+def test_invalid_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"positions has 37: the sequence has positions 0 … 36"):
         weights_of(CASE, Ring(), (37,))
     with pytest.raises(TypeError, match=r"positions has 1\.0"):
@@ -114,18 +114,18 @@ def test_nan_reaches_only_dependent_rows_and_autocast_computes_in_fp32() -> None
     torch.testing.assert_close(under_autocast, weights_of(replace(case), Ring(), CHOSEN), rtol=0.1, atol=0.02)
 
 
-def one_asks_and_one_attends() -> Ended:
+def refuse_on_rank_0() -> Ended:
     ring = ring_here("ring_backends.adapters.native", TWO)
     assert ring is not None
     weights_of(CASE, ring, CHOSEN)
     return ending(lambda: weights_of(CASE, ring, CHOSEN if ring.rank else (99,)))
 
 
-def test_a_rank_that_refuses_tells_the_others(pair: World) -> None:
-    refused, told = pair.run(one_asks_and_one_attends)
+def test_a_refusal_is_reported_to_the_other_rank(pair: World) -> None:
+    refused, other = pair.run(refuse_on_rank_0)
     assert refused.is_a(ValueError), refused
-    assert told.is_a(RingMismatchError), told
-    assert "positions has 99" in told.message, told
+    assert other.is_a(RingMismatchError), other
+    assert "positions has 99" in other.message, other
 
 
 def test_pictures(tmp_path: Path) -> None:

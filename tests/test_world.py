@@ -1,4 +1,4 @@
-"""The world of ranks: what comes back, what an error shows, and that no failure outlives its test."""
+"""The world of ranks: returned values, errors, and recovery after failures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import ring_backends.testing.world
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.world import RanksFailedError, World
 
-# What a process needs to import the package under test from where this one has it.
+# The folder from which started processes import the package under test.
 PACKAGE_ROOT = Path(ring_backends.testing.world.__file__).absolute().parents[2]
 
 
@@ -36,7 +36,7 @@ def pair():
         yield ranks
 
 
-def rank_and(*args, **kwargs):
+def rank_and_arguments(*args, **kwargs):
     return dist.get_rank(), args, kwargs
 
 
@@ -87,7 +87,7 @@ def stop_on_rank(rank):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def end_soon():
+def exit_soon():
     threading.Timer(0.1, os._exit, (3,)).start()
 
 
@@ -95,17 +95,17 @@ def exit_with_status():
     sys.exit(2)
 
 
-def give_back_a_lock():
+def return_a_lock():
     return threading.Lock()
 
 
 def test_results_come_back_by_rank(pair):
-    assert pair.run(rank_and, 1, named=2) == [(0, (1,), {"named": 2}), (1, (1,), {"named": 2})]
+    assert pair.run(rank_and_arguments, 1, named=2) == [(0, (1,), {"named": 2}), (1, (1,), {"named": 2})]
     assert pair.run(sum_over_ranks, 2) == [5.0, 5.0]
-    assert pair.run(rank_and, Parcel("x"), ranks=[1]) == [None, (1, (Parcel("x"),), {})]
+    assert pair.run(rank_and_arguments, Parcel("x"), ranks=[1]) == [None, (1, (Parcel("x"),), {})]
 
 
-def test_tensors_come_back_whole(pair):
+def test_tensors_are_returned_unchanged(pair):
     for result in pair.run(tensors):
         expected = tensors()
         for name, tensor in result.items():
@@ -139,12 +139,12 @@ def test_collected_errors_leave_the_ranks_running(pair):
     assert pair.run(process_ids) == before
 
 
-def test_a_result_that_cannot_travel_is_an_error_of_its_rank(pair):
+def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pair):
     with pytest.raises(RanksFailedError, match="cannot pickle"):
-        pair.run(give_back_a_lock, ranks=[0])
+        pair.run(return_a_lock, ranks=[0])
 
 
-def test_a_function_without_a_name_is_refused(pair):
+def test_a_local_function_is_refused(pair):
     with pytest.raises(ValueError, match="top level"):
         pair.run(lambda: None)
     with pytest.raises(ValueError, match="0 to 1"):
@@ -175,7 +175,7 @@ def test_an_error_shows_where_the_others_wait(pair):
     assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 
 
-def test_a_hang_ends_in_stacks_and_the_next_call_in_new_ranks(pair):
+def test_a_hang_is_reported_with_stacks_and_the_next_call_has_new_ranks(pair):
     before = pair.run(process_ids)
     with pytest.raises(RanksFailedError) as failure:
         pair.run(sleep_on_rank, 0, timeout=0.5)
@@ -198,7 +198,7 @@ def test_a_death_is_reported_and_the_next_call_has_new_ranks(pair):
 
 
 def test_a_rank_lost_between_calls_is_reported(pair):
-    pair.run(end_soon, ranks=[1])
+    pair.run(exit_soon, ranks=[1])
     time.sleep(0.5)
     with pytest.warns(RuntimeWarning, match="rank 1 exited with status 3"):
         assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
@@ -206,7 +206,7 @@ def test_a_rank_lost_between_calls_is_reported(pair):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_reported_too(pair):
-    pair.run(process_ids)  # the first call of all imports this module, which takes its time
+    pair.run(process_ids)  # the first call is slow, because the ranks import this module
     stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
@@ -220,9 +220,9 @@ def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
     assert time.monotonic() - start < 30
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server on Linux alone")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU the server imports torch alone")
-def test_ranks_have_what_their_server_has_imported(tmp_path):
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server only on Linux")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server imports only torch")
+def test_ranks_have_the_imports_of_their_server(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(
         textwrap.dedent(
@@ -240,8 +240,8 @@ def test_ranks_have_what_their_server_has_imported(tmp_path):
         )
     )
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
-    told = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert told.stdout == "[True] False\n"
+    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == "[True] False\n"
 
 
 @pytest.mark.slow
@@ -264,14 +264,14 @@ def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
         )
     )
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "TMPDIR": str(tmp_path)}
-    # The rank holds the output open too, so that the output ends when the rank has.
-    told = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert told.returncode == -signal.SIGKILL
-    assert told.stdout == "hanging\n"
+    # The rank inherits the output pipe, so the output ends only when the rank ends.
+    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    assert done.stdout == "hanging\n"
 
 
 @pytest.mark.slow
-def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
+def test_ranks_find_functions_of_modules_imported_by_pytest(tmp_path):
     folder = tmp_path / "checks" / "inner"
     folder.mkdir(parents=True)
     (folder / "test_named.py").write_text(
@@ -295,7 +295,7 @@ def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
     )
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    told = subprocess.run(
+    done = subprocess.run(
         [*command, f"--rootdir={tmp_path}", str(folder)],
         env=environment,
         cwd=tmp_path,
@@ -303,4 +303,4 @@ def test_ranks_find_functions_of_modules_that_pytest_named(tmp_path):
         text=True,
         timeout=120,
     )
-    assert told.returncode == 0, told.stdout
+    assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""torchscale's LongNet, written down from its algorithm: the reference for ``ring_backends.longnet``."""
+"""A reference for ``ring_backends.longnet``, which implements torchscale's algorithm independently."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = {"encoder": LongNetEncoder, "decoder": LongNetDecoder}
 def reference_attention(
     query: Tensor, key: Tensor, value: Tensor, branches: Any, is_causal: bool, *, detach: bool, zero_is_absent: bool
 ) -> Tensor:
-    """[batch, n, heads, head_dim] in and out."""
+    """torchscale's dilated attention. Inputs and output are [batch, n, heads, head_dim]."""
     n, heads = query.shape[1:3]
     outs, lses = [], []
     for w, r in zip(*branches, strict=True):
@@ -50,7 +50,7 @@ def reference_attention(
                 absent = torch.ones_like(absent)
                 absent[:, :, group::r] = False
             dense_lse = dense_lse.masked_fill(absent, -1e8)
-            # The segments are joined as long as they have become, not as long as they were.
+            # torchscale joins the padded segments without removing their padding.
             of_head.append((dense_out.flatten(1, 2)[:, :n], dense_lse.flatten(1, 2)[:, :n]))
         outs.append(torch.stack([out for out, _ in of_head], 2))
         lses.append(torch.stack([lse for _, lse in of_head], 2))
@@ -61,7 +61,7 @@ def reference_attention(
 
 
 def _sparse(x: Tensor, w: int, r: int, group: int) -> Tensor:
-    """[batch, n, head_dim] to [batch, segments, rows, head_dim]."""
+    """Select the covered rows: [batch, n, head_dim] to [batch, segments, rows, head_dim]."""
     x = F.pad(x, (0, 0, 0, -x.shape[1] % w)).unflatten(1, (-1, w))
     return F.pad(x, (0, 0, 0, -w % r))[:, :, group::r]
 
@@ -78,7 +78,7 @@ def reference_model(
     eps: float = 1e-5,
     activation: Any = F.gelu,
 ) -> list[Tensor]:
-    """The embeddings, what each layer gives, and the output."""
+    """The embeddings, the output of each layer, and the output of the model."""
 
     def linear(x: Tensor, name: str) -> Tensor:
         return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
@@ -109,7 +109,7 @@ def reference_model(
 def torchscale_state(
     *, subln: bool = True, normalize_output: bool = True, tokens: bool = False, tied: bool = False
 ) -> dict[str, Tensor]:
-    """Random parameters, by torchscale's names, large enough that attention is far from uniform."""
+    """Random parameters with torchscale's names. They are large, so that attention is far from uniform."""
     generator = torch.Generator().manual_seed(5)
     state = {}
 

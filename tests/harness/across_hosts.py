@@ -28,17 +28,17 @@ from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
 
 NEEDS_HOSTS = "RING_BACKENDS_NEEDS_HOSTS"
-"""In the environment: where no hosts can be made, tests fail instead of being skipped."""
+"""Environment variable: if it is set, tests fail instead of being skipped on a machine without namespaces."""
 
 PORT = "29517"
 TIMEOUT = 6.0
 """Timeout in seconds of rings whose peers are lost."""
 
 PATIENCE = 120.0
-"""Seconds in which a rank has to start or to end. The ranks themselves measure what the contract bounds."""
+"""Seconds in which a rank has to start or to end. Shorter bounds are checked with times that the ranks measure."""
 
 _LARGE = replace(CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
-"""Hops of 256 KiB on four ranks, each a tenth of a second at 20 Mbit/s."""
+"""On four ranks, a hop has 256 KiB. It takes a tenth of a second at 20 Mbit/s."""
 
 Setting = Callable[[Hosts], None]
 
@@ -61,7 +61,7 @@ def _bad(hosts: Hosts) -> None:
 
 
 NETWORKS: dict[str, Setting] = {
-    "bad in every way": _bad,
+    "limited, delayed, lossy": _bad,
     "good": lambda hosts: None,
     "limited": _limited,
     "delayed and reordered": _delayed,
@@ -70,10 +70,10 @@ NETWORKS: dict[str, Setting] = {
 
 
 def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, max_calls: int) -> None:
-    """Run one rank, given by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. It reports in ``folder/RANK.json``."""
+    """Run the rank that the variables of torchrun name. Its report is written to ``folder/RANK.json``."""
     torch.set_num_threads(1)
     module, rank = backend(adapter), int(os.environ["RANK"])
-    # What a process does for the first time takes seconds on a busy machine, so the first call's ring is a patient one.
+    # On a busy machine, the first call of a process takes seconds. Its ring has a long timeout.
     patient = module.initialize(timeout=timedelta(seconds=PATIENCE))
     made = [call_whole(local_call(adapter, patient, case))]
     call = local_call(adapter, module.initialize(timeout=timedelta(seconds=timeout)), case)
@@ -86,8 +86,8 @@ def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, 
     equal = all(difference(first, last) == 0 for first, last in zip(made[0], made[-1], strict=True))
     torch.save(tuple(made[0]), folder / f"{rank}.pt")
     left = ending(dist.destroy_process_group)
-    account = {"ended": asdict(ended), "left": asdict(left), "equal": equal}
-    (folder / f"{rank}.json").write_text(json.dumps(account))
+    report = {"ended": asdict(ended), "left": asdict(left), "equal": equal}
+    (folder / f"{rank}.json").write_text(json.dumps(report))
 
 
 class Ranks:
@@ -119,11 +119,11 @@ class Ranks:
         ]
 
     def wait_for_calls(self, number: int, seconds: float = PATIENCE) -> None:
-        """Wait until every rank has made this many calls."""
+        """Wait until every rank has made ``number`` calls."""
         deadline = time.monotonic() + seconds
         while any(self._calls(rank) < number for rank in range(self.size)):
-            assert time.monotonic() < deadline, self.said()
-            assert all(process.is_alive() for process in self.processes), self.said()
+            assert time.monotonic() < deadline, self.output()
+            assert all(process.is_alive() for process in self.processes), self.output()
             time.sleep(0.02)
 
     def _calls(self, rank: int) -> int:
@@ -132,14 +132,14 @@ class Ranks:
         except FileNotFoundError:
             return 0
 
-    def account(self, rank: int, deadline: float) -> dict[str, Any]:
-        """The report of a rank, which has to end by ``deadline`` of the monotonic clock."""
+    def report(self, rank: int, deadline: float) -> dict[str, Any]:
+        """The report of a rank. It has to end before the monotonic clock shows ``deadline``."""
         process = self.processes[rank]
         process.join(max(0.1, deadline - time.monotonic()))
-        assert not process.is_alive(), f"rank {rank} did not end in time\n{self.said()}"
-        assert process.exitcode == 0, self.said()
-        account: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
-        return account
+        assert not process.is_alive(), f"rank {rank} did not end in time\n{self.output()}"
+        assert process.exitcode == 0, self.output()
+        report: dict[str, Any] = json.loads((self.folder / f"{rank}.json").read_text())
+        return report
 
     def results(self) -> Results:
         """The results of the first call of all ranks."""
@@ -147,7 +147,7 @@ class Ranks:
         length = sum(part.out.shape[1] for part in parts)
         return whole(parts, length, "contiguous")
 
-    def said(self) -> str:
+    def output(self) -> str:
         """The output and reports of all ranks."""
         files = [self.folder / f"{rank}.{kind}" for rank in range(self.size) for kind in ("log", "json")]
         return "\n".join(f"--- {file.name}:\n{file.read_text()}" for file in files if file.exists())
@@ -158,7 +158,7 @@ _slow = pytest.mark.slow
 
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts]:
-    """Hosts; the test's parameter ``num_hosts`` is their number."""
+    """``num_hosts`` hosts. The test is parametrized by ``num_hosts``."""
     try:
         with Hosts(request.node.callspec.params["num_hosts"], preload=[__name__, *adapters]) as made:
             yield made
@@ -177,16 +177,17 @@ def _on_hosts(*quick: int) -> pytest.MarkDecorator:
 class HostTests(AdapterSuite):
     @_on_hosts(2)
     @pytest.mark.parametrize(
-        "network", [name if name == "bad in every way" else pytest.param(name, marks=_slow) for name in NETWORKS]
+        "network",
+        [name if name == "limited, delayed, lossy" else pytest.param(name, marks=_slow) for name in NETWORKS],
     )
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         NETWORKS[network](hosts)
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
         for rank in range(num_hosts):
-            account = ranks.account(rank, time.monotonic() + PATIENCE)
-            assert account["ended"]["error"] == "no error", account
-            assert account["left"]["error"] == "no error", account
-            assert account["equal"]
+            report = ranks.report(rank, time.monotonic() + PATIENCE)
+            assert report["ended"]["error"] == "no error", report
+            assert report["left"]["error"] == "no error", report
+            assert report["equal"]
         check_results(ranks.results(), expected(CASE), FP64_TOLERANCE)
 
     @requires("a lost rank")
@@ -201,7 +202,7 @@ class HostTests(AdapterSuite):
         ],
     )
     def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
-        """A host is lost during a step: hops take most of a call's time."""
+        """The host is lost during a hop, because hops take most of the time of a call."""
         hosts.limit("20mbit")
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=TIMEOUT, case=_LARGE, max_calls=1000)
         ranks.wait_for_calls(2)
@@ -213,14 +214,14 @@ class HostTests(AdapterSuite):
         for rank in range(num_hosts):
             if rank == lost and how == "it disappears":
                 continue
-            account = ranks.account(rank, at + PATIENCE)
-            ended = account["ended"]
-            assert "RingPeerError" in ended["bases"], account
-            assert ended["seconds"] < TIMEOUT + BOUND, account
+            report = ranks.report(rank, at + PATIENCE)
+            ended = report["ended"]
+            assert "RingPeerError" in ended["bases"], report
+            assert ended["seconds"] < TIMEOUT + BOUND, report
             pattern = rf"rank {rank} waited in step \d+ of (forward|backward)"
-            assert re.search(pattern, ended["message"]), account
-            assert account["left"]["error"] == "no error", account
-            assert account["left"]["seconds"] < BOUND, account
+            assert re.search(pattern, ended["message"]), report
+            assert report["left"]["error"] == "no error", report
+            assert report["left"]["seconds"] < BOUND, report
 
     @requires("training")
     @_on_hosts()
@@ -241,12 +242,12 @@ class HostTests(AdapterSuite):
             processes.append(hosts.start(host, command, {"OMP_NUM_THREADS": "1"}, folder / "log"))
         deadline = time.monotonic() + 240
         for host, process in enumerate(processes):
-            said = tmp_path / str(host) / "log"
+            log = tmp_path / str(host) / "log"
             try:
                 status = process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                pytest.fail(f"host {host} did not end in time\n{said.read_text()}")
-            assert status == 0, said.read_text()
+                pytest.fail(f"host {host} did not end in time\n{log.read_text()}")
+            assert status == 0, log.read_text()
         alone = subprocess.run(
             [sys.executable, "-m", "ring_backends", *train, "--backend", "native"],
             cwd=tmp_path,

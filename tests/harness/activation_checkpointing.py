@@ -1,4 +1,4 @@
-"""Activation checkpointing: gradients are those without it, and a policy that keeps attention makes no hop twice."""
+"""Activation checkpointing: gradients stay the same, and no hop is repeated if the policy keeps attention."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, check_results, local_call, new_attention, of_ring
+from ring_backends.testing.calls import Results, case_of_ring, check_results, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.rings import FOUR, RingSpec, every_size_and_layout, ring_here
@@ -41,11 +41,11 @@ _CASE = AttentionCase(
 
 Region = Callable[..., Any]
 Run = Callable[..., Any]
-"""(region, *inputs) -> what the region gives, with or without checkpointing."""
+"""(region, *inputs) -> the outputs of the region, with or without checkpointing."""
 
 
 def keep_attention_and_sines() -> Any:
-    """As the policy of a user who keeps other things too."""
+    """A policy that saves the results of attention and of ``sin``."""
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         keep = operator in attention_operators() or operator == torch.ops.aten.sin.default
@@ -82,7 +82,7 @@ WAYS: dict[str, Run] = {"plain": lambda region, *inputs: region(*inputs), **RECO
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A region's results, and the messages and bytes that its forward sent, and forward and backward together."""
+    """The results of a region, and (messages, bytes) sent by its forward and by forward and backward together."""
 
     results: Results
     forward: tuple[int, int]
@@ -90,12 +90,12 @@ class Checkpointed:
 
 
 def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> Checkpointed | None:
-    """Two calls of attention in a region."""
+    """Run a checkpointed region with two calls of attention."""
     ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
     ring = ring.with_layout(layout)
-    case = of_ring(_CASE, place[0])
+    case = case_of_ring(_CASE, place[0])
     call = local_call(adapter, ring, case, attention=new_attention(adapter, ring, case))
 
     def region(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +113,11 @@ def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) ->
 
 
 def regions_in_any_order(adapter: str, how: str) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """Gradients of three regions whose backwards go another way than their forwards: without and with checkpointing."""
+    """Run three regions, and their backwards in another order, with and without checkpointing.
+
+    Returns:
+        Gradients with and without checkpointing; messages with and without checkpointing.
+    """
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
@@ -133,7 +137,11 @@ def regions_in_any_order(adapter: str, how: str) -> tuple[list[Tensor], list[Ten
 
 
 def nested(adapter: str) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """A region in a region: gradients with and without, messages with and without."""
+    """Run a checkpointed region within another one.
+
+    Returns:
+        Gradients with and without checkpointing; messages with and without checkpointing.
+    """
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
@@ -148,7 +156,7 @@ def nested(adapter: str) -> tuple[list[Tensor], list[Tensor], int, int]:
 
 
 def backward_again(adapter: str, how: str) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The gradients after one backward of a region, and after another."""
+    """The gradients after the first backward of a region, and after the second."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
@@ -161,8 +169,12 @@ def backward_again(adapter: str, how: str) -> tuple[list[Tensor | None], list[Te
 
 
 def compiled(adapter: str, how: str) -> tuple[list[Tensor], list[Tensor], list[Any], int, int, int]:
-    """A compiled region: gradients, as of one that is not; its graphs' operators; messages. Of one that is not, those
-    of the forward, and all."""
+    """Compare a compiled region with an eager one.
+
+    Returns:
+        Gradients of the compiled and of the eager region; the operators of the graphs; messages of the compiled
+        region, of the eager forward, and of the eager forward and backward.
+    """
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -189,7 +201,7 @@ def _check_close(got: list[Tensor], wanted: list[Tensor]) -> None:
 
 
 def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> None:
-    """A recomputed forward sends twice as much. Kept attention sends as much as without checkpointing."""
+    """Recomputation repeats the messages of the forward. Kept attention sends as much as without checkpointing."""
     plain = world.run(checkpointed, adapter, rings, layout, "plain")
     again = world.run(checkpointed, adapter, rings, layout, how)
     for rank in (rank for ranks in rings.rings for rank in ranks):
@@ -215,13 +227,13 @@ class ActivationCheckpointTests(AdapterSuite):
         check_checkpointed(world, self.adapter, FOUR, "contiguous", how)
 
     @pytest.mark.parametrize("how", ["kept", "remembered"])
-    def test_kept_attention_of_backwards_in_any_order(self, world: World, how: str) -> None:
+    def test_kept_attention_with_backwards_in_any_order(self, world: World, how: str) -> None:
         for got, wanted, kept, plain in world.run(regions_in_any_order, self.adapter, how):
             _check_close(got, wanted)
             assert kept == plain
 
     def test_kept_attention_in_a_checkpoint_within_another(self, world: World) -> None:
-        """The recomputation of the outer region does not use up what the inner region keeps."""
+        """The recomputation of the outer region does not consume the results that the inner region keeps."""
         for got, wanted, kept, plain in world.run(nested, self.adapter):
             _check_close(got, wanted)
             assert kept == plain

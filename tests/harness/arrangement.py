@@ -1,6 +1,6 @@
 """Rings ordered by host, and rings whose size is chosen for an attention call.
 
-The tests also use these rings, since size and order are right only if attention, shard and unshard are.
+The tests check size and order, and also the results of attention and training on these rings.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HOSTS = ("a", "b", "c", "a")
 
 
 def _initialize(adapter: str, **options: Any) -> Any:
-    """With tiles so short that measuring takes a moment; what is measured is as true as on other small tiles."""
+    """Call ``initialize`` with a short probe: small tiles, measured for a millisecond."""
     with mock.patch.object(probe, "TILE_ROWS", 256), mock.patch.object(arrangement, "PROBE_SECONDS", 0.001):
         return backend(adapter).initialize(timeout=timedelta(seconds=60), **options)
 
@@ -62,10 +62,10 @@ def _needs(case: AttentionCase) -> dict[str, Any]:
     }
 
 
-def attend_on_what_fits(
+def attend_on_smallest_ring(
     adapter: str, case: AttentionCase, memory_bytes: int | None, order: str
 ) -> tuple[int, tuple[int, ...], Results]:
-    """Choose a ring, and attend on it: its size, its ranks, and this rank's results."""
+    """Call attention on a ring of automatic size. Returns its size, its ranks, and this rank's results."""
     with mock.patch.dict(os.environ, {HOST_VARIABLE: _HOSTS[dist.get_rank()]}):
         options = {"ring_size": "auto", "ring_order": order, "memory_bytes": memory_bytes}
         ring = _initialize(adapter, **options, **_needs(case))
@@ -76,13 +76,13 @@ def attend_on_what_fits(
 
 
 def choose(adapter: str, **options: Any) -> tuple[int, int, int]:
-    """What ``ring_size="auto"`` comes to."""
+    """The ring that ``ring_size="auto"`` chooses: (ring size, data size, ring rank)."""
     ring = _initialize(adapter, ring_size="auto", **options)
     return ring.size, ring.data_size, ring.rank
 
 
-def ask_for_different_things(adapter: str) -> list[Ended]:
-    """How it ends where one rank asks for a different ring than the others, in two ways."""
+def choose_differently(adapter: str) -> list[Ended]:
+    """One rank passes another ``seq_len`` than the other ranks, and then another layout."""
     odd = dist.get_rank() == 2
     needs = _needs(replace(_CASE, seq_len=60) if odd else _CASE)
     return [
@@ -91,7 +91,7 @@ def ask_for_different_things(adapter: str) -> list[Ended]:
     ]
 
 
-def ask_for_the_impossible(adapter: str) -> Ended:
+def choose_with_too_little_memory(adapter: str) -> Ended:
     return ending(partial(_initialize, adapter, ring_size="auto", memory_bytes=1000, **_needs(_CASE)))
 
 
@@ -133,9 +133,9 @@ class ArrangementTests(AdapterSuite):
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(("ranks", "order"), [(2, "rank"), (4, "rank"), (4, "topology")])
     def test_the_smallest_ring_that_fits(self, world: World, ranks: int, order: str) -> None:
-        """What the tensors of half as many ranks take, and half of that again, which is too little for their tiles."""
+        """The memory is 1.5 times the tensor bytes of a ring half as large. That is too little for its tiles."""
         memory_bytes = 3 * _ROW * _CASE.seq_len // ranks
-        found = world.run(attend_on_what_fits, self.adapter, _CASE, memory_bytes, order)
+        found = world.run(attend_on_smallest_ring, self.adapter, _CASE, memory_bytes, order)
         cut = {"rank": (0, 1, 2, 3), "topology": (0, 3, 1, 2)}[order]
         for first in range(0, 4, ranks):
             members = cut[first : first + ranks]
@@ -145,20 +145,20 @@ class ArrangementTests(AdapterSuite):
 
     @core
     @requires("automatic ring size", "several rings per world")
-    def test_a_ring_that_does_not_pay_is_not_taken(self, world: World) -> None:
+    def test_a_ring_that_does_not_pay_is_not_chosen(self, world: World) -> None:
         short = replace(_CASE, seq_len=8)
         assert world.run(choose, self.adapter, **_needs(short)) == [(1, 4, 0)] * 4
 
     @core
     @requires("automatic ring size", "several rings per world")
-    def test_a_ring_that_pays_is_taken(self, world: World) -> None:
+    def test_a_ring_that_pays_is_chosen(self, world: World) -> None:
         long = replace(_CASE, seq_len=2**20, segment_lengths=(2**20,), dilation_rates=(1,), is_causal=False)
         found = world.run(choose, self.adapter, **_needs(long), memory_bytes=10**12)
         assert found == [(2, 2, 0), (2, 2, 1), (2, 2, 0), (2, 2, 1)]
 
     @requires("automatic ring size")
     def test_ranks_that_ask_for_different_rings_are_reported(self, world: World) -> None:
-        for in_size, in_layout in world.run(ask_for_different_things, self.adapter):
+        for in_size, in_layout in world.run(choose_differently, self.adapter):
             assert in_size.is_a(RingMismatchError), in_size
             assert "seq_len (rank 0: 401, rank 1: 401, rank 2: 60, rank 3: 401)" in in_size.message
             assert in_layout.is_a(RingMismatchError), in_layout
@@ -167,7 +167,7 @@ class ArrangementTests(AdapterSuite):
     @core
     @requires("automatic ring size")
     def test_no_ring_fits(self, world: World) -> None:
-        for ended in world.run(ask_for_the_impossible, self.adapter):
+        for ended in world.run(choose_with_too_little_memory, self.adapter):
             assert ended.is_a(ValueError), ended
             assert "1,000" in ended.message
             assert "memory_bytes" in ended.message

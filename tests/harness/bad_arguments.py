@@ -1,4 +1,4 @@
-"""Bad arguments: every rank refuses them by name, before anything is sent."""
+"""Bad arguments: every rank raises an error that names the argument, before any communication."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Bad:
     """A call with one bad argument.
 
     Attributes:
-        message_parts: what the message has to contain: the argument's name and value.
+        message_parts: texts that the message has to contain, such as the argument's name and value.
         options: constructor arguments.
-        arguments: call arguments, or functions of the right ones that make wrong ones.
+        arguments: call arguments. A function computes the bad argument from the good one.
     """
 
     error: type[Exception]
@@ -129,7 +129,7 @@ BAD_CALLS = {
 
 
 def make_bad_call(adapter: str, name: str) -> tuple[Ended, tuple[int, int], Tensor]:
-    """A bad call: how it ended, what it sent, and the output of a good call after it."""
+    """Make a bad call, then a good one. Returns how the bad one ended, its traffic, and the output of the good one."""
     ring, bad = ring_here(adapter, FOUR), BAD_CALLS[name]
     assert ring is not None
     good = local_call(adapter, ring, SMALL_CASE)

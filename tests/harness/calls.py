@@ -1,7 +1,7 @@
 """Attention calls on a ring: the ranks make them, and the test joins and compares their results.
 
-An :class:`AttentionCase` becomes one call per rank, each on its own rows. Each ring of a world gets different numbers,
-so that a leak between rings shows.
+An :class:`AttentionCase` becomes one call per rank, each on its own rows. Rings of one world get different numbers, so
+that a leak between rings changes the results.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FP64_TOLERANCE = 1e-10
 
 
 class Results(NamedTuple):
-    """What one call gives: of a rank's own rows, or of the whole sequence. Gradients are None where not asked for."""
+    """The results of one call, for the rows of a rank or for the whole sequence. A gradient not computed is None."""
 
     out: Tensor
     lse: Tensor
@@ -41,8 +41,8 @@ class Results(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One rank's results, and what it sent for them; and which of the rings beside each other it is in."""
+class RankResult:
+    """The results of one rank, the index of its ring, and the bytes and messages that it sent."""
 
     results: Results
     data_rank: int
@@ -54,7 +54,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class LocalCall:
-    """One rank's part of a case."""
+    """The call of one rank: attention module, local tensors, and options."""
 
     attention: Any
     query: Tensor
@@ -68,7 +68,7 @@ class LocalCall:
 
 
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
-    """The adapter's attention module with the options of a case."""
+    """Construct the adapter's attention module with the options of a case."""
     return backend(adapter).RingDilatedAttention(
         case.segment_lengths,
         case.dilation_rates,
@@ -85,7 +85,7 @@ def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **option
 def local_call(
     adapter: str, ring: Ring, case: AttentionCase, *, device: str = "cpu", gradients: bool = True, attention: Any = None
 ) -> LocalCall:
-    """This rank's part of a case, ready to be called. ``attention`` None makes a new module."""
+    """The call of this rank. With ``attention=None``, it constructs a new module."""
     rows = rows_of_ranks(case.seq_len, ring.size, ring.layout_kind)[ring.rank]
     tensors = (*case.tensors(), case.document_ids())
     query, key, value, grad_out, mask, documents = (None if x is None else x[:, rows].to(device) for x in tensors)
@@ -102,27 +102,27 @@ def local_call(
     return LocalCall(attention, query, key, value, grad_out, options)
 
 
-def of_ring(case: AttentionCase, index: int) -> AttentionCase:
-    """The case with the numbers of ring ``index``."""
+def case_of_ring(case: AttentionCase, index: int) -> AttentionCase:
+    """The case with the seed of ring ``index``."""
     return replace(case, seed=case.seed + 7919 * index)
 
 
-def answered_case(case: AttentionCase, index: int, answers: Sequence[Answer]) -> AttentionCase:
-    """The case that the ranks of ring ``index`` have answered."""
+def case_of_results(case: AttentionCase, index: int, answers: Sequence[RankResult]) -> AttentionCase:
+    """The case that the ranks of ring ``index`` have run."""
     (replica,) = {answer.data_rank for answer in answers}
-    return replace(of_ring(case, index), replica=replica)
+    return replace(case_of_ring(case, index), replica=replica)
 
 
-def answer_here(
+def run_case_here(
     adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, gradients: bool, device: str
-) -> Answer | None:
+) -> RankResult | None:
     """Run one case on this rank."""
     ring = ring_here(adapter, rings)
     place = rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
     ring = ring.with_layout(layout)
-    call = local_call(adapter, ring, of_ring(case, place[0]), device=device, gradients=gradients)
+    call = local_call(adapter, ring, case_of_ring(case, place[0]), device=device, gradients=gradients)
     ring.traffic.reset()
     out, lse = call(return_lse=True)
     assert not lse.requires_grad
@@ -130,16 +130,18 @@ def answer_here(
     ring.traffic.reset()
     grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out) if gradients else (None,) * 3
     results = Results(*(None if x is None else x.detach().cpu() for x in (out, lse, *grads)))  # type: ignore[arg-type]
-    return Answer(results, ring.data_rank, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages)
+    return RankResult(
+        results, ring.data_rank, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages
+    )
 
 
-def answers_here(
+def run_cases_here(
     adapter: str, rings: RingSpec, layout: LayoutKind, cases: Sequence[AttentionCase], gradients: bool, device: str
-) -> list[Answer | None]:
-    return [answer_here(adapter, rings, layout, case, gradients, device) for case in cases]
+) -> list[RankResult | None]:
+    return [run_case_here(adapter, rings, layout, case, gradients, device) for case in cases]
 
 
-def ask(
+def run_cases(
     world: World,
     adapter: str,
     rings: RingSpec,
@@ -148,16 +150,16 @@ def ask(
     *,
     gradients: bool = True,
     device: str = "cpu",
-) -> list[list[list[Answer]]]:
-    """Run some cases on all ranks: answers by case, by ring, by ring rank."""
-    by_rank = world.run(answers_here, adapter, rings, layout, cases, gradients, device)
+) -> list[list[list[RankResult]]]:
+    """Run cases on all ranks. Returns results indexed by case, ring and ring rank."""
+    by_rank = world.run(run_cases_here, adapter, rings, layout, cases, gradients, device)
     return [
         [[by_rank[global_rank][index] for global_rank in ranks] for ranks in rings.rings] for index in range(len(cases))
     ]
 
 
 def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Results:
-    """The results of the whole sequence, from those of a ring's ranks."""
+    """Join the results of the ranks of a ring to those of the whole sequence."""
     rows = torch.cat(rows_of_ranks(seq_len, len(results), layout)).argsort()
     fields = []
     for name in Results._fields:
@@ -169,7 +171,7 @@ def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Resul
 
 @lru_cache(maxsize=256)
 def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
-    """What the definition gives, in fp64."""
+    """The results of the dense fp64 reference."""
     *tensors, grad_out, mask = case.tensors()
     query, key, value = leaves = [tensor.double().requires_grad_(gradients) for tensor in tensors]
     out, lse = reference_attention(
@@ -187,7 +189,7 @@ def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
 
 @lru_cache(maxsize=256)
 def plain(case: AttentionCase) -> Results:
-    """Plain PyTorch attention of the case's own dtype: the yardstick for rounding."""
+    """The results of dense PyTorch attention in the dtype of the case. Its error bounds the error of a kernel."""
     query, key, value, grad_out, mask = case.tensors()
     options = case.options()
     scale, padding = options.pop("scale"), options.pop("padding")
@@ -210,7 +212,7 @@ def plain(case: AttentionCase) -> Results:
 
 
 def difference(got: Tensor | None, wanted: Tensor | None) -> float:
-    """The largest difference; infinite where shapes, NaNs or infinities do not agree."""
+    """The largest absolute difference. It is infinite if shapes, NaNs or infinities differ."""
     assert got is not None
     assert wanted is not None
     if got.shape != wanted.shape:
@@ -222,13 +224,13 @@ def difference(got: Tensor | None, wanted: Tensor | None) -> float:
 
 
 def check_results(got: Results, wanted: Results, tolerance: float, what: object = "") -> None:
-    """Every field within ``tolerance``; the message tells all of them, since which ones are wrong is the clue."""
+    """Check that every field is within ``tolerance``. The message lists the differences of all fields."""
     gaps = {
         name: difference(getattr(got, name), getattr(wanted, name))
         for name in Results._fields
         if getattr(got, name) is not None
     }
-    assert max(gaps.values()) <= tolerance, f"{what}: differences {gaps}, more than {tolerance}"
+    assert max(gaps.values()) <= tolerance, f"{what}: differences {gaps} exceed {tolerance}"
 
 
 def check_exact(
@@ -239,13 +241,13 @@ def check_exact(
     cases: Sequence[AttentionCase],
     *,
     gradients: bool = True,
-) -> list[list[list[Answer]]]:
-    """Run fp64 cases and hold every ring's results against the definition."""
-    answers = ask(world, adapter, rings, layout, cases, gradients=gradients)
+) -> list[list[list[RankResult]]]:
+    """Run fp64 cases and compare the results of every ring with the reference."""
+    answers = run_cases(world, adapter, rings, layout, cases, gradients=gradients)
     for case, by_ring in zip(cases, answers, strict=True):
         for index, ring_answers in enumerate(by_ring):
             got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            wanted = expected(answered_case(case, index, ring_answers), gradients=gradients)
+            wanted = expected(case_of_results(case, index, ring_answers), gradients=gradients)
             check_results(got, wanted, FP64_TOLERANCE, f"{case} on ring {index}")
     return answers
 
@@ -259,16 +261,17 @@ def check_rounding(
     *,
     device: str = "cpu",
 ) -> None:
-    """Run cases of a shorter dtype: no error is above twice that of plain attention of this dtype.
+    """Run cases of lower precision. No error may exceed twice the error of plain attention in the same dtype.
 
-    Both are luck where few numbers are compared, hence a floor of one rounding of the largest number. A flash backward
-    takes the weights anew from the LSE, whose own rounding is a relative error of theirs, as large as the LSE.
+    With few numbers, both errors can be small by chance. The bound therefore allows one rounding of the largest
+    number. A flash backward recomputes the weights from the LSE. The rounding of the LSE is a relative error of the
+    weights that grows with the LSE.
     """
-    answers = ask(world, adapter, rings, layout, cases, device=device)
+    answers = run_cases(world, adapter, rings, layout, cases, device=device)
     for case, by_ring in zip(cases, answers, strict=True):
         for index, ring_answers in enumerate(by_ring):
             got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            answered = answered_case(case, index, ring_answers)
+            answered = case_of_results(case, index, ring_answers)
             exact, yardstick = expected(answered), plain(answered)
             lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
             for name, tensor in got._asdict().items():
@@ -279,7 +282,7 @@ def check_rounding(
                     floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * _largest(wanted)
                 bound = 2 * difference(getattr(yardstick, name), wanted) + floor
                 gap = difference(tensor, wanted)
-                assert gap <= bound, f"{case} on ring {index}: {name} is off by {gap}, more than {bound}"
+                assert gap <= bound, f"{case} on ring {index}: {name} has error {gap}, which exceeds {bound}"
 
 
 def _largest(tensor: Tensor) -> float:

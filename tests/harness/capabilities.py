@@ -1,7 +1,7 @@
-"""The capabilities of an adapter, which of its tests are core behaviour, and the base class of all suites.
+"""The capabilities of an adapter, the mark of core behaviour, and the base class of all suites.
 
-Tests are switched by capabilities, never by the name of an adapter. An adapter has every capability unless its test
-class says otherwise, with one sentence that pytest shows as the reason for the skip:
+Tests depend on capabilities, never on the name of an adapter. An adapter has every capability that its test class does
+not list in ``without``. Each entry gives a reason, which pytest shows for the skipped tests:
 
 >>> from ring_backends.testing.suite import AdapterTests
 >>> class TestFlying(AdapterTests):
@@ -21,34 +21,34 @@ import pytest
 from ring_backends.errors import AdapterUnavailableError
 
 CAPABILITIES: Mapping[str, str] = {
-    "several rings per world": "initialize(ring_size=...) cuts the world into rings beside each other",
-    "rings over chosen ranks": "initialize(group=...) takes a process group of some ranks, rank 0 not needed",
-    "device mesh axis": "initialize(group=...) takes one axis of a DeviceMesh",
-    "rings by topology": "initialize(ring_order='topology') makes neighbours of ranks on one host",
+    "several rings per world": "initialize(ring_size=...) divides the world into several rings",
+    "rings over chosen ranks": "initialize(group=...) accepts a process group of any ranks, also without rank 0",
+    "device mesh axis": "initialize(group=...) accepts one axis of a DeviceMesh",
+    "rings by topology": "initialize(ring_order='topology') places ranks of one host next to each other",
     "automatic ring size": "initialize(ring_size='auto') chooses a ring for an attention call",
-    "training": "parallelize() runs on this machine's processors",
-    "gradient accumulation": "parallelize(accumulation_steps=...) adds up several micro-batches",
+    "training": "parallelize() works with gloo on CPUs",
+    "gradient accumulation": "parallelize(accumulation_steps=...) accumulates gradients over micro-batches",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",
-    "mixed precision": "parallelize(mixed_precision=torch.bfloat16) computes in bf16, and steps in fp32",
-    "copies of a wrapped model": "copy.deepcopy and torch.save take what parallelize() has wrapped",
+    "mixed precision": "parallelize(mixed_precision=torch.bfloat16) computes in bf16 and updates fp32 parameters",
+    "copies of a wrapped model": "copy.deepcopy and torch.save accept the wrapped model",
     "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
-    "save and load": "a training state comes back from a checkpoint",
-    "another ring size": "a checkpoint can be read by another number of ranks",
-    "fp64 parameters": "parallelize() trains a model of fp64 parameters as such",
-    "fp64 clipping": "parallelize(max_grad_norm=...) takes a model of fp64 parameters",
-    "tied parameters": "parallelize() takes a model that uses one parameter in two places",
-    "parameters of some ranks": "a rank may leave out parameters that another one uses in the same step",
-    "frozen parameters": "parallelize() takes a model of which some parameters need no gradient",
-    "a lost rank": "a rank that dies leaves the others alive to raise RingPeerError",
+    "save and load": "a training state can be saved and loaded",
+    "another ring size": "another number of ranks can load a checkpoint",
+    "fp64 parameters": "parallelize() trains fp64 parameters in fp64",
+    "fp64 clipping": "parallelize(max_grad_norm=...) accepts a model with fp64 parameters",
+    "tied parameters": "parallelize() accepts a model with one parameter in two places",
+    "parameters of some ranks": "a rank need not use a parameter that other ranks use in the same step",
+    "frozen parameters": "parallelize() accepts a model with frozen parameters",
+    "a lost rank": "if a rank dies, the other ranks survive and raise RingPeerError",
 }
-"""Every capability with its meaning."""
+"""Every capability and its meaning."""
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 TestOrSuite = TypeVar("TestOrSuite", bound=Callable[..., Any])
 
 
 def requires(*capabilities: str) -> Callable[[Test], Test]:
-    """Skip a test of a suite where the adapter lacks one of these."""
+    """Skip a test of a suite if the adapter lacks one of these capabilities."""
     _check_known(capabilities)
 
     def mark(test: Test) -> Test:
@@ -59,9 +59,10 @@ def requires(*capabilities: str) -> Callable[[Test], Test]:
 
 
 def core(test: TestOrSuite) -> TestOrSuite:
-    """Mark a test, or every test that a suite defines, as core behaviour: code that all adapters share decides it.
+    """Mark a test, or all tests of a suite, as core behaviour, which depends only on code that all adapters share.
 
-    The quick command runs them by one adapter; a test class with ``core_in_matrix`` leaves them to the matrix.
+    The quick command runs these tests with one adapter. In a test class with ``core_in_matrix``, they are marked
+    ``matrix``.
     """
     if not isinstance(test, type):
         marked: TestOrSuite = pytest.mark.core(test)
@@ -77,10 +78,10 @@ class AdapterSuite:
 
     Attributes:
         adapter: the adapter's module, by its dotted name.
-        without: the capabilities that it lacks, each with one sentence that says why.
-        framework_options: keyword arguments that every ``parallelize`` of the suite gets besides the common ones.
-        core_in_matrix: True marks the tests of core behaviour ``matrix``, so that ``-m "not matrix"`` leaves them out.
-            For an adapter beside which another one runs them.
+        without: the capabilities that the adapter lacks. Each maps to one sentence with the reason.
+        framework_options: keyword arguments for every ``parallelize`` of the suite, in addition to the common ones.
+        core_in_matrix: True marks the tests of core behaviour ``matrix``. ``-m "not matrix"`` then leaves them out.
+            Use it if another adapter runs these tests.
     """
 
     adapter: ClassVar[str]
@@ -107,12 +108,12 @@ class AdapterSuite:
 def _check_known(capabilities: Any) -> None:
     unknown = sorted(set(capabilities) - set(CAPABILITIES))
     if unknown:
-        raise ValueError(f"unknown capability {unknown}: choose from {', '.join(map(repr, CAPABILITIES))}.")
+        raise ValueError(f"unknown capabilities {unknown}: choose from {', '.join(map(repr, CAPABILITIES))}.")
 
 
 @lru_cache
 def why_unavailable(adapter: str) -> str | None:
-    """Its own words, where its framework is not installed."""
+    """The adapter's error message if its framework is not installed, else None."""
     try:
         import_module(adapter)
     except AdapterUnavailableError as error:

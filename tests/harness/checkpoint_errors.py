@@ -1,4 +1,4 @@
-"""Checkpoint errors: a checkpoint that is damaged, missing or in the way is refused on every rank."""
+"""Checkpoint errors: every rank reports a damaged or missing checkpoint, and a path that must not be replaced."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ring_backends.training.checkpoint_files import MANIFEST
 
 
 class _Intruder:
-    """Makes a directory when it is unpickled."""
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -40,8 +40,8 @@ class _Intruder:
         return os.mkdir, (self.directory,)
 
 
-SPOILED = ("cut off", "text", "cut off and signed", "text and signed", "a pickle that acts", "a torch file that acts")
-"""Signed damage has valid checksums, as an attacker would provide."""
+SPOILED = ("cut off", "text", "cut off and signed", "text and signed", "pickle with code", "torch file with code")
+"""Damaged checkpoints. A signed one has valid checksums, as an attacker would provide."""
 
 
 def files_of(checkpoint: Path) -> list[Path]:
@@ -51,7 +51,7 @@ def files_of(checkpoint: Path) -> list[Path]:
 
 def spoil(path: Path, how: str, made: str) -> None:
     """Damage all files of a checkpoint, except those that locate it."""
-    is_signed = how.endswith(("signed", "acts"))
+    is_signed = how.endswith(("signed", "code"))
     for file in files_of(path):
         if file.name == "latest" or (is_signed and file.name == MANIFEST):
             continue
@@ -59,7 +59,7 @@ def spoil(path: Path, how: str, made: str) -> None:
             file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
         elif how.startswith("text"):
             file.write_text("This is no checkpoint.")
-        elif how == "a pickle that acts":
+        elif how == "pickle with code":
             file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
         else:
             with file.open("wb") as opened:
@@ -101,8 +101,11 @@ def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple
 
 
 def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[dict[str, Ended], set[int], bool]:
-    """Loading with one bit of one file flipped, or with one file missing; the step counts after that; and a whole one
-    after all of them."""
+    """Load checkpoints in which one bit of a file is flipped or a file is missing, then an intact one.
+
+    Returns:
+        The errors; the step counts after them; and whether the intact checkpoint restores the state.
+    """
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
     trainer.step(0)
     whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
@@ -115,7 +118,7 @@ def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple
             dist.barrier()
             if dist.get_rank() == 0:
                 (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
-                harm(path / name if whole.is_dir() else path, how)
+                damage(path / name if whole.is_dir() else path, how)
             dist.barrier()
             fresh = Trainer(adapter, TWO, "contiguous", replace(ADAM, seed=7), options)
             endings[f"{name} {how}"] = ending(partial(fresh.state.load, path))
@@ -128,7 +131,7 @@ def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple
     return endings, counts, restored
 
 
-def harm(file: Path, how: str) -> None:
+def damage(file: Path, how: str) -> None:
     if how == "missing":
         file.unlink()
         return
@@ -160,7 +163,7 @@ def save_over(adapter: str, folder: str, what: str, options: Mapping[str, Any]) 
 
 
 def load_from_own_folders(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, int]:
-    """Ranks load by different paths, and by the same relative path in different folders."""
+    """One rank loads another path than the other ranks, and then the same relative path in another folder."""
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
     for step, name in enumerate(("usual", "odd")):
         trainer.step(step)
@@ -219,7 +222,7 @@ class CheckpointErrorTests(AdapterSuite):
 
     @requires("training", "save and load")
     @pytest.mark.parametrize("what", PLACES)
-    def test_nothing_but_a_checkpoint_is_replaced(self, world: World, tmp_path: Path, what: str) -> None:
+    def test_a_path_that_is_no_checkpoint_is_not_replaced(self, world: World, tmp_path: Path, what: str) -> None:
         if what == "device" and os.geteuid() != 0:
             pytest.skip("only root makes device nodes")
         for ended, is_there in world.run(save_over, self.adapter, str(tmp_path), what, dict(self.framework_options)):
@@ -241,7 +244,7 @@ class CheckpointErrorTests(AdapterSuite):
 
     @requires("training", "save and load")
     def test_ranks_that_save_to_different_places_are_reported(self, world: World, tmp_path: Path) -> None:
-        """Where rank 0 alone writes, saving succeeds. An earlier checkpoint survives."""
+        """If only rank 0 writes, saving succeeds. Otherwise it fails, and the earlier checkpoint survives."""
         (tmp_path / "0").mkdir()
         for saved, loaded, step_count in world.run(
             save_elsewhere, self.adapter, str(tmp_path), dict(self.framework_options)

@@ -1,4 +1,4 @@
-"""``torch.compile``: the same results from one graph, with one operator for each hop of the schedule."""
+"""``torch.compile``: one graph with the results of eager mode and one operator for each hop of the schedule."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ _SHORT = replace(CASES["causal"], dtype=torch.float32)
 
 @dataclass
 class Graphs:
-    """A backend of torch.compile that runs graphs as they are and keeps them."""
+    """A torch.compile backend that runs graphs eagerly and records them."""
 
     forward: list[GraphModule] = field(default_factory=list)
     backward: list[GraphModule] = field(default_factory=list)
 
     @cached_property
     def backend(self) -> Any:
-        """The same every time, since graphs of one backend are of no use to another."""
+        """The backend. It is cached, because torch.compile reuses graphs only with the same backend object."""
         return aot_autograd(fw_compiler=partial(_keep, self.forward), bw_compiler=partial(_keep, self.backward))
 
     def operators(self) -> list[Counter[str]]:
-        """How many there are of this package's operators: in each forward graph, then in each backward graph."""
+        """The counts of this package's operators: first of each forward graph, then of each backward graph."""
         return [
             Counter(
                 str(node.target).split(".")[1]
@@ -87,7 +87,7 @@ def compiled_call(
 
 
 class Blocks(nn.Module):
-    """Several attentions in a row, each compiled by itself."""
+    """Several attention modules in sequence."""
 
     def __init__(self, attentions: list[Any]) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class Blocks(nn.Module):
 
 
 def several_blocks(adapter: str) -> tuple[int, list[float]]:
-    """How many graphs three alike blocks and calls with other numbers need; and each call's error, without a graph."""
+    """Compile three equal blocks. Returns the number of graphs, and the errors of calls with different inputs."""
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -122,7 +122,7 @@ def _out_and_grads(call: LocalCall) -> list[torch.Tensor]:
 
 
 def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
-    """The error of a compiled call that needs no gradients, and its operators."""
+    """Compile a call without gradients. Returns its error and its operators."""
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -133,7 +133,7 @@ def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
 
 
 def backward_under_autocast(adapter: str) -> Results:
-    """A compiled call outside of autocast, and its backward inside."""
+    """Run a compiled call outside autocast and its backward under autocast."""
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -145,8 +145,8 @@ def backward_under_autocast(adapter: str) -> Results:
     return Results(out.detach(), lse, *grads)
 
 
-def by_inductor(adapter: str) -> Results:
-    """A call between other operations, all compiled by torch's own compiler."""
+def compiled_by_inductor(adapter: str) -> Results:
+    """Compile attention between other operations with Inductor."""
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -163,7 +163,7 @@ def by_inductor(adapter: str) -> Results:
 
 
 class Decoder(nn.Module):
-    """Tokens to logits, through two attention layers with everything around them."""
+    """A decoder with two attention layers."""
 
     def __init__(self, adapter: str, ring: Ring) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Decoder(nn.Module):
 def compiled_model(
     adapter: str, layout: LayoutKind, compiler: str, lengths: tuple[int, ...]
 ) -> list[tuple[int, float]]:
-    """After each call of a compiled model, with other tokens: how many graphs it needed, and the largest error."""
+    """Call a compiled model with different tokens. Returns (number of graphs so far, largest error) of each call."""
     torch.compiler.reset()
     ring = ring_here(adapter, FOUR)
     assert ring is not None
@@ -228,7 +228,7 @@ class CompileTests(AdapterSuite):
 
     @core
     def test_a_compiled_model_is_one_graph(self, world: World) -> None:
-        """Without a break, whatever the tokens."""
+        """There is no graph break and no recompilation for other tokens."""
         for found in world.run(compiled_model, self.adapter, "contiguous", "aot_eager", (61, 61)):
             assert [graphs for graphs, _ in found] == [1, 1]
             assert max(error for _, error in found) < 1e-9
@@ -243,34 +243,34 @@ class CompileTests(AdapterSuite):
 
     @core
     @pytest.mark.slow
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
-    def test_a_model_by_inductor(self, world: World) -> None:
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
+    def test_a_model_compiled_by_inductor(self, world: World) -> None:
         for found in world.run(compiled_model, self.adapter, "zigzag", "inductor", (61, 61), timeout=280):
             assert [graphs for graphs, _ in found] == [1, 1]
             assert max(error for _, error in found) < 1e-9
 
     @core
     @pytest.mark.slow
-    def test_blocks_that_are_alike_share_one_graph(self, world: World) -> None:
+    def test_equal_blocks_share_one_graph(self, world: World) -> None:
         for num_graphs, errors in world.run(several_blocks, self.adapter):
             assert num_graphs == 1
             assert max(errors) < 1e-12
 
     @core
-    def test_a_backward_under_autocast_is_that_of_the_forward(self, world: World) -> None:
+    def test_a_backward_under_autocast_keeps_the_dtype_of_the_forward(self, world: World) -> None:
         got = whole(world.run(backward_under_autocast, self.adapter), _SHORT.seq_len, "contiguous")
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
     @core
     @pytest.mark.slow
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="torch's compiler for the CPU needs g++")
-    def test_inductor(self, world: World) -> None:
-        got = whole(world.run(by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
+    @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
+    def test_a_call_compiled_by_inductor(self, world: World) -> None:
+        got = whole(world.run(compiled_by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
     @core
     @pytest.mark.slow
-    def test_without_gradients(self, world: World) -> None:
+    def test_a_compiled_call_without_gradients(self, world: World) -> None:
         for rank, (error, operators) in enumerate(world.run(without_gradients, self.adapter)):
             assert error < 1e-12
             (forward,) = operators

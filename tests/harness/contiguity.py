@@ -35,7 +35,7 @@ def _random(generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _overlapping(generator: torch.Generator, shape: Shape) -> Tensor:
-    """Every row begins one number after the row before it."""
+    """A view in which each row starts one element after the previous row."""
     batch, seq, heads, dim = shape
     base = _random(generator, batch + seq + 2 * heads + 3 * dim)
     return base.as_strided(shape, (1, 1, 2, 3))
@@ -46,7 +46,7 @@ VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
     "sequence before batch": lambda g, s: _random(g, s[1], s[0], s[2], s[3]).transpose(0, 1),
     "components before all": lambda g, s: _random(g, s[3], s[2], s[1], s[0]).permute(3, 2, 1, 0),
     "a slice of packed projections": lambda g, s: _random(g, s[0], s[1], 3, s[2], s[3])[:, :, 1],
-    "every second of everything": lambda g, s: _random(g, *(2 * size for size in s))[1::2, ::2, 1::2, ::2],
+    "every second element of all dims": lambda g, s: _random(g, *(2 * size for size in s))[1::2, ::2, 1::2, ::2],
     "one batch entry, expanded": lambda g, s: _random(g, 1, *s[1:]).expand(s),
     "one head, expanded": lambda g, s: _random(g, s[0], s[1], 1, s[3]).expand(s),
     "one row, expanded": lambda g, s: _random(g, s[0], 1, s[2], s[3]).expand(s),
@@ -57,7 +57,7 @@ VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
 
 
 def memory_layout_here(adapter: str, layout: LayoutKind, views: list[str]) -> tuple[Results, Results]:
-    """Results of views, and of contiguous copies of them. ``views`` names this rank's view, one name per rank."""
+    """The results of views, and of contiguous copies. ``views`` has the name of the view of each rank."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     ring = ring.with_layout(layout)
@@ -75,7 +75,7 @@ def memory_layout_here(adapter: str, layout: LayoutKind, views: list[str]) -> tu
 
 
 def _mask_view(mask: Tensor) -> Tensor:
-    """The same mask, its sequence outermost and with gaps."""
+    """The same mask as a strided view in which the sequence is the outermost dim."""
     wider = torch.zeros(mask.shape[1], mask.shape[0] + 1, dtype=torch.bool)
     view = wider.T[1:]
     view.copy_(mask)
@@ -94,7 +94,7 @@ IN_PLACE = ("query", "key", "value", "key_padding_mask", "out")
 
 
 def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
-    """Change a tensor between forward and backward: the error, and the results of a call after it."""
+    """Change a tensor between forward and backward. Returns the error message and the results of a later call."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     attention = new_attention(adapter, ring, _CASE)
@@ -117,7 +117,7 @@ def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
 @core
 class ContiguityTests(AdapterSuite):
     @in_every_layout("view", VIEWS)
-    def test_views_give_what_copies_give(self, world: World, layout: LayoutKind, view: str) -> None:
+    def test_views_give_the_results_of_contiguous_copies(self, world: World, layout: LayoutKind, view: str) -> None:
         for rank, (views, copies) in enumerate(world.run(memory_layout_here, self.adapter, layout, [view] * 4)):
             check_results(views, copies, 1e-12, f"{view} on rank {rank}")
 

@@ -1,4 +1,4 @@
-"""Copies of attention modules, whose calls are distinguished from the original's, and of models in mixed precision."""
+"""Copies of attention modules, which are distinguished from the original, and of models in mixed precision."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ CASE = AttentionCase(
 
 
 def _through_pickle(attention: Any) -> Any:
-    """As into another process, which assigns its own ring."""
+    """Pickle and unpickle the module, then assign the ring."""
     made = pickle.loads(pickle.dumps(attention))
     made.ring = attention.ring
     return made
 
 
 def _layers_of_a_transformer(attention: nn.Module) -> Any:
-    """As nn.TransformerEncoder clones the layer that it is given."""
+    """Copy the module like nn.TransformerEncoder, which clones its layer."""
     layer = nn.Sequential(attention)
     return nn.ModuleList(copy.deepcopy(layer) for _ in range(2))[1][0]  # type: ignore[index]
 
@@ -51,7 +51,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 
 def swap_calls(adapter: str, how: str) -> tuple[Tensor, Ended]:
-    """The output of a copy; and how it ends where one rank calls original and copy in the other order."""
+    """One rank calls original and copy in the other order. Returns an earlier output of the copy, and the ending."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=SHORT))
     assert ring is not None
     attention = new_attention(adapter, ring, CASE)
@@ -64,7 +64,7 @@ def swap_calls(adapter: str, how: str) -> tuple[Tensor, Ended]:
 
 
 def copy_on_one_rank(adapter: str) -> Tensor:
-    """One rank copies, as for a moving average that it alone keeps; then all make a module, and call it."""
+    """One rank copies its module, as for a moving average. Then all ranks construct and call another module."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     attention = new_attention(adapter, ring, CASE)
@@ -89,7 +89,7 @@ MODEL_COPIES: dict[str, Callable[[nn.Module], Any]] = {
 
 
 def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[float, torch.dtype, list[str]]:
-    """What a copy of a model gives after the original's weights have become another, and the names in the copy."""
+    """Copy a wrapped model, then zero the original. Returns the output of the copy, its dtype, and parameter names."""
     model = nn.Linear(4, 1)
     nn.init.ones_(model.weight)
     nn.init.zeros_(model.bias)

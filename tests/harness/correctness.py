@@ -1,4 +1,4 @@
-"""Correctness: out and LSE are those of the definition, on every ring, in every layout, for every option."""
+"""Correctness: out and LSE equal the reference on every ring, in every layout, for every option."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from hypothesis import HealthCheck, given, settings
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     Results,
-    ask,
+    case_of_ring,
     check_exact,
     check_results,
     check_rounding,
     difference,
     local_call,
-    of_ring,
+    run_cases,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
@@ -38,11 +38,11 @@ from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
 NEW_EXAMPLES = "RING_BACKENDS_NEW_EXAMPLES"
-"""In the environment: how many new random examples each random test draws, instead of its fixed ones."""
+"""Environment variable: the number of new random examples per random test. Unset: fixed examples."""
 
 
 def examples(number: int) -> settings:
-    """Hypothesis settings for tests on a world: the same examples every time, or new ones by :data:`NEW_EXAMPLES`."""
+    """Hypothesis settings for tests on a world. Examples are fixed unless :data:`NEW_EXAMPLES` is set."""
     new_examples = int(os.environ.get(NEW_EXAMPLES, "0"))
     return settings(
         max_examples=new_examples or number,
@@ -51,7 +51,7 @@ def examples(number: int) -> settings:
         print_blob=bool(new_examples),
         database=None,
         suppress_health_check=[
-            HealthCheck.differing_executors,  # a suite's tests are inherited by many classes
+            HealthCheck.differing_executors,  # many classes inherit the tests of a suite
             HealthCheck.function_scoped_fixture,
             HealthCheck.too_slow,
             HealthCheck.large_base_example,
@@ -104,7 +104,7 @@ _LONGER = AttentionCase(
     seq_len=163, segment_lengths=(163,), dilation_rates=(1,), num_heads=4, num_kv_heads=4, head_dim=16
 )
 
-# Long enough that the largest error of plain attention is no accident.
+# The sequences are long, so that the largest error of plain attention is not small by chance.
 ROUNDED_CASES = (
     _LONGER,
     replace(_LONGER, is_causal=True, num_kv_heads=2, seed=1),
@@ -118,11 +118,11 @@ ROUNDED_CASES = (
 
 
 def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, how: str) -> Any:
-    """A call that is peculiar in some way: what this rank gets from it."""
+    """Make the call that ``how`` names. Returns the results of this rank."""
     ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
-    call = local_call(adapter, ring.with_layout(layout), of_ring(case, place[0]))
+    call = local_call(adapter, ring.with_layout(layout), case_of_ring(case, place[0]))
     if how == "without seq_len":
         return call(seq_len=None, return_lse=True)
     if how == "under autocast":
@@ -138,7 +138,7 @@ def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: Attenti
 
 
 def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[str]:
-    """Results of this rank in which a call made twice differs, be it in one bit."""
+    """Make a call twice. Returns the names of the results of this rank that are not bitwise equal."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     found = []
@@ -166,13 +166,13 @@ class CorrectnessTests(AdapterSuite):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
     @every_layout
-    def test_rounding_is_that_of_plain_attention(self, world: World, layout: LayoutKind, dtype: torch.dtype) -> None:
+    def test_rounding_is_bounded_by_plain_attention(self, world: World, layout: LayoutKind, dtype: torch.dtype) -> None:
         cases = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
         check_rounding(world, self.adapter, FOUR, layout, cases)
 
     @every_layout
     @pytest.mark.parametrize("is_causal", [False, True])
-    def test_the_ring_size_does_not_matter(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
+    def test_results_do_not_depend_on_the_ring_size(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
         case = AttentionCase(
             seq_len=1003,
             segment_lengths=(64, 401, 2048),
@@ -188,7 +188,7 @@ class CorrectnessTests(AdapterSuite):
         for rings in SIZES:
             if rings.capability in self.without:
                 continue
-            ((answers, *_),) = ask(world, self.adapter, rings, layout, [case])
+            ((answers, *_),) = run_cases(world, self.adapter, rings, layout, [case])
             got = whole([answer.results for answer in answers], case.seq_len, layout)
             if alone is None:
                 alone = got
@@ -196,17 +196,17 @@ class CorrectnessTests(AdapterSuite):
 
     @every_layout
     @pytest.mark.parametrize("case", ROUNDED_CASES[1:4], ids=["full", "dilated", "grouped"])
-    def test_a_call_made_twice_gives_the_same_bits(self, world: World, layout: LayoutKind, case: AttentionCase) -> None:
+    def test_a_repeated_call_gives_the_same_bits(self, world: World, layout: LayoutKind, case: AttentionCase) -> None:
         assert world.run(bits_differ, self.adapter, layout, case) == [[]] * 4
 
     def test_seq_len_defaults_to_equal_shards(self, world: World) -> None:
         case = replace(_CASE, seq_len=24, is_causal=True)
         assumed = world.run(attend_once, self.adapter, FOUR, "zigzag", case, "without seq_len")
         got = whole([Results(*answer) for answer in assumed], 24, "zigzag")
-        ((answers,),) = ask(world, self.adapter, FOUR, "zigzag", [case], gradients=False)
+        ((answers,),) = run_cases(world, self.adapter, FOUR, "zigzag", [case], gradients=False)
         check_results(got, whole([answer.results for answer in answers], 24, "zigzag"), 0)
 
-    def test_lse_comes_when_asked_for(self, world: World) -> None:
+    def test_lse_is_returned_on_request(self, world: World) -> None:
         case = replace(_CASE, batch=2, dtype=torch.bfloat16)
         for out, (same_out, lse) in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "out alone"):
             assert torch.equal(out, same_out)
@@ -218,7 +218,7 @@ class CorrectnessTests(AdapterSuite):
 
     def test_autocast_casts_as_for_torch_attention(self, world: World) -> None:
         case = replace(_CASE, dtype=torch.float32)
-        exact = whole_of(ask(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
+        exact = whole_of(run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
         outs, grads = zip(
             *world.run(attend_once, self.adapter, FOUR, "contiguous", case, "under autocast"), strict=True
         )
@@ -230,7 +230,7 @@ class CorrectnessTests(AdapterSuite):
 
     def test_no_ring_is_a_ring_of_one(self, world: World) -> None:
         case = replace(_CASE, dilation_rates=(2,))
-        wanted = whole_of(ask(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
+        wanted = whole_of(run_cases(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
         for alone in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "no ring"):
             check_results(Results(*alone), wanted, 1e-12)
 
@@ -240,8 +240,8 @@ class CorrectnessTests(AdapterSuite):
     @every_layout
     def test_ranks_that_share_a_gpu(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         cases = list(EDGE_CASES.values())
-        answers = ask(world, self.adapter, rings, layout, cases, device="cuda")
-        alone = ask(world, self.adapter, rings, layout, cases)
+        answers = run_cases(world, self.adapter, rings, layout, cases, device="cuda")
+        alone = run_cases(world, self.adapter, rings, layout, cases)
         for case, on_gpu, on_cpu in zip(cases, answers, alone, strict=True):
             got, wanted = (whole_of(by_ring[0], case.seq_len, layout) for by_ring in (on_gpu, on_cpu))
             check_results(got, wanted, 1e-10, case)

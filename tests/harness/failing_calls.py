@@ -1,4 +1,4 @@
-"""What tests of failing calls share: a small case, how a call ended on a rank, and the seconds it may take."""
+"""Shared by tests of failing calls: a small case, the way a call ended on a rank, and time limits."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ SMALL_CASE = AttentionCase(
 
 
 SHORT = 3.0
-"""Timeout in seconds of rings whose timeout a test waits for. A call that all ranks make takes less."""
+"""Timeout in seconds of rings in tests that wait for the timeout. A successful call takes less."""
 
 
 A_MOMENT = 3.0
-"""Seconds that a busy machine may take beyond a timeout."""
+"""Seconds by which a busy machine may exceed a timeout."""
 
 
 AT_ONCE = 20.0
-"""Seconds. Far below the 60 s timeout of these rings, and far above what a busy machine takes."""
+"""Limit in seconds for errors that do not wait for a timeout. It is far below the 60 s timeout of these rings."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Faults during a call: what happens to the other ranks of the ring, to other rings, and to later calls.
+"""Faults during a call: their effect on the other ranks of the ring, on other rings, and on later calls.
 
-One rank dies, exits, stops, raises or is late at one hop of one call, after good calls. Every surviving rank has to
-raise in time, and to work afterwards.
+After a good call, one rank is killed, exits, stops, raises or is late at one hop. Every surviving rank has to raise in
+time, and has to work on a new ring afterwards. If the rank is only late, the call has to succeed.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ring_backends.testing.calls import (
     FP64_TOLERANCE,
     LocalCall,
     Results,
+    case_of_ring,
     check_results,
     difference,
     expected,
     local_call,
-    of_ring,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, requires
@@ -51,16 +51,16 @@ CASE = AttentionCase(
     head_dim=8,
     dtype=torch.float64,
 )
-"""Every rank sees every key. A ring of p passes K and V p − 1 times in each direction, and dK and dV as often."""
+"""Every rank sees every key. On p ranks, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1."""
 
 TIMEOUT, BOUND, LATE = 3.0, 5.0, 1.0
-"""Seconds: the timeout of a ring; how long after it every rank raises at the latest; the delay of a late rank."""
+"""Seconds: the timeout of a ring, the time after it within which every rank raises, and the delay of a late rank."""
 
 ODD_RANK = 1
-"""The rank of the first ring that has the fault."""
+"""The ring rank, in the first ring, that has the fault."""
 
 CALLS_MEANWHILE = 20
-"""Number of calls that another ring makes during the fault."""
+"""Number of calls that the other rings make during the fault."""
 
 
 Kind = Literal["killed", "exits", "stopped", "raises", "late"]
@@ -68,9 +68,9 @@ Kind = Literal["killed", "exits", "stopped", "raises", "late"]
 
 @dataclass(frozen=True)
 class Fault:
-    """What rank 1 of the first ring does at hop ``hop`` of a call, counted through its forward and its backward.
+    """A fault of rank 1 of the first ring at hop ``hop``. Hops are counted through forward and backward.
 
-    It comes before the hop is posted; an error is raised in the tile that is computed while the hop is under way.
+    The fault occurs before the hop is posted. ``"raises"`` raises in the tile that is computed during the hop.
     """
 
     kind: Kind
@@ -79,7 +79,7 @@ class Fault:
     def __str__(self) -> str:
         return f"{self.kind}-at-{self.hop}"
 
-    def commit(self) -> None:
+    def trigger(self) -> None:
         if self.kind == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "exits":
@@ -91,7 +91,7 @@ class Fault:
 
 
 class Boom(Exception):
-    """The error of a rank that raises."""
+    """The error of the rank whose fault is ``"raises"``."""
 
 
 def num_hops(ring_size: int) -> int:
@@ -100,13 +100,13 @@ def num_hops(ring_size: int) -> int:
 
 @dataclass(frozen=True)
 class Aftermath:
-    """What a rank reports after a fault.
+    """The report of a rank after a fault.
 
     Attributes:
-        results: of the call, or the last of those that another ring made meanwhile; None where it failed.
-        ended: the call, and the next one on the same ring.
-        renewed: the output of a call on a new ring of those who are left.
-        left: leaving torch.distributed, where the world is lost anyway.
+        results: the results of the call. In another ring, those of its last call. None if the call failed.
+        ended: how the call ended, and how the next call on the same ring ended.
+        renewed: the output of a call on a new ring of the survivors.
+        left: how ``destroy_process_group`` ended. It is called only if a rank is lost.
     """
 
     results: Results | None = None
@@ -115,13 +115,13 @@ class Aftermath:
     left: Ended | None = None
 
 
-def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
+def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
     """Make two calls. In the second, rank 1 of the first ring has the fault."""
     rank = dist.get_rank()
     ring, place = new_ring(adapter, rings, timeout=timedelta(seconds=TIMEOUT)), rings.place(rank)
     assert ring is not None
     assert place is not None
-    call = local_call(adapter, ring, of_ring(CASE, place[0]))
+    call = local_call(adapter, ring, case_of_ring(CASE, place[0]))
     results = call_whole(call)
     if place[0] > 0:
         for _ in range(CALLS_MEANWHILE):
@@ -134,10 +134,10 @@ def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
     mock.patch.stopall()
     if fault.kind == "late":
         return Aftermath(made[0], (ended,))
-    if made:  # this rank needed nothing more of the lost rank, and raises in the next call
+    if made:  # this rank did not wait for the lost rank again; its next call raises
         ended = ending(lambda: call_whole(call))
     ended_again = ending(lambda: call_whole(call))
-    if fault.kind == "raises":  # all are alive
+    if fault.kind == "raises":  # all ranks are alive
         return Aftermath(ended=(ended, ended_again), renewed=attend_anew(adapter, rings.rings[0]))
     survivors = tuple(other for other in rings.rings[0] if other != rings.rings[0][ODD_RANK])
     renewed = attend_anew(adapter, survivors) if len(survivors) > 1 else None
@@ -145,7 +145,7 @@ def suffer(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
 
 
 def call_whole(call: LocalCall) -> Results:
-    """Forward and backward."""
+    """Run forward and backward, and return their results."""
     out, lse = call(return_lse=True)
     grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
     return Results(*(x.detach() for x in (out, lse, *grads)))
@@ -162,7 +162,7 @@ def inject(fault: Fault, attention: Any) -> None:
             if fault.kind == "raises":
                 for tile in ("forward", "backward"):
                     mock.patch.object(TileRunner, tile, _boom).start()
-            fault.commit()
+            fault.trigger()
         transfer: Transfer = post(outgoing, incoming, tag)
         return transfer
 
@@ -174,7 +174,7 @@ def _boom(*_: object) -> NoReturn:
 
 
 def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
-    """This rank's output on a new ring of these ranks."""
+    """Call attention on a new ring of these ranks. Returns the output of this rank."""
     group = dist.new_group(list(ranks), use_local_synchronization=True)
     ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
     out: Tensor = local_call(adapter, ring, CASE)()
@@ -185,7 +185,7 @@ KINDS_OF_LOSS: tuple[Kind, ...] = ("killed", "exits", "stopped")
 LOSSES = [
     (rings, Fault(kind, hop)) for rings in (FOUR, TWO) for kind in KINDS_OF_LOSS for hop in range(num_hops(rings.size))
 ]
-"""Every kind at every hop of rings of four and of two."""
+"""Every kind of loss at every hop, in rings of four and of two."""
 
 SOME_LOSSES = [
     *((FOUR, Fault("killed", hop)) for hop in (0, 1, 4, 8)),
@@ -198,7 +198,7 @@ _ALWAYS = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
 
 
 def marks_of(loss: tuple[RingSpec, Fault]) -> tuple[pytest.MarkDecorator, ...]:
-    """Most losses are marked slow or soak: each takes ten seconds and a new world."""
+    """The marks of a loss. Most losses are slow or soak, because each takes ten seconds and a new world."""
     if loss in _ALWAYS:
         return ()
     return (pytest.mark.slow if loss in SOME_LOSSES else pytest.mark.soak,)
@@ -216,7 +216,7 @@ class FaultTests(AdapterSuite):
         world.run(get_ready, self.adapter)
         ring, *others = rings.rings
         silent = [ring[ODD_RANK]] if fault.kind == "stopped" else []
-        outcomes = world.run_collect(suffer, self.adapter, rings, fault, silent=silent, timeout=60)
+        outcomes = world.run_collect(call_with_fault, self.adapter, rings, fault, silent=silent, timeout=60)
         lost = outcomes[ring[ODD_RANK]]
         assert lost.status == ("no answer" if fault.kind == "stopped" else "died"), lost
         survivors = [rank for rank in range(rings.size) if rank != ODD_RANK]
@@ -237,24 +237,24 @@ class FaultTests(AdapterSuite):
         [hop if hop == 1 else pytest.param(hop, marks=pytest.mark.matrix(reason="another hop")) for hop in range(4)],
     )
     def test_a_rank_raises(self, world: World, hop: int) -> None:
-        """Closed connections tell the other ranks at once, before the ring's timeout.
+        """The other ranks raise at once, because their connections close. They do not wait for the timeout.
 
-        On a busy machine, gloo forgets about one in a hundred operations that were under way when the connection
-        closed. The timeout then ends the wait. So a rank may wait for it in 2 of 8 tries: at one try in a hundred this
-        test fails once in 20,000 runs, at 60 in a hundred 19 times in 20.
+        On a busy machine, gloo misses the closed connection in about 1 % of the operations. The timeout then ends the
+        wait. The test therefore accepts waits in 2 of 8 tries. If 1 % of the tries wait, it fails once in 20,000 runs.
+        If 60 % wait, it fails in 19 of 20 runs.
         """
         tries, late = 8, []
         for number in range(tries):
             seconds = max(self.check_raised(world, hop))
             if seconds >= TIMEOUT:
                 late.append(f"{seconds:.1f} s in try {number + 1}")
-            assert len(late) <= 2, f"some rank waited for the ring's timeout of {TIMEOUT} s: {late}"
+            assert len(late) <= 2, f"ranks waited for the timeout of {TIMEOUT} s in more than 2 tries: {late}"
             if number + 1 - len(late) == tries - 2:
                 break
 
     def check_raised(self, world: World, hop: int) -> list[float]:
-        """Seconds after which each of the other ranks raised."""
-        outcomes = world.run_collect(suffer, self.adapter, FOUR, Fault("raises", hop))
+        """Check the errors, and return the seconds after which each of the other ranks raised."""
+        outcomes = world.run_collect(call_with_fault, self.adapter, FOUR, Fault("raises", hop))
         seconds = []
         for rank, outcome in enumerate(outcomes):
             assert outcome.status == "returned", outcome
@@ -280,10 +280,10 @@ class FaultTests(AdapterSuite):
         ],
     )
     def test_a_rank_is_late(self, world: World, rings: RingSpec, hop: int) -> None:
-        by_rank = world.run(suffer, self.adapter, rings, Fault("late", hop))
+        by_rank = world.run(call_with_fault, self.adapter, rings, Fault("late", hop))
         for index, ring in enumerate(rings.rings):
             got = whole([by_rank[rank].results for rank in ring], CASE.seq_len, "contiguous")
-            check_results(got, expected(of_ring(CASE, index)), FP64_TOLERANCE)
+            check_results(got, expected(case_of_ring(CASE, index)), FP64_TOLERANCE)
         assert by_rank[rings.rings[0][ODD_RANK]].ended[0].seconds >= LATE
 
     def check_error(self, aftermath: Aftermath, rank: int) -> None:
@@ -299,4 +299,4 @@ class FaultTests(AdapterSuite):
     def check_undisturbed(self, outcomes: list[Any], others: list[tuple[int, ...]]) -> None:
         for index, ring in enumerate(others, start=1):
             got = whole([outcomes[rank].value.results for rank in ring], CASE.seq_len, "contiguous")
-            check_results(got, expected(of_ring(CASE, index)), FP64_TOLERANCE)
+            check_results(got, expected(case_of_ring(CASE, index)), FP64_TOLERANCE)

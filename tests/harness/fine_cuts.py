@@ -1,4 +1,4 @@
-"""Split small tensors as finely as large ones, into blocks of heads, hops and tiles."""
+"""Split the heads, hops and tiles of small tensors like those of large ones."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ring_backends.schedule.planner import rank_plan
 
 @contextlib.contextmanager
 def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
-    """Within this context nothing is too small to be cut.
+    """Remove the lower limits of splitting within this context.
 
-    Hops and blocks of heads are cut to ``min_bytes``, tiles to two rows, and these, for documents, to blocks of three
-    rows, or where documents of two rows end.
+    Hops and blocks of heads are split down to ``min_bytes``, tiles down to two rows. With documents, tiles are split
+    at document boundaries if documents have two rows on average, and into blocks of three rows otherwise.
     """
     with (
         mock.patch.multiple(planner, MIN_HOP_BYTES=min_bytes, MIN_BLOCK_BYTES=min_bytes),

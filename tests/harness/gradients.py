@@ -1,4 +1,4 @@
-"""Gradients: dq, dk and dv are the exact derivatives, each by itself, for any gradient of the output."""
+"""Gradients: dq, dk and dv each equal the exact derivative, for any gradient of the output."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _grads(out: Tensor, call: LocalCall, **options: Any) -> list[Tensor]:
 
 
 def gradients_in_part(adapter: str, needed: tuple[str, ...]) -> list[Tensor | None]:
-    """The gradients of all three inputs, of which only ``needed`` require one."""
+    """The ``.grad`` of the three inputs, if only the inputs in ``needed`` require gradients."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE, gradients=False)
@@ -62,7 +62,7 @@ def gradients_in_part(adapter: str, needed: tuple[str, ...]) -> list[Tensor | No
 
 
 def two_calls(adapter: str, case: AttentionCase, other: AttentionCase, order: tuple[int, ...]) -> list[Results]:
-    """Two calls, then their backwards in this order, each as often as it is named."""
+    """Make two calls, then run backwards. ``order`` has the index of the call for each backward."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     calls = [local_call(adapter, ring, case), local_call(adapter, ring, other)]
@@ -72,7 +72,7 @@ def two_calls(adapter: str, case: AttentionCase, other: AttentionCase, order: tu
 
 
 def accumulated_gradients(adapter: str) -> list[Tensor | None]:
-    """What two backwards of the same call leave in ``.grad``."""
+    """Run forward and backward twice on the same tensors. Returns their ``.grad``."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE)
@@ -82,7 +82,7 @@ def accumulated_gradients(adapter: str) -> list[Tensor | None]:
 
 
 def one_tensor_for_all(adapter: str) -> tuple[Tensor, Tensor]:
-    """Self-attention in which query, key and value are one tensor: its gradient, and the three of separate ones."""
+    """Pass one tensor as query, key and value. Returns its gradient, and the sum of the gradients of three copies."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     case = replace(_CASE, num_kv_heads=_CASE.num_heads)
@@ -103,7 +103,7 @@ def differentiate_twice(adapter: str) -> None:
 
 
 def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
-    """Calls that record no graph: under no_grad, under inference_mode, and of tensors that need no gradient."""
+    """Outputs of a call with gradients, under no_grad, under inference_mode, and of tensors without requires_grad."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     call = local_call(adapter, ring, _CASE)

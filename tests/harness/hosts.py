@@ -1,7 +1,7 @@
-"""Several hosts on one machine: network namespaces, between which this process carries the packets.
+"""Several hosts on one machine, as network namespaces whose packets this process forwards.
 
-Each host has a TUN device. A thread of this process receives its packets and forwards them: late, in another order,
-with losses, or not at all. A kernel without netem cannot do that. Needs Linux, root, and `ip`.
+Each host has a TUN device. A thread of this process reads its packets. It can delay, reorder, lose or drop them. This
+replaces netem, which not every kernel has. It needs Linux, root, and the commands ``ip`` and ``tc``.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ _SEEN = itertools.count()
 
 
 class NoHostsError(RuntimeError):
-    """This machine cannot make namespaces; the message says why."""
+    """This machine cannot create network namespaces. The message has the reason."""
 
 
 class Hosts:
-    """``count`` hosts, as a context manager that ends their programs.
+    """``count`` hosts. The context manager ends their programs on exit.
 
     Attributes:
-        delay, jitter: seconds that every packet takes, and at most so many more, by chance, which changes their order.
-        loss: the share of packets that never arrive.
-        cut: hosts whose packets go nowhere, either way.
+        delay: seconds by which every packet is delayed.
+        jitter: upper bound in seconds of an additional random delay, which changes the order of packets.
+        loss: the fraction of packets that are lost.
+        cut: hosts that neither send nor receive packets.
 
     Args:
-        preload: modules, by their dotted names, that the server has imported from which calls are forked.
+        preload: dotted names of modules that the server imports from which processes are forked.
     """
 
     def __init__(self, count: int, preload: Sequence[str] = ()) -> None:
@@ -66,24 +67,24 @@ class Hosts:
         return f"10.232.0.{1 + host}"
 
     def device(self, host: int) -> str:
-        """The name of a host's network device, on that host."""
+        """The name of the network device of a host."""
         return self.names[host]
 
     def limit(self, rate: str) -> None:
-        """Let every host send at this rate, as tc writes it: ``"20mbit"``."""
+        """Limit the sending rate of every host. ``rate`` has the syntax of tc, such as ``"20mbit"``."""
         for host, name in enumerate(self.names):
             _run("tc", "-n", name, "qdisc", "replace", "dev", self.device(host), "root", "tbf", "rate", rate, "burst",
                  "32kb", "latency", "400ms")  # fmt: skip
 
     def start(
-        self, host: int, command: Sequence[str], environment: Mapping[str, str], said: Path
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], log: Path
     ) -> subprocess.Popen[bytes]:
-        """Start a program on a host, with its output in a file."""
-        with said.open("wb") as file:
+        """Start a program on a host. Its output goes to ``log``."""
+        with log.open("wb") as file:
             process = subprocess.Popen(
                 ["ip", "netns", "exec", self.names[host], *command],
                 env={**os.environ, **self._environment(host), **environment},
-                cwd=said.parent,
+                cwd=log.parent,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -92,12 +93,12 @@ class Hosts:
         return process
 
     def call(
-        self, host: int, function: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], said: Path
+        self, host: int, function: Callable[..., None], args: Sequence[Any], environment: Mapping[str, str], log: Path
     ) -> BaseProcess:
-        """Call a function on a host, in a new process with its output in a file."""
+        """Call a function on a host in a new process. Its output goes to ``log``."""
         settings = {**self._environment(host), **environment}
         process = process_context(self._preload).Process(
-            target=_call_there, args=(self.names[host], settings, said, function, *args), daemon=True
+            target=_call_in_namespace, args=(self.names[host], settings, log, function, *args), daemon=True
         )
         process.start()
         self._processes.append((host, process))
@@ -107,7 +108,7 @@ class Hosts:
         return {"GLOO_SOCKET_IFNAME": self.device(host)}
 
     def lose(self, host: int) -> None:
-        """Remove a host at once: its programs send nothing more, not even that they ended."""
+        """Cut the links of a host and kill its programs. Peers do not see their connections close."""
         self.cut.add(host)
         for where, process in self._processes:
             if where == host:
@@ -122,7 +123,7 @@ class Hosts:
             ("/dev/net/tun", Path("/dev/net/tun").exists()),
         ):
             if not there:
-                raise NoHostsError(f"hosts are network namespaces, which need {what}.")
+                raise NoHostsError(f"hosts are network namespaces; this machine lacks {what}.")
         try:
             for host, name in enumerate(self.names):
                 _run("ip", "netns", "add", name)
@@ -135,7 +136,7 @@ class Hosts:
                 _run("ip", "-n", name, "link", "set", self.device(host), "mtu", str(_MTU), "up")
         except OSError as error:
             self._leave()
-            raise NoHostsError(f"a TUN device cannot be made: {error}.") from error
+            raise NoHostsError(f"a TUN device cannot be created: {error}.") from error
         except BaseException:
             self._leave()
             raise
@@ -156,7 +157,7 @@ class Hosts:
         for file in self._files:
             os.close(file)
         self._files.clear()
-        for name in self.names:  # with a namespace goes its device
+        for name in self.names:  # this also deletes its device
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=30, check=False)
 
     def _carry(self) -> None:
@@ -184,14 +185,14 @@ class Hosts:
 def _read(file: int) -> bytes:
     try:
         return os.read(file, _MTU + 100)
-    except OSError:  # nothing there, or the device is down
+    except OSError:  # no packet, or the device is down
         return b""
 
 
 def _write(file: int, packet: bytes) -> None:
     try:
         os.write(file, packet)
-    except OSError:  # as networks do
+    except OSError:  # drop the packet
         return
 
 
@@ -201,10 +202,10 @@ def _run(*command: str) -> None:
         raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}.")
 
 
-def _call_there(
-    name: str, environment: Mapping[str, str], said: Path, function: Callable[..., None], *args: Any
+def _call_in_namespace(
+    name: str, environment: Mapping[str, str], log: Path, function: Callable[..., None], *args: Any
 ) -> None:
-    with said.open("wb") as file:
+    with log.open("wb") as file:
         for output in (1, 2):
             os.dup2(file.fileno(), output)
     libc = ctypes.CDLL(None, use_errno=True)  # os.setns is in Python 3.12 and later
@@ -216,7 +217,7 @@ def _call_there(
 
 
 def _kill(process: subprocess.Popen[bytes] | BaseProcess) -> None:
-    """End a program with all that it started, or a call."""
+    """Kill a program with its children, or a process of :meth:`Hosts.call`."""
     if isinstance(process, BaseProcess):
         process.kill()
         process.join()

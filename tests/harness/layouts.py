@@ -38,7 +38,7 @@ _CASE = AttentionCase(
 
 @dataclass(frozen=True)
 class Place:
-    """What a ring says about this rank."""
+    """The attributes of a ring on this rank."""
 
     size: int
     rank: int
@@ -48,7 +48,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Cut:
-    """What became of one tensor: this rank's part and positions, its own memory, and the whole again."""
+    """A sharded tensor: this rank's positions, its shard, the bytes of its storage, and the unsharded tensor."""
 
     positions: Tensor
     part: Tensor
@@ -81,7 +81,7 @@ def cut_and_join(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int, dt
 
 
 def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> list[tuple[Tensor, Tensor]] | None:
-    """The gradients of shard's and unshard's inputs, for gradients that differ from rank to rank."""
+    """The gradients of the inputs of shard and unshard. The gradients of their outputs differ between ranks."""
     ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
@@ -122,7 +122,7 @@ class Sandwich(nn.Module):
 
 
 def _sandwich_input() -> tuple[Tensor, list[Tensor]]:
-    """The whole input, and what each rank multiplies the whole output with to get its part of the objective."""
+    """The whole input, and the weights of each rank. The objective of a rank is the weighted sum of the output."""
     generator = torch.Generator().manual_seed(4)
     x, *weights = torch.randn(5, 2, _CASE.seq_len, 8, generator=generator, dtype=torch.float64)
     return x, weights
@@ -138,8 +138,8 @@ def gradients_of_sandwich(adapter: str, rings: RingSpec, layout: LayoutKind) -> 
     return list(torch.autograd.grad((model(x) * weights[place[1]]).sum(), list(model.parameters())))
 
 
-def layouts_share(adapter: str) -> list[bool]:
-    """What holds of a ring and of the same ring in another layout."""
+def layout_properties(adapter: str) -> list[bool]:
+    """Properties of a ring and of ``ring.with_layout()``, each of which has to be True."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60), layout="zigzag")
     assert ring is not None
     other = ring.with_layout("contiguous")
@@ -158,7 +158,7 @@ def layouts_share(adapter: str) -> list[bool]:
 
 
 def deep_copied(adapter: str) -> tuple[bool, Tensor, Tensor]:
-    """A copied model: whether it has the ring itself, and its output beside the original's."""
+    """Deep-copy a model. Returns whether the copy shares the ring, the original output, and the output of the copy."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     model = nn.Sequential(new_attention(adapter, ring, _CASE))
@@ -169,7 +169,7 @@ def deep_copied(adapter: str) -> tuple[bool, Tensor, Tensor]:
 
 
 def pickled(adapter: str) -> tuple[str, Any]:
-    """A pickled and unpickled attention: how its use fails, and how it does with a ring assigned."""
+    """Unpickle an attention module. Returns the error of a call without a ring, and the output with a ring."""
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
@@ -184,7 +184,7 @@ def pickled(adapter: str) -> tuple[str, Any]:
 
 
 def pickled_alone(adapter: str, rings: RingSpec) -> Results:
-    """An attention on a ring of one, after a pickle."""
+    """The results of an unpickled attention module on a ring of one."""
     ring = ring_here(adapter, rings)
     assert ring is not None
     attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
@@ -194,7 +194,7 @@ def pickled_alone(adapter: str, rings: RingSpec) -> Results:
 
 class LayoutTests(AdapterSuite):
     @every_ring
-    def test_ranks_have_their_places(self, world: World, rings: RingSpec) -> None:
+    def test_ring_and_data_ranks(self, world: World, rings: RingSpec) -> None:
         for rank, place in enumerate(world.run(place_here, self.adapter, rings)):
             where = rings.place(rank)
             if where is None:
@@ -222,7 +222,7 @@ class LayoutTests(AdapterSuite):
                     assert torch.equal(cut.part, numbers.index_select(dim, rows))
                     assert torch.equal(cut.again, numbers)
                     assert cut.again.dtype == dtype
-                    assert cut.part_bytes == cut.part.nbytes, "a shard keeps the whole tensor alive"
+                    assert cut.part_bytes == cut.part.nbytes, "the shard keeps the storage of the whole tensor alive"
 
     @core
     @pytest.mark.parametrize("dim", [1, -1])
@@ -234,7 +234,7 @@ class LayoutTests(AdapterSuite):
                 for seq_len, (grad_x, grad_local) in zip(LENGTHS, by_rank[global_rank], strict=True):
                     rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
                     numbers = _numbers(seq_len, dim)
-                    # shard: the slice, with zeros around it. unshard: the sum of all ranks' gradients, of these rows.
+                    # The gradient of shard is zero outside the slice. That of unshard sums the gradients of all ranks.
                     slice_alone = torch.zeros_like(numbers).index_fill_(dim, rows, ring_rank + 2)
                     assert torch.equal(grad_x, slice_alone)
                     factors = sum(10.0**rank for rank in range(rings.size))
@@ -255,7 +255,7 @@ class LayoutTests(AdapterSuite):
 
     @core
     def test_layouts_of_one_ring_share_its_group_and_traffic(self, world: World) -> None:
-        assert world.run(layouts_share, self.adapter) == [[True] * 8] * 4
+        assert world.run(layout_properties, self.adapter) == [[True] * 8] * 4
 
     @core
     def test_a_copied_model_keeps_the_ring(self, world: World) -> None:

@@ -1,4 +1,4 @@
-"""Lost peers: ranks that stay away from a call or die are reported on every other rank, in time."""
+"""Lost peers: if a rank skips a call or dies, every other rank raises in time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from ring_backends.testing.world import Outcome, World
 
 
 def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
-    """Rank 2 of 4 stays away from the second of two equal calls. Then the others call again."""
+    """Rank 2 of 4 skips the second of two equal calls. Then the other ranks call again."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -40,7 +40,7 @@ def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
 
 
 def stay_away_at_any_time(adapter: str, seconds: float) -> Ended | None:
-    """A rank of the first ring stays away from its first call, a rank of the second ring from the backward."""
+    """In the first ring a rank skips the first call. In the second ring a rank skips the backward."""
     ring, place = new_ring(adapter, TWO, timeout=timedelta(seconds=seconds)), TWO.place(dist.get_rank())
     assert ring is not None
     assert place is not None
@@ -52,7 +52,7 @@ def stay_away_at_any_time(adapter: str, seconds: float) -> Ended | None:
 
 
 def die(adapter: str) -> None:
-    """Rank 3 of 4 is killed while the others call."""
+    """Rank 3 of 4 is killed while the other ranks make a call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -63,7 +63,7 @@ def die(adapter: str) -> None:
 
 
 def backward_alone(adapter: str, seconds: float) -> Ended | None:
-    """One rank alone calls backward of an unshard."""
+    """Only one rank runs the backward of an unshard."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     whole = ring.unshard(torch.ones(1, 2, requires_grad=True))

@@ -1,4 +1,4 @@
-"""Mismatches: ranks that make different calls, or refuse them alone, are reported on every rank, in time."""
+"""Mismatches: if ranks make different calls, or one rank refuses a call, every rank raises in time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from ring_backends.testing.world import World
 
 @dataclass(frozen=True)
 class Difference:
-    """What one rank does differently: the field that the error names, its value on the other ranks, and on this one."""
+    """A difference of one rank. The error names the field, its usual value, and its value on this rank."""
 
     name: str
     usual: str
@@ -44,7 +44,7 @@ class Difference:
 
 
 def named(field: str, usual: str, odd: str) -> str:
-    """A field with the value of every rank, as in the message of a RingMismatchError."""
+    """The field and the values of all ranks, in the format of a RingMismatchError."""
     values = (f"rank {rank}: {odd if rank == ODD_RANK else usual}" for rank in range(FOUR.size))
     return f"{field} ({', '.join(values)})"
 
@@ -98,14 +98,14 @@ LATER = {
     "a skipped call": ("order of calls", "attention 1", "attention 2"),
     "after hundreds of calls": ("is_causal", "False", "True"),
 }
-"""What one rank does differently later, and the field and values that the error names."""
+"""Differences after agreed calls: (field, usual value, value on this rank), as the error names them."""
 
 
 HUNDREDS = 300
 
 
 def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ended]:
-    """All ranks make two kinds of calls. Then one rank makes them in the other order. Then all make an equal call."""
+    """All ranks agree on two calls. Then one rank makes the difference ``name``. Then all ranks make an equal call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
     assert ring is not None
     other_case = SMALL_CASE
@@ -143,7 +143,7 @@ def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
 
 
 def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
-    """The same for a call that all ranks have agreed on. Then one more call, and one on a new ring."""
+    """One rank passes a bad argument in an agreed call. Then all ranks call again, and on a new ring."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -153,7 +153,7 @@ def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
 
 
 def refuse_together(adapter: str) -> tuple[Ended, Tensor]:
-    """All ranks pass a bad argument in a call they have agreed on. Then all make the call."""
+    """All ranks pass a bad argument in an agreed call. Then all ranks make the call."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
@@ -170,7 +170,7 @@ UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 
 def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
-    """One rank passes something else to unshard. Then all ranks pass the same."""
+    """One rank passes other arguments to unshard. Then all ranks pass equal ones."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     x = torch.full((1, 2, 3), float(ring.rank))
@@ -180,7 +180,7 @@ def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
 
 
 def refuse_to_unshard(adapter: str) -> Ended:
-    """One rank passes a dimension that does not exist, in a call that all ranks have made before."""
+    """One rank passes an invalid ``dim`` in an agreed call of unshard."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     x = torch.ones(1, 2)
@@ -222,7 +222,7 @@ class MismatchTests(AdapterSuite):
     @core
     @pytest.mark.parametrize("name", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LATER][1:])])
     def test_ranks_that_disagree_later_are_reported_in_time(self, world: World, name: str) -> None:
-        """The ranks have agreed on both calls before, so no check precedes the first hop."""
+        """The ranks have agreed on both calls before. Therefore no check precedes the first hop."""
         for first, again in world.run(disagree_later, self.adapter, name, SHORT):
             assert first.is_a(RingMismatchError), first
             assert first.seconds < SHORT + A_MOMENT, first

@@ -1,4 +1,4 @@
-"""Small models for the suites: a language model of blocks, a model without any, and attention for a single process."""
+"""Small models for the suites: with and without transformer blocks, and attention for a single process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MakeAttention = Callable[[], nn.Module]
 
 
 class DenseAttention(nn.Module):
-    """The definition, called as an adapter's attention is, on a whole sequence."""
+    """The dense reference, with the call signature of an adapter's attention, on a whole sequence."""
 
     def __init__(self, case: AttentionCase) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class DenseAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention with its projections, and the residual around it."""
+    """A residual block: projections and attention."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class LanguageModel(nn.Module):
-    """Tokens [batch, local seq] and their global positions to logits."""
+    """A language model. Its input is tokens [batch, local seq] and their global positions, its output logits."""
 
     def __init__(self, make_attention: MakeAttention, *, tied: bool = False) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class LanguageModel(nn.Module):
 
 
 class OddModel(nn.Module):
-    """The same without blocks: parameters at the root, a buffer, and names that wrappers like to use themselves."""
+    """A language model without blocks. It has root parameters, a buffer, and names that wrappers also use."""
 
     def __init__(self, make_attention: MakeAttention) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class OddModel(nn.Module):
 
 
 class Experts(nn.Module):
-    """Adds to its rows, of width 4, what one of its experts makes of them, or nothing; one parameter is never used."""
+    """A residual block of width 4 that applies one of its experts, or none. It has one unused parameter."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Experts(nn.Module):
 
 
 class BlocksOfExperts(nn.Module):
-    """Rows of width 4 to one number each, by two blocks that use the same expert of theirs."""
+    """Two blocks of experts and a linear layer from width 4 to 1. Both blocks use the expert with the same index."""
 
     def __init__(self, widths: Sequence[int]) -> None:
         super().__init__()
@@ -123,12 +123,12 @@ class BlocksOfExperts(nn.Module):
 
 
 class TwoLayers(nn.Module):
-    """Rows of width 4 through two layers, which are called in either order, or some of them."""
+    """Two parallel layers of width 4. ``first`` chooses the order of their calls, ``layers`` which are called."""
 
     def __init__(self, places: Sequence[int] = (0, 1)) -> None:
         super().__init__()
         self.layers = nn.ModuleList()
-        for place in places:  # in which order they are registered
+        for place in places:  # the order of registration
             self.layers.add_module(str(place), nn.Linear(4, 4))
         generator = torch.Generator().manual_seed(3)
         for _, parameter in sorted(self.named_parameters()):
@@ -141,7 +141,7 @@ class TwoLayers(nn.Module):
 
 
 class Normalized(nn.Module):
-    """Has running statistics, which a state_dict has, and a buffer that it does not have."""
+    """A model with running statistics and with a buffer that is not in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Normalized(nn.Module):
 
 
 class OneParameter(nn.Module):
-    """Its gradient is its input."""
+    """A model with one parameter, whose gradient is the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class OneParameter(nn.Module):
 
 
 def make_model(kind: str, make_attention: MakeAttention, dtype: torch.dtype, seed: int) -> nn.Module:
-    """A model by its kind; the same numbers for the same seed, rounded to ``dtype``."""
+    """Construct a model of this kind. Equal seeds give equal parameters, rounded to ``dtype``."""
     makers: dict[str, Callable[[], nn.Module]] = {
         "blocks": lambda: LanguageModel(make_attention),
         "tied": lambda: LanguageModel(make_attention, tied=True),

@@ -12,10 +12,10 @@ from ring_backends.testing.world import World
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "core: decided by code that all adapters share")
-    config.addinivalue_line("markers", "matrix(reason): run in the matrix of environments, not by the quick command")
-    config.addinivalue_line("markers", "slow: one of many similar cases; run by hand, with -m slow")
-    config.addinivalue_line("markers", "soak: takes minutes; run by hand, with -m soak")
+    config.addinivalue_line("markers", "core: depends only on code that all adapters share")
+    config.addinivalue_line("markers", "matrix(reason): runs in the matrix of environments, not in the quick command")
+    config.addinivalue_line("markers", "slow: one of many similar cases; run it by hand with -m slow")
+    config.addinivalue_line("markers", "soak: takes minutes; run it by hand with -m soak")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
@@ -28,12 +28,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and suite.core_in_matrix
             and item.get_closest_marker("core")
         ):
-            item.add_marker(pytest.mark.matrix(reason="core behaviour, which the quick command runs by one adapter"))
+            item.add_marker(pytest.mark.matrix(reason="core behaviour; the quick command tests it with one adapter"))
 
 
 @pytest.fixture(scope="session")
 def adapters(request: pytest.FixtureRequest) -> list[str]:
-    """Those that the tests of this session are about, and that this environment has."""
+    """The available adapters of the test classes in this session."""
     suites = {item.cls for item in request.session.items if isinstance(item, pytest.Function) and item.cls is not None}
     found = {suite.adapter for suite in suites if issubclass(suite, AdapterSuite)}
     return sorted(adapter for adapter in found if why_unavailable(adapter) is None)
@@ -41,13 +41,13 @@ def adapters(request: pytest.FixtureRequest) -> list[str]:
 
 @pytest.fixture(scope="session")
 def world(adapters: list[str]) -> Iterator[World]:
-    """Four ranks on gloo for the whole session; started by the first test that runs something on them."""
+    """A world of four gloo ranks for the session. The first call starts the ranks."""
     with World(4, preload=adapters) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def pair(adapters: list[str]) -> Iterator[World]:
-    """Two ranks, likewise."""
+    """A world of two gloo ranks for the session."""
     with World(2, preload=adapters) as ranks:
         yield ranks

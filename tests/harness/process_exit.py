@@ -1,11 +1,11 @@
 """Exit codes: a finished process exits with 0, and a failed one with the code of its failure.
 
 A thread of gloo returns to the interpreter after its collective has ended. If the interpreter is already being
-finalized, the process ends with SIGABRT. That is rare; here these threads are starved, and run only when their
-core is idle.
+finalized, the process ends with SIGABRT. That is rare. These tests make it frequent: the threads of gloo run only
+when their core is idle.
 
-``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` runs two ranks COUNT times, lets them leave,
-and prints their exit codes.
+``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` starts two ranks COUNT times and prints
+their exit codes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ WAYS: dict[str, int] = {
 }
 """The ways to end a process, with their exit codes."""
 
-_IN_MATRIX = pytest.mark.matrix(reason="starves the ranks of a processor for ten seconds")
+_IN_MATRIX = pytest.mark.matrix(reason="keeps the ranks from a processor for ten seconds")
 _MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
     "return": (),
     "exception": (_IN_MATRIX,),
@@ -55,7 +55,7 @@ TIMEOUT = timedelta(seconds=60)
 
 
 def take_part(adapter: str, way: str, starved: bool) -> None:
-    """What a rank does before it exits: attention, training and collectives."""
+    """Run attention, training and collectives on a rank, before it exits."""
     backend = import_module(adapter)
     ring = backend.initialize(timeout=TIMEOUT)
     others = [backend.initialize(timeout=TIMEOUT) for _ in range(2 if way == "several rings" else 0)]
@@ -72,7 +72,7 @@ def take_part(adapter: str, way: str, starved: bool) -> None:
     state.full_state_dict()
     for other in [*others, ring]:
         other.unshard(torch.ones(1, 3))
-    # As a program may do that reports its last loss.
+    # A program may gather its last loss.
     dist.all_gather([torch.empty(3) for _ in range(NUM_RANKS)], torch.ones(3))
 
 
@@ -146,7 +146,7 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
     assert done.returncode == 0, log.read_text()
     codes: dict[int, int] = ast.literal_eval(done.stdout.splitlines()[-1])
     if codes != {WAYS[way]: NUM_RANKS * count}:
-        pytest.fail(f"exit codes {codes}, where all should be {WAYS[way]}:\n{log.read_text()[-10_000:]}")
+        pytest.fail(f"exit codes {codes}; all should be {WAYS[way]}:\n{log.read_text()[-10_000:]}")
 
 
 @core
@@ -154,7 +154,7 @@ class ProcessExitTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, (pytest.mark.slow,))) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
-        """Without this package's wait at the end of a process, every third run has another exit code."""
+        """At exit, this package waits for gloo. Without the wait, every third run has another exit code."""
         if not Path("/proc/self/task").is_dir():
             pytest.skip("needs /proc to identify threads")
         check_exit_codes(self.adapter, way, True, 6 if way == "return" else 2, tmp_path)

@@ -1,8 +1,8 @@
-"""What a rank of a test world runs, and how calls and their outcomes travel to it and back.
+"""The main loop of a rank in a test world, and the transport of calls and outcomes.
 
-Functions travel by name and file, not by pickle, so that ranks also find test modules that pytest imported under
-another name (``--import-mode=importlib``). Arguments and results travel as bytes, tensors included. Shared memory
-and file descriptors would end with their rank.
+Functions are sent by name and file, not by pickle. Ranks therefore find test modules that pytest imported under
+another name (``--import-mode=importlib``). Arguments and results, tensors included, are sent as bytes. Shared memory
+and file descriptors would be lost with their rank.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 STACK_SIGNAL = signal.SIGUSR1
 LEAVE = b""
-# Longer than any call: what hangs is for the world to report, with all stacks, not for one rank.
+# Longer than any call. The world reports a hang with all stacks, before the group times out.
 _GROUP_TIMEOUT = timedelta(hours=1)
 
 
@@ -43,9 +43,8 @@ class Outcome:
     Attributes:
         status: ``"returned"``, ``"raised"``, ``"no answer"``, ``"died"``, or ``"not asked"``.
         value: what the function returned.
-        error_types: the raised error's class and its bases, as ``module.name``; empty where nothing was
-            raised.
-        message: ``str`` of the error, or one line on what happened instead of an answer.
+        error_types: the class of the raised error and its bases, as ``module.name``. Empty without an error.
+        message: ``str`` of the error, or one line that says why there is no answer.
         detail: the traceback, or the stacks of a rank that did not answer.
     """
 
@@ -73,7 +72,7 @@ class Outcome:
 
 
 def rank_main(rank: int, size: int, port: int, connection: Connection, stack_file: Path, start_timeout: float) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which then ends the ranks
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends the ranks
     stacks = stack_file.open("w")
     faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True)
     threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
@@ -114,7 +113,7 @@ def _end_with_parent() -> None:
 def _outcome_of(rank: int, function: Callable[..., Any], *args: Any) -> bytes:
     try:
         return pickle.dumps(Outcome(rank, "returned", function(*args)))
-    except BaseException as error:  # SystemExit too: whatever it was, the rank lives on and reports it
+    except BaseException as error:  # SystemExit too: the rank reports every error and continues
         at = error.__traceback__
         while at is not None and at.tb_next is not None and at.tb_frame.f_code.co_filename == __file__:
             at = at.tb_next
@@ -131,7 +130,7 @@ def _outcome_of(rank: int, function: Callable[..., Any], *args: Any) -> bytes:
 
 def _call_by_reference(request: bytes) -> Any:
     reference, arguments = pickle.loads(request)
-    # First the function's module, then the arguments, whose classes may come from it.
+    # Import the function's module before unpickling arguments, because it may define their classes.
     function = _dereference(*reference)
     args, kwargs = pickle.loads(arguments)
     return function(*args, **kwargs)
@@ -147,7 +146,7 @@ def reference_to(function: Callable[..., Any]) -> tuple[str, str | None, str]:
     if module is None or found is not function:
         raise ValueError(
             f"function = {name}: the ranks find a function by its module and name, so it must be defined "
-            "at a module's top level; move it there and pass what it closes over as arguments."
+            "at a module's top level; move it there, and pass the variables of its closure as arguments."
         )
     return module.__name__, getattr(module, "__file__", None), name
 
@@ -160,20 +159,20 @@ def _dereference(module_name: str, file: str | None, qualified_name: str) -> Any
 
 
 def _load_module(name: str, file: str | None) -> types.ModuleType:
-    """The module of this name *and* file, imported by its file if the name leads elsewhere or nowhere."""
+    """The module with this name *and* file. It is imported by file if the name does not lead to this file."""
     loaded = sys.modules.get(name)
     if loaded is not None and _is_same_file(getattr(loaded, "__file__", None), file):
         return loaded
     if loaded is None:
         try:
             spec = importlib.util.find_spec(name)
-        except ModuleNotFoundError:  # not even its parent is there
+        except ModuleNotFoundError:  # its parent package does not exist
             spec = None
         if spec is not None and _is_same_file(spec.origin, file):
             return importlib.import_module(name)
     if file is None:
-        raise ModuleNotFoundError(f"module {name} has no file and is not known to the rank", name=name)
-    # Unpickling imports the parents of a dotted name, which pytest makes up; so they are made up here too.
+        raise ModuleNotFoundError(f"module {name} has no file, and the rank cannot import it by name", name=name)
+    # Unpickling imports the parent packages of a dotted name. pytest invents them, so they are created here.
     parents = name.split(".")[:-1]
     for depth in range(1, len(parents) + 1):
         parent = ".".join(parents[:depth])

@@ -1,6 +1,6 @@
 """Record the hops, tiles and buffers of an attention call in their order, and forbid collectives.
 
-The recording wraps the adapter's ``ring_pass`` and the kernels, which need no change for it.
+The recording wraps the adapter's ``ring_pass`` and the kernels. Neither needs a change for it.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Event:
     """One recorded event.
 
     Attributes:
-        what: ``"post"`` of a hop, ``"wait"`` for one, or a ``"tile"``.
-        tag: of the hop.
-        direction: of the tile, ``"forward"`` or ``"backward"``.
+        what: ``"post"`` (a hop was posted), ``"wait"`` (for a hop), or ``"tile"`` (a tile was computed).
+        tag: the tag of the hop.
+        direction: the direction of the tile, ``"forward"`` or ``"backward"``.
         sent, received: bytes of the hop's buffers, by peer.
-        buffers_alive: how many hops' K and V received so far, or being received, are still in memory.
-        tiles_before: how many tiles were computed before, of the same direction.
+        buffers_alive: number of hops whose receive buffers for K and V are still in memory.
+        tiles_before: number of tiles recorded before.
     """
 
     what: Literal["post", "wait", "tile"]
@@ -66,18 +66,18 @@ class Event:
 
     @property
     def carries_keys(self) -> bool:
-        """Whether the hop carries K and V. These have even tags; dK and dV have odd ones."""
+        """Whether the hop carries K and V. Their tags are even. The tags of dK and dV are odd."""
         return self.what != "tile" and self.tag % 2 == 0
 
     @property
     def step(self) -> int:
-        """The step of the walk that waits for what this hop of K and V brings."""
+        """The step of the schedule that waits for this hop of K and V."""
         return (self.tag & 0xFFFF) // 2
 
 
 @dataclass
 class Recording:
-    """Events in their order, and the number of planned tiles per step, by direction."""
+    """Events in order, and the planned number of tiles per step for each direction."""
 
     events: list[Event] = field(default_factory=list)
     tiles_of_steps: dict[str, list[int]] = field(default_factory=dict)
@@ -132,7 +132,7 @@ class _RecordedKernel:
 
 @contextlib.contextmanager
 def recorded(attention_class: Any) -> Iterator[Recording]:
-    """Record the hops and tiles of calls that begin within this context, backward included."""
+    """Record the hops and tiles of calls within this context, and of their backwards."""
     recording = Recording()
     ring_pass = attention_class.ring_pass
 
@@ -163,7 +163,7 @@ def no_collectives() -> Iterator[None]:
 
     def refuse(name: str) -> Any:
         def raise_instead(*args: object, **kwargs: object) -> None:
-            raise AssertionError(f"a collective, {name}, while none is allowed")
+            raise AssertionError(f"{name} was called, but collectives are forbidden here")
 
         return raise_instead
 

@@ -1,15 +1,15 @@
-"""The dense oracle: dilated attention written down the way it is defined, in fp64, one predicate per line.
+"""The dense reference: dilated attention computed directly from its definition, in fp64.
 
-It imports torch and the standard library, and nothing of this package. So a test against it compares two independent
-implementations of the definition. It is short rather than fast: memory and time are O(n^2) per head.
+It imports only torch and the standard library. A test against it therefore compares two independent implementations
+of the definition. It favours short code over speed: memory and time are O(n^2) per head.
 
     covered      position t is covered by branch i for head j    iff (t mod w) mod r == offset(i, j)
     shown        branch i shows key u to query t                 iff both are covered, t // w == u // w,
                                                                  and, if causal, u <= t
     attention    one softmax over the multiset union of the keys that a head's branches show the query
-                 (LongNet, arXiv 2307.02486, mixes its branches so: each weighted by its softmax denominator)
+                 (LongNet, arXiv 2307.02486, does the same: it weights each branch by its softmax denominator)
 
-A key that k branches show counts k times, which is the same as adding ln(k) to its score.
+A key that k branches show counts k times. This equals adding ln(k) to its score.
 
 Letters: B batch, n sequence, H query heads, D head dim, w segment length, r dilation rate, i branch, j head,
 t query position, u key position.
@@ -43,8 +43,8 @@ def reference_attention(
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
 
     Args:
-        query: ``[B, n, H, D]``, any floating dtype; cast to fp64. Gradients come back in the tensor's own
-            dtype, so give fp64 tensors where the gradients are to be exact.
+        query: ``[B, n, H, D]`` of any floating dtype. It is cast to fp64. Gradients have the dtype of the input, so
+            exact gradients need fp64 tensors.
         key, value: ``[B, n, Hk, D]`` with H a multiple of Hk; query head j reads head ``j // (H // Hk)``.
         segment_lengths, dilation_rates: w and r of each branch, in positions.
         is_causal: a query sees keys at its own and earlier positions only.
@@ -53,8 +53,8 @@ def reference_attention(
         padding: ``"masked"`` or ``"zeros"``.
         scale: factor on the scores; None means ``1 / sqrt(D)``.
         key_padding_mask: bool ``[B, n]``, True = ignore this key.
-        document_ids: int ``[B, n]``; a query sees keys of its own number only, and none if that is negative.
-        weight_factors: ``[B, H, n, n]``, what each attention weight is multiplied by after the softmax: dropout.
+        document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
+        weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
 
     Returns:
         out, fp64 ``[B, n, H, D]``, and LSE, fp64 ``[B, H, n]``, detached. A query that sees no key has
@@ -109,7 +109,7 @@ def reference_counts(
     head_mode: str = "all",
     offset: str | None = None,
 ) -> Tensor:
-    """int64 ``[H, n, n]``, axes head, query t, key u: how many branches show this key to this query."""
+    """int64 ``[H, n, n]`` with axes head, query t, key u: the number of branches that show key u to query t."""
     counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
     t = torch.arange(seq_len)[:, None]
     u = torch.arange(seq_len)[None, :]
@@ -133,11 +133,11 @@ def reference_phantom_counts(
     head_mode: str = "all",
     offset: str | None = None,
 ) -> Tensor:
-    """int64 ``[H, n]``: how many phantom keys, of score 0 and value 0, ``padding="zeros"`` shows each query.
+    """int64 ``[H, n]``: the number of phantom keys that ``padding="zeros"`` shows to each query.
 
-    torchscale fills the last segment to w positions, and those to a multiple of r, with zero keys and values.
-    The covered ones among them are seen by every covered query of that segment, unless causal: they lie
-    behind all queries.
+    torchscale pads the last segment to w positions, and w to a multiple of r, with zero keys and values. A phantom
+    key is a covered position of this padding. Its score and value are 0. Every covered query of the segment sees it.
+    A causal query does not, because the padding lies after all queries.
     """
     phantom_counts = torch.zeros(num_heads, seq_len, dtype=torch.int64)
     t = torch.arange(seq_len)
@@ -146,13 +146,13 @@ def reference_phantom_counts(
         if seq_len > w and w % r != 0:
             raise ValueError(
                 f'padding = "zeros" with segment_lengths[{i}] = {w} and dilation_rates[{i}] = {r}: a segment '
-                f"shorter than the sequence ({seq_len}) must be a multiple of the dilation rate, since "
-                'torchscale misplaces outputs otherwise; choose such lengths, or padding="masked".'
+                f"shorter than the sequence ({seq_len}) must be a multiple of the dilation rate, because "
+                'torchscale misplaces outputs otherwise; change the length, or use padding="masked".'
             )
         if is_causal:
             continue
         s = ((seq_len - 1) // w) * w
-        # Counted from s, not modulo w: with w clamped to n, the fill-up to a multiple of r lies beyond s + w.
+        # Count from s, not modulo w. If w is clamped to n, the padding to a multiple of r lies beyond s + w.
         phantoms = [u for u in range(seq_len, s + math.ceil(w / r) * r) if (u - s) % r == o]
         phantom_counts[j] += len(phantoms) * ((t >= s) & ((t % w) % r == o))
     return phantom_counts
@@ -173,15 +173,15 @@ def dense_attention(
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over a multiset of keys, by one dense score matrix.
 
-    With ``dtype=query.dtype`` this is plain PyTorch attention: both products and the weights in that dtype,
-    softmax statistics in fp32 at least. Its error against fp64 is the yardstick for kernels of that dtype.
+    With ``dtype=query.dtype`` this is dense PyTorch attention: both products and the weights have that dtype, softmax
+    statistics at least fp32. Its error against fp64 bounds the error of kernels with that dtype.
 
     Args:
         query, key, value, scale, key_padding_mask, document_ids, weight_factors: as in :func:`reference_attention`.
-        counts: int ``[H, n, n]``, how often query t sees key u.
-        phantom_counts: int ``[H, n]``, how many phantom keys, of score 0 and value 0, query t sees;
+        counts: int ``[H, n, n]``, the number of times that query t sees key u.
+        phantom_counts: int ``[H, n]``, the number of phantom keys that query t sees. Their score and value are 0.
             key_padding_mask does not remove them.
-        dtype: what to compute in; None means fp64.
+        dtype: dtype of the computation. None means fp64.
 
     Returns:
         out ``[B, n, H, D]`` in ``dtype``, and LSE ``[B, H, n]``, detached, in fp32 (fp64 for fp64).
@@ -199,7 +199,7 @@ def dense_attention(
     key = key.repeat_interleave(queries_per_key_head, dim=2)
     value = value.repeat_interleave(queries_per_key_head, dim=2)
 
-    # Phantom keys are all alike, so one column stands for them, counted as often as there are.
+    # Phantom keys are equal, so one column with their count represents them.
     phantom_key = key.new_zeros(batch, 1, num_heads, head_dim)
     key = torch.cat([key, phantom_key], dim=1)
     value = torch.cat([value, phantom_key], dim=1)
@@ -215,7 +215,7 @@ def dense_attention(
 
     scores = torch.einsum("bthd,buhd->bhtu", query, key) * scale
     scores = scores.to(statistics_dtype) + counts.to(statistics_dtype).log()
-    # A row of -inf alone has no softmax. It is replaced before, not after: no NaN may enter the gradient.
+    # A row with only -inf has no softmax. It is replaced before the softmax, so that no NaN enters the gradient.
     sees_a_key = (counts > 0).any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~sees_a_key, 0)
     weights = torch.softmax(scores, dim=-1).masked_fill(~sees_a_key, 0)
@@ -229,7 +229,7 @@ def dense_attention(
 def reference_dropout(
     p: float, seed: int, replica: int, batch: int, num_heads: int, positions: Sequence[int]
 ) -> Tensor:
-    """fp64 ``[B, H, n, n]``, axes batch row, head, query, key: the factor of each attention weight, 0 or 1 / (1 − p).
+    """fp64 ``[B, H, n, n]`` with axes batch, head, query, key: the factor of each weight, 0 or 1 / (1 − p).
 
     A weight is kept if a hash of the seed, the data-parallel replica, batch row, head, query and key is below 1 − p.
     SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) hashes a query to two 32-bit words and a key to one; two rounds of
@@ -245,7 +245,7 @@ def reference_dropout(
         torch.tensor([[[word >> shift & 0xFFFFFFFF for word in words] for words in rows] for rows in of_queries])
         for shift in (0, 32)
     )
-    # Unsigned 32-bit words, kept in int64: a product wraps modulo 2^64, which leaves its lower 32 bits right.
+    # int64 holds unsigned 32-bit words. A product wraps modulo 2^64, so its lower 32 bits are correct.
     pair = low[..., None] ^ torch.tensor(of_keys)
     pair = (pair ^ (pair >> 16)) * 0x7FEB352D & 0xFFFFFFFF
     pair = (pair ^ (pair >> 15)) + high[..., None] & 0xFFFFFFFF
@@ -281,8 +281,8 @@ def _branches_of_heads(
         )
     if min(segment_lengths) < 1 or min(dilation_rates) < 1:
         raise ValueError(
-            f"segment_lengths = {list(segment_lengths)}, dilation_rates = {list(dilation_rates)}: every "
-            "one must be at least 1."
+            f"segment_lengths = {list(segment_lengths)}, dilation_rates = {list(dilation_rates)}: all "
+            "values must be at least 1."
         )
     if offset is None:
         offset = "branch" if head_mode == "grouped" else "mod"

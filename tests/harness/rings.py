@@ -1,4 +1,4 @@
-"""The rings that the suites ask for, in a world of four ranks, and which rows of a sequence each rank should hold.
+"""The rings of the suites in a world of four ranks, and the rows of a sequence that each rank should hold.
 
 Expected values are computed here from the definition, not by the package under test.
 """
@@ -30,10 +30,10 @@ class RingSpec:
     """One or several rings in a world of ranks.
 
     Attributes:
-        rings: the global ranks of each ring, in ring order. A rank that is in none looks on.
-        how: what ``initialize`` is given: a ring size, a process group, an axis of a 2 × 2 DeviceMesh, or a ring size
-            on ranks that pretend to be on several hosts, to be ordered by them.
-        hosts: the host of each global rank, for the last of these.
+        rings: the global ranks of each ring, in ring order. A rank may be in no ring.
+        how: the argument of ``initialize``: a ring size, a process group, an axis of a 2 × 2 DeviceMesh, or a ring
+            size with ``ring_order="topology"``.
+        hosts: the simulated host of each global rank, for ``ring_order="topology"``.
     """
 
     name: str
@@ -76,10 +76,10 @@ MESH_ROWS = RingSpec("mesh-rows", ((0, 1), (2, 3)), "mesh axis")
 MESH_COLUMNS = RingSpec("mesh-columns", ((0, 2), (1, 3)), "mesh axis")
 BY_HOSTS = RingSpec("4-by-hosts", ((0, 3, 1, 2),), "hosts", ("a", "b", "c", "a"))
 TWO_BY_HOSTS = RingSpec("2-by-hosts", ((0, 2), (1, 3)), "hosts", ("b", "a", "b", "a"))
-"""Rings ordered by host, which differ from rings in the order of ranks."""
+"""Rings ordered by host. Their order differs from the order of ranks."""
 
 ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
-"""These are for a world of two ranks."""
+"""Rings for a world of two ranks."""
 TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
 
 ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS)
@@ -88,7 +88,7 @@ LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
 
 def in_every_layout(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize by value and layout. Each value runs in one layout, alternately; the other is marked slow."""
+    """Parametrize by value and layout. Values alternate between the two layouts. The other layout is marked slow."""
     pairs = [
         pytest.param(value, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{value}")
         for index, value in enumerate(values)
@@ -143,7 +143,7 @@ def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: Layou
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
         group = mesh["row" if rings.rings[0] == (0, 1) else "column"]
     else:
-        # Every rank makes every group, as torch wants it.
+        # torch requires that every rank creates every group.
         groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
         place = rings.place(dist.get_rank())
         if place is None:

@@ -1,4 +1,4 @@
-"""A long training run with changing lengths, layouts, patterns and masks: memory does not grow, replicas stay equal."""
+"""Long training with changing lengths, layouts, patterns and masks: memory does not grow, replicas stay equal."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Alive:
 
 @dataclass(frozen=True)
 class _Step:
-    """The random choices of a step, the same on all ranks."""
+    """The random choices of a step. They are equal on all ranks."""
 
     seq_len: int
     batch: int
@@ -92,7 +92,7 @@ class _Step:
 
 
 class _Model(nn.Module):
-    """A block with several attentions, one of which each step uses."""
+    """A block with several attention modules. Each step uses one of them."""
 
     def __init__(self, adapter: str, ring: Ring) -> None:
         super().__init__()
@@ -125,18 +125,18 @@ def soak(
         return torch.optim.SGD(parameters, lr=0.05)
 
     state = backend(adapter).parallelize(model, make_optimizer, ring, **options)
-    alike, of_ring = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
-    # Every quarter makes the same steps, so that nothing new is cached after the first.
+    alike, ring_generator = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
+    # All quarters have the same steps, so that caches are full after the first quarter.
     steps = [_Step.draw(alike) for _ in range(num_steps // 4)]
     held, alive, losses = [], [], []
     for step in itertools.islice(itertools.cycle(steps), num_steps):
         ring = ring.with_layout(LAYOUTS[step.which % len(LAYOUTS)])
         call: dict[str, Any] = {"is_causal": step.is_causal, "seq_len": step.seq_len}
-        tokens = torch.randint(_VOCABULARY, (step.batch, step.seq_len), generator=of_ring)
+        tokens = torch.randint(_VOCABULARY, (step.batch, step.seq_len), generator=ring_generator)
         if step.masked:
-            call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=of_ring) < 0.3)
+            call["key_padding_mask"] = ring.shard(torch.rand(tokens.shape, generator=ring_generator) < 0.3)
         if step.documents:
-            call["document_ids"] = ring.shard(torch.randint(-1, 3, tokens.shape, generator=of_ring))
+            call["document_ids"] = ring.shard(torch.randint(-1, 3, tokens.shape, generator=ring_generator))
         tokens, labels = ring.shard(tokens), ring.shard(tokens.flip(1))
         logits = state.model(tokens, ring.positions(step.seq_len), step.which, call)
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
@@ -153,12 +153,12 @@ def soak(
 @core
 class SoakTests(AdapterSuite):
     @requires("training")
-    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
     def test_memory_and_handles_do_not_grow(self, world: World) -> None:
         self.check_soak(world, TWO, 120)
 
     @requires("training")
-    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="counts what Linux tells of a process")
+    @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
     @pytest.mark.soak
     @pytest.mark.timeout(1200)
     def test_memory_and_handles_do_not_grow_in_2000_steps(self, world: World) -> None:
@@ -174,11 +174,11 @@ class SoakTests(AdapterSuite):
             assert resident[1] - resident[0] < 2**21 + 2**10 * steps_between, f"{resident} bytes are resident"
             _, middle, _, end = alive
             assert (end.tensors, end.tensor_bytes) == (middle.tensors, middle.tensor_bytes), alive
-            # Beyond what this test records of every step, at most one object per two steps.
+            # The test itself keeps one object per step. It allows one more object per two steps.
             assert end.objects - middle.objects < 1.5 * steps_between + len(alive), alive
             for what in ("files", "threads", "groups"):
                 assert max(getattr(h, what) for h in last) <= max(getattr(h, what) for h in second), what
-            assert all(loss < 1e6 for loss in losses)  # NaN is not
+            assert all(loss < 1e6 for loss in losses)  # also fails on NaN
         first, *others = (parameters for *_, parameters in by_rank)
         for parameters in others:
             for name, numbers in first.items():

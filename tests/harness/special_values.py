@@ -1,6 +1,6 @@
 """Special values: NaN and infinity reach only the results that depend on them, and large scores are exact.
 
-The definition says which results depend on an input: it says which keys every query sees.
+The reference determines the keys of each query, and thereby the results that depend on an input.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
     Results,
-    ask,
     check_results,
     difference,
     expected,
+    run_cases,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
@@ -38,7 +38,7 @@ _CASE = AttentionCase(
     head_dim=8,
     dtype=torch.float64,
 )
-_POSITION = 20  # neither end of a segment or a shard, and in a causal call seen by some and not by others
+_POSITION = 20  # inside a segment and a shard; in a causal call, some queries see it and others do not
 
 SPOILED = {
     "all": _CASE,
@@ -56,10 +56,10 @@ LARGE = {
 
 
 _HALF = replace(_CASE, dtype=torch.float16, spoiled=(("key", _POSITION, 300.0), ("query", 31, 300.0)))
-"""Scores of 254,000, where fp16 ends at 65,504: whatever adds up products in fp16 has infinities."""
+"""Scores of 254,000. The largest fp16 number is 65,504, so sums of products in fp16 overflow."""
 
 _ROUNDING = 2.0**-11
-"""To fp16, relative."""
+"""Relative rounding error of fp16."""
 
 
 def sees(case: AttentionCase) -> Tensor:
@@ -74,10 +74,11 @@ def sees(case: AttentionCase) -> Tensor:
     return seen & (ids[0, :, None] == ids[0]) & (ids[0] >= 0)
 
 
-def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
-    """Which rows of which results a number in one row enters: bool [n, heads], as attention and its derivative say.
+def dependent_rows(name: str, position: int, case: AttentionCase) -> Results:
+    """The rows of each result that depend on row ``position`` of tensor ``name``, as bool [heads, n].
 
-    out, LSE and dq of a query hang on what the query sees; dk and dv of a key on everything that its queries do.
+    out, LSE and dq of a query depend on the keys that the query sees. dk and dv of a key depend on all inputs of the
+    queries that see the key.
     """
     seen = sees(case)
     position_alone = torch.zeros(case.seq_len, dtype=torch.bool)
@@ -97,7 +98,7 @@ def has_part_in(name: str, position: int, case: AttentionCase) -> Results:
 @core
 class SpecialValueTests(AdapterSuite):
     def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
-        answers = ask(world, self.adapter, FOUR, layout, [case])[0][0]
+        answers = run_cases(world, self.adapter, FOUR, layout, [case])[0][0]
         return whole([answer.results for answer in answers], case.seq_len, layout)
 
     @pytest.mark.parametrize(
@@ -114,10 +115,10 @@ class SpecialValueTests(AdapterSuite):
         case = SPOILED[what]
         spoiled = replace(case, spoiled=((name, _POSITION, number),))
         got = self.whole_of(world, layout, spoiled)
-        wanted, part = expected(case), has_part_in(name, _POSITION, case)
+        wanted, part = expected(case), dependent_rows(name, _POSITION, case)
         assert not all(rows is not None and rows.all() for rows in part)
         for field in Results._fields:
-            # [batch, heads, n, …], as LSE is.
+            # Transpose to [batch, heads, n, …], the order of LSE.
             numbers, right = (
                 x if field == "lse" else x.transpose(1, 2) for x in (getattr(got, field), getattr(wanted, field))
             )
@@ -154,6 +155,6 @@ class SpecialValueTests(AdapterSuite):
             numbers = getattr(got, field).double()
             assert numbers.isfinite().all() or field == "lse", field
             tolerance = 8 * _ROUNDING * max(1.0, float(right[right.isfinite()].abs().max()))
-            if field in ("grad_query", "grad_key"):  # differences of nearly equal numbers, times 300
+            if field in ("grad_query", "grad_key"):  # cancellation, amplified by the factor 300
                 tolerance = max(tolerance, 300 * _ROUNDING)
             assert difference(numbers, right) <= tolerance, field

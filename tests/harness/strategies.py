@@ -1,7 +1,7 @@
-"""Hypothesis strategies: branches and whole attention calls, every one of them valid.
+"""Hypothesis strategies for valid branches and valid attention calls.
 
-A case is a small value: a failure report shows it whole, and it can be pasted into a test. Its tensors follow from its
-seed. The strategies draw no invalid combinations, so that shrinking is fast.
+A case is a small dataclass. A failure report shows its whole repr, which can be pasted into a test. Its tensors follow
+from its seed. The strategies draw no invalid combinations, so that shrinking is fast.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ring_backends.testing.reference import reference_dropout
 
-# Small, prime, powers of two and their neighbours: where index arithmetic goes wrong.
-_TELLING_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)
+# Small numbers, primes, powers of two and their neighbours tend to reveal errors in index arithmetic.
+_CRITICAL_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -27,13 +27,15 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 class AttentionCase:
     """One call of dilated attention on a whole sequence.
 
-    ``masked`` says which keys are ignored: None, no mask at all; ``"random"``, each with probability a third;
-    ``"rows"``, all keys of every other batch entry (the first among them), and a tail of the others;
-    ``"all"``, every key. ``spoiled`` are (tensor, position, number): all heads and components of that row of
-    ``"query"``, ``"key"``, ``"value"`` or ``"grad_out"`` are this number instead. ``documents`` says which are
-    packed: None, no word of documents; ``"some"``, of random lengths, with rows of none between them, one after the
-    other; ``"shuffled"``, the same in no order. ``replica`` is the ring's place among those beside it, of which
-    dropout, at ``dropout_p``, depends.
+    Attributes:
+        masked: the keys that are ignored. None: there is no mask. ``"random"``: each key with probability 1/3.
+            ``"rows"``: all keys of every other batch entry, from the first, and a tail of the others. ``"all"``:
+            every key.
+        spoiled: (tensor, position, number). This number replaces all heads and components of that row of ``"query"``,
+            ``"key"``, ``"value"`` or ``"grad_out"``.
+        documents: the packed documents. None: there are no document ids. ``"some"``: consecutive documents of random
+            lengths, and a run of rows without a document. ``"shuffled"``: each row has a random id, or none.
+        replica: the index of the ring in the world. The dropout mask depends on it.
     """
 
     seq_len: int
@@ -57,12 +59,12 @@ class AttentionCase:
     spoiled: tuple[tuple[str, int, float], ...] = ()
 
     def __repr__(self) -> str:
-        """The call that makes this case, without what has its default value."""
+        """The constructor call, without default values."""
         shown = [f for f in fields(self) if f.name in _ALWAYS_SHOWN or getattr(self, f.name) != f.default]
         return f"AttentionCase({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments for ``dilated_attention`` and ``reference_attention``, tensors excepted."""
+        """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""
         return {
             "segment_lengths": self.segment_lengths,
             "dilation_rates": self.dilation_rates,
@@ -74,11 +76,11 @@ class AttentionCase:
         }
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-        """query, key, value, gradient of the output, and key_padding_mask, the same at every call.
+        """query, key, value, gradient of the output, and key_padding_mask. Every call returns equal tensors.
 
-        query and the gradient are ``[batch, seq_len, num_heads, head_dim]``, key and value have num_kv_heads
-        instead; all are standard normal in ``dtype`` and need no gradient. The mask is bool
-        ``[batch, seq_len]``, or None. Cases that differ in dtype alone hold the same numbers, rounded.
+        query and the gradient are ``[batch, seq_len, num_heads, head_dim]``. key and value have num_kv_heads heads.
+        All are standard normal in ``dtype`` and do not require gradients. The mask is bool ``[batch, seq_len]``, or
+        None. Cases that differ only in dtype hold the same numbers, rounded.
         """
         generator = torch.Generator().manual_seed(self.seed)
 
@@ -94,7 +96,7 @@ class AttentionCase:
         return query, key, value, grad_out, self._key_padding_mask(generator)
 
     def document_ids(self) -> Tensor | None:
-        """int64 ``[batch, seq_len]``, the same at every call, or None."""
+        """int64 ``[batch, seq_len]``, or None. Every call returns equal tensors."""
         if self.documents is None:
             return None
         generator = torch.Generator().manual_seed(self.seed + 1)
@@ -106,7 +108,7 @@ class AttentionCase:
         raise ValueError(f'documents = {self.documents!r}: it must be None, "some" or "shuffled".')
 
     def weight_factors(self) -> Tensor | None:
-        """What dropout multiplies the attention weights by, ``[batch, num_heads, seq_len, seq_len]``, or None."""
+        """The dropout factors of the attention weights, ``[batch, num_heads, seq_len, seq_len]``, or None."""
         if not self.dropout_p:
             return None
         return reference_dropout(
@@ -135,8 +137,8 @@ _ALWAYS_SHOWN = ("seq_len", "segment_lengths", "dilation_rates")
 def branches(draw: st.DrawFn, max_n: int = 200, *, max_branches: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(segment_lengths, dilation_rates) of 1 to ``max_branches`` branches, for sequences of up to ``max_n``.
 
-    Lengths go from 1 to beyond ``max_n``, rates from 1 to beyond their length; small numbers, primes,
-    divisors, lengths about ``max_n`` and repeated branches are drawn more often than chance would.
+    Lengths range from 1 to more than ``max_n``, rates from 1 to more than their length. Small numbers, primes,
+    divisors, lengths near ``max_n`` and repeated branches are drawn with increased probability.
     """
     pairs: list[tuple[int, int]] = []
     for _ in range(draw(st.integers(1, max_branches))):
@@ -149,7 +151,7 @@ def branches(draw: st.DrawFn, max_n: int = 200, *, max_branches: int = 4) -> tup
 
 
 def _segment_lengths(max_n: int) -> st.SearchStrategy[int]:
-    telling = [w for w in _TELLING_NUMBERS if w < max_n]
+    telling = [w for w in _CRITICAL_NUMBERS if w < max_n]
     return st.one_of(
         st.sampled_from([*telling, max_n]),
         st.integers(1, max_n + 3),
@@ -184,7 +186,7 @@ def attention_cases(
     dropout_ps: Sequence[float] = (0.0, 0.0, 0.3),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> AttentionCase:
-    """Valid :class:`AttentionCase` values; each option shrinks towards the first of its choices."""
+    """Valid :class:`AttentionCase` values. Each option shrinks towards its first choice."""
     some, many = min(12, max_n), max(1, max_n // 4)
     seq_len = draw(st.one_of(st.integers(1, some), st.integers(1, max_n), st.integers(many, max_n)))
     segment_lengths, dilation_rates = draw(branches(seq_len, max_branches=min(4, max_heads)))
@@ -216,5 +218,5 @@ def attention_cases(
 
 
 def _rate_for_zeros(seq_len: int) -> Callable[[int, int], int]:
-    """``padding="zeros"`` wants w % r == 0 where the segment is shorter than the sequence."""
+    """A rate r that ``padding="zeros"`` accepts: w % r == 0 if the segment is shorter than the sequence."""
     return lambda w, r: math.gcd(w, r) if w < seq_len else r

@@ -1,4 +1,4 @@
-"""All suites in one class, for the test file of an adapter, which is
+"""All suites in one class. The test file of an adapter needs only
 
 >>> class TestNative(AdapterTests):
 ...     adapter = "ring_backends.adapters.native"
@@ -39,7 +39,7 @@ class AllTrainingTests(
     TrainingCheckpointTests,
     CheckpointErrorTests,
 ):
-    """Everything about training, for a further strategy of a framework."""
+    """All training suites, for an additional strategy of a framework."""
 
 
 class AdapterTests(
@@ -62,4 +62,4 @@ class AdapterTests(
     GradientTests,
     CorrectnessTests,
 ):
-    """Everything that an adapter has to do. It needs the fixture ``world`` of :mod:`ring_backends.testing.plugin`."""
+    """All tests of an adapter. They need the fixtures of :mod:`ring_backends.testing.plugin`."""

@@ -1,7 +1,7 @@
 """A ring inside one process: threads as ranks, a hop as a hand-over through a queue.
 
-The very attention that adapters run, without processes: property tests afford rings of 16 with it, and a debugger can
-step from rank to rank.
+It runs the same attention as the adapters, without processes. Property tests can therefore use rings of 16 ranks, and
+a debugger can step from rank to rank.
 
     def attend(ring):
         attention = ThreadRingDilatedAttention([64], [1], ring=ring)
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Exchange:
-    """What the threads of one ring share: a queue per (source, destination, tag), and a sign that somebody has left."""
+    """Shared by the threads of a ring: a queue per (source, destination, tag), and an event that closes the ring."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -57,7 +57,7 @@ class Exchange:
             except queue.Empty:
                 continue
         raise TimeoutError(
-            f"nothing came from rank {source}; " + ("the ring is closed" if self.closed.is_set() else "timed out")
+            f"nothing arrived from rank {source}; " + ("the ring is closed" if self.closed.is_set() else "timed out")
         )
 
     def _queue(self, source: int, destination: int, tag: object) -> queue.Queue[Tensor]:
@@ -127,7 +127,7 @@ def run_in_threads(
         The results by rank.
 
     Raises:
-        AssertionError: a rank raised; the message has every rank's traceback, and the first error is the cause.
+        AssertionError: a rank raised. The message has the traceback of every rank, and the first error is the cause.
     """
     exchange = Exchange(size)
     with ThreadPoolExecutor(size) as pool:

@@ -1,4 +1,4 @@
-"""Traffic: ranks send what the schedule states, post hops before tiles, hold few buffers, and call no collective."""
+"""Traffic: ranks send the scheduled bytes, post hops before tiles, hold two receive buffers, call no collective."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.ring_schedule import RingSchedule
-from ring_backends.testing.calls import Results, ask, check_results, expected, local_call, new_attention, of_ring, whole
+from ring_backends.testing.calls import (
+    Results,
+    case_of_ring,
+    check_results,
+    expected,
+    local_call,
+    new_attention,
+    run_cases,
+    whole,
+)
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.fine_cuts import fine_cuts
@@ -75,9 +84,9 @@ def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_
     return sum(bool(sends or receives) for sends, receives in hops)
 
 
-def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:
-    """Every rank sends what the schedule says, forward and backward."""
-    ((by_ring,),) = [ask(world, adapter, rings, layout, [case])]
+def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:
+    """Check that every rank sends the bytes that the schedule states, in forward and backward."""
+    ((by_ring,),) = [run_cases(world, adapter, rings, layout, [case])]
     schedule = schedule_of(case, rings, layout)
     sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
     for answers in by_ring:
@@ -86,7 +95,7 @@ def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKin
                 (False, answer.forward_bytes, answer.forward_messages),
                 (True, answer.backward_bytes, answer.backward_messages),
             ):
-                promised = schedule.wire_bytes(
+                scheduled = schedule.wire_bytes(
                     rank,
                     **sizes,
                     backward=backward,
@@ -94,13 +103,13 @@ def check_promise(world: World, adapter: str, rings: RingSpec, layout: LayoutKin
                     document_bytes=0 if case.documents is None else 8,
                 )
                 what = f"{case} on rank {rank} of {rings}, backward={backward}"
-                assert sent == promised, f"{what}: {sent} bytes sent, {promised} promised"
-                assert (messages > 0) == (sent > 0), f"{what}: {messages} messages of {sent} bytes"
+                assert sent == scheduled, f"{what}: {sent} bytes sent, {scheduled} bytes in the schedule"
+                assert (messages > 0) == (sent > 0), f"{what}: {messages} messages with {sent} bytes in total"
 
 
 @dataclass(frozen=True)
 class Walked:
-    """One rank's forward and backward: results, events of either, and the bytes that the ring counted."""
+    """The results of one rank, the events of forward and of backward, and the bytes that the ring counted."""
 
     results: Results
     tiles_of_steps: dict[str, list[int]]
@@ -111,13 +120,13 @@ class Walked:
 
 
 def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, cut: bool) -> Walked | None:
-    """Record a call for which the ranks have agreed before. Every collective is forbidden."""
+    """Record a call that the ranks have agreed on before. Collectives are forbidden during the call."""
     ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
     if ring is None or place is None:
         return None
     ring = ring.with_layout(layout)
     attention = new_attention(adapter, ring, case)
-    call = local_call(adapter, ring, of_ring(case, place[0]), attention=attention)
+    call = local_call(adapter, ring, case_of_ring(case, place[0]), attention=attention)
     inputs = [call.query, call.key, call.value]
     with fine_cuts(1024) if cut else contextlib.nullcontext():
         torch.autograd.grad(call(), inputs, call.grad_out)
@@ -132,7 +141,7 @@ def walk(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase,
     return Walked(results, recording.tiles_of_steps, forward, recording.events, forward_bytes, ring.traffic.bytes)
 
 
-def a_collective_where_none_is_allowed(adapter: str) -> None:
+def call_a_forbidden_collective(adapter: str) -> None:
     ring = ring_here(adapter, FOUR)
     assert ring is not None
     with no_collectives():
@@ -144,52 +153,52 @@ class TrafficTests(AdapterSuite):
     @every_size_and_layout
     @given(case=attention_cases(max_n=50, dtypes=[torch.float64, torch.bfloat16]))
     @examples(6)
-    def test_ranks_send_what_the_schedule_says(
+    def test_ranks_send_the_bytes_of_the_schedule(
         self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
     ) -> None:
-        check_promise(world, self.adapter, rings, layout, case)
+        check_sent_bytes(world, self.adapter, rings, layout, case)
 
     @core
     @in_every_layout("name", EDGE_CASES)
-    def test_ranks_send_what_the_schedule_says_of_edge_cases(self, world: World, layout: LayoutKind, name: str) -> None:
-        check_promise(world, self.adapter, FOUR, layout, EDGE_CASES[name])
+    def test_edge_cases_send_the_bytes_of_the_schedule(self, world: World, layout: LayoutKind, name: str) -> None:
+        check_sent_bytes(world, self.adapter, FOUR, layout, EDGE_CASES[name])
 
     @core
     @pytest.mark.parametrize("rings", [TWO, THREE, FOUR], ids=str)
     def test_segments_within_the_shards_send_nothing(self, world: World, rings: RingSpec) -> None:
         case = replace(_FULL, segment_lengths=(4, 12 // rings.size), dilation_rates=(1, 2), masked="random")
-        for answers in ask(world, self.adapter, rings, "contiguous", [case])[0]:
+        for answers in run_cases(world, self.adapter, rings, "contiguous", [case])[0]:
             for answer in answers:
                 sent = (answer.forward_bytes, answer.forward_messages, answer.backward_bytes, answer.backward_messages)
                 assert sent == (0, 0, 0, 0)
 
     def test_full_attention_sends_every_other_shard_once(self, world: World) -> None:
-        """By hand: 12 rows of 4 heads of 8 fp64 components, K and V, three hops. dK and dV take three hops too."""
+        """A shard of K and V has 12 rows, 4 heads and 8 fp64 components, and takes 3 hops. dK and dV take 3 hops."""
         shard = 12 * 4 * 8 * 8 * 2
-        for answer in ask(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
+        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [_FULL])[0][0]:
             assert (answer.forward_bytes, answer.forward_messages) == (3 * shard, 3)
             assert answer.backward_bytes == 3 * shard + 3 * shard
 
     @core
     def test_dilated_attention_sends_dilated_rows(self, world: World) -> None:
-        """By hand: every third row of 12, of one offset per head."""
+        """A shard has 12 rows. Each head sends every third row."""
         case = replace(_FULL, dilation_rates=(3,), num_heads=3, num_kv_heads=3)
-        for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
+        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
             assert answer.forward_bytes == 3 * (4 * 3 * 8 * 8 * 2)
 
     @core
     def test_causal_attention_sends_to_later_ranks_only(self, world: World) -> None:
-        """By hand: rank i sends the shards 0 … i, and the last rank sends none."""
+        """Rank i sends the shards 0 … i. The last rank sends none."""
         shard = 12 * 4 * 8 * 8 * 2
-        answers = ask(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
+        answers = run_cases(world, self.adapter, FOUR, "contiguous", [replace(_FULL, is_causal=True)])[0][0]
         assert [answer.forward_bytes for answer in answers] == [shard, 2 * shard, 3 * shard, 0]
 
     @core
-    def test_a_segment_over_two_ranks_stays_with_them(self, world: World) -> None:
-        """By hand: segments of two shards each are two rings of two."""
+    def test_a_segment_over_two_ranks_is_sent_only_between_them(self, world: World) -> None:
+        """A segment spans two shards. Each pair of ranks therefore forms a ring of two."""
         shard = 12 * 4 * 8 * 8 * 2
         case = replace(_FULL, segment_lengths=(24,))
-        for answer in ask(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
+        for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
             assert (answer.forward_bytes, answer.backward_bytes) == (shard, 2 * shard)
 
     @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
@@ -197,7 +206,7 @@ class TrafficTests(AdapterSuite):
     @pytest.mark.parametrize("case", [_FULL, _MIXED], ids=["full", "mixed"])
     @every_layout
     def test_hops(self, world: World, layout: LayoutKind, case: AttentionCase, is_causal: bool, cut: bool) -> None:
-        """Checks results, bytes, buffers and the order of recorded calls, which make no collective."""
+        """Check the results, bytes, buffers and event order of recorded calls. The calls use no collective."""
         case = replace(case, is_causal=is_causal)
         by_rank: list[Walked] = world.run(walk, self.adapter, FOUR, layout, case, cut)
         got = whole([walked.results for walked in by_rank], case.seq_len, layout)
@@ -216,29 +225,29 @@ class TrafficTests(AdapterSuite):
             hops = {sum(event.what == "post" for event in walked.forward) for walked in by_rank}
             assert (hops == {3}) != cut, f"{hops} hops per rank"
 
-    def test_a_collective_would_be_noticed(self, world: World) -> None:
-        for outcome in world.run_collect(a_collective_where_none_is_allowed, self.adapter):
+    def test_a_forbidden_collective_is_an_error(self, world: World) -> None:
+        for outcome in world.run_collect(call_a_forbidden_collective, self.adapter):
             assert outcome.raised(AssertionError), outcome
 
 
 def _check_bytes(events: list[Event], counted: int, rank: int) -> None:
-    """The buffers hold the counted bytes and little more: each slice is padded to 16 bytes."""
+    """Check that the buffers hold the counted bytes and only padding: each slice is padded to 16 bytes."""
     handed = sum(sum(event.sent.values()) for event in events)
     slices = 64 * sum(len(event.sent) for event in events)
-    assert counted <= handed <= counted + 16 * slices, f"rank {rank}: {handed} bytes handed over, {counted} counted"
+    assert counted <= handed <= counted + 16 * slices, f"rank {rank}: buffers of {handed} bytes, {counted} counted"
     tags = Counter((event.tag, peer) for event in events if event.what == "post" for peer in event.sent)
-    assert all(count == 1 for count in tags.values()), f"rank {rank}: several buffers in one hop to one rank: {tags}"
+    assert all(count == 1 for count in tags.values()), f"rank {rank} sends several buffers per tag and peer: {tags}"
     assert not any(rank in (*event.sent, *event.received) for event in events), f"rank {rank} sends to itself"
 
 
 def _check_buffers(events: list[Event], rank: int) -> None:
-    """One received buffer in use, one in flight."""
+    """Check that a rank holds at most two receive buffers: one in use, one in flight."""
     alive = [event.buffers_alive for event in events]
     assert max(alive) <= 2, f"rank {rank} holds {max(alive)} received buffers of K and V; by event: {alive}"
 
 
 def _check_waits(events: list[Event], rank: int) -> None:
-    """Every hop is waited for once, after it was posted."""
+    """Check that a rank waits once for every hop, after it posted the hop."""
     posts = [event.tag for event in events if event.what == "post"]
     waits = [event.tag for event in events if event.what == "wait"]
     assert sorted(posts) == sorted(waits), f"rank {rank} posted {posts} and waited for {waits}"
@@ -250,10 +259,10 @@ def _check_waits(events: list[Event], rank: int) -> None:
 
 
 def _check_order(events: list[Event], tiles_of_steps: list[int], rank: int) -> None:
-    """The hop for the next step is posted before the tiles of this step are computed."""
+    """Check that the hop for the next step is posted before the tiles of the current step are computed."""
     for event in events:
         if event.what == "post" and event.carries_keys:
             due = sum(tiles_of_steps[: event.step - 1])
             what = f"rank {rank} posts the hop of step {event.step} after {event.tiles_before} tiles"
-            assert event.tiles_before == due, f"{what}, {due} would be before those of the step before it"
+            assert event.tiles_before == due, f"{what}; expected {due} tiles"
     assert sum(event.what == "tile" for event in events) == sum(tiles_of_steps)

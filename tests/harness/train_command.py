@@ -1,4 +1,4 @@
-"""``ring-backends train`` by any adapter: the losses equal those of one native rank, also after a resume."""
+"""``ring-backends train`` with an adapter: losses equal those of one native rank, also after a resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 
 STEPS = 4
 KILLED_STEPS = 6
-"""Steps of the run that is killed. It saves after each."""
+"""Number of steps of the run that is killed. It saves after each step."""
 
 
 def train(folder: Path, backend: str, num_ranks: int, *options: str) -> dict[int, float]:
@@ -45,7 +45,7 @@ def arguments(folder: Path, backend: str, *options: str) -> list[str]:
 
 
 def started(folder: Path, backend: str, num_ranks: int, *options: str) -> subprocess.Popen[bytes]:
-    """``train`` in a process group of its own."""
+    """Start ``train`` in its own process group."""
     command = [sys.executable, "-m", "ring_backends", *arguments(folder, backend, *options)]
     with (folder / "errors.log").open("wb") as errors:
         return subprocess.Popen(
@@ -74,11 +74,11 @@ def kill_while_it_saves(process: subprocess.Popen[bytes], folder: Path, moment: 
         time.sleep(0.0005)
     time.sleep(0.02 * moment)
     _kill(process)
-    assert is_there, "the checkpoints were there faster than this test looks"
+    assert is_there, "the test never saw an unfinished checkpoint"
 
 
 def kill_at_a_step(process: subprocess.Popen[bytes], folder: Path, moment: float) -> None:
-    """Kill the run after this share of its steps, or up to 50 ms later."""
+    """Kill the run after the fraction ``moment`` of its steps, or up to 50 ms later."""
     assert process.stdout is not None
     watch = threading.Timer(60, _kill, [process])
     watch.start()
@@ -97,7 +97,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/test_cli.py trains by the command")
+_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/test_cli.py also tests the command")
 
 
 @core

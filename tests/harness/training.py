@@ -1,4 +1,4 @@
-"""Training: over any data × ring, parameters move as in a single process that sees the whole batch."""
+"""Training: on any data × ring mesh, parameters change as in one process that trains on the whole batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from ring_backends.testing.world import World
 def train_in_bf16(
     adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any]
 ) -> tuple[list[State], set[torch.dtype]]:
-    """The states, and the dtypes of what projections give."""
+    """Train. Returns the states, and the dtypes of the outputs of the projections."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options)
     seen: set[torch.dtype] = set()
 
@@ -60,7 +60,7 @@ def train_in_bf16(
 
 
 def steps_out_of_order(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
-    """step() with no, with one and with both micro-batches, and a loss whose step is not known."""
+    """Call step() after zero, one and two of two micro-batches. Then call loss() without ``step_token_count``."""
     trainer = Trainer(adapter, FOUR, "contiguous", Recipe(accumulation_steps=2, dtype=torch.float32), options)
     endings = [ending(trainer.state.step)]
     for tokens, labels in trainer.micro_batches(0):
@@ -78,7 +78,7 @@ def step_too_early(adapter: str, options: Mapping[str, Any]) -> Ended:
 def train_and_evaluate(
     adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any], evaluate: bool
 ) -> list[State]:
-    """Train, with an evaluation before every backward and before every step, or without."""
+    """Train. With ``evaluate``, evaluate before every backward and before every step."""
     trainer = Trainer(adapter, rings, "contiguous", recipe, options)
     model = trainer.state.model
 
@@ -100,8 +100,8 @@ def train_and_evaluate(
     return states
 
 
-def reduced_and_promised(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
-    """What the framework makes of gradients 1, 2, 3 and 4, one per rank, and the factor that ``loss`` applies."""
+def reduced_and_divisor(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
+    """The ranks have the gradients 1, 2, 3 and 4. Returns the reduced gradient, and the factor of ``loss``."""
     ring = ring_here(adapter, rings)
     assert ring is not None
     state = backend(adapter).parallelize(
@@ -136,7 +136,7 @@ class TrainingTests(AdapterSuite):
     def check_training(
         self, world: World, rings: RingSpec, layout: LayoutKind, recipe: Recipe, tolerance: float
     ) -> None:
-        """Train on the ranks and alone: the same moves on every rank, and the very same numbers on all of them."""
+        """Train. Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
         by_rank = world.run(train, self.adapter, rings, layout, recipe, dict(self.framework_options))
         wanted = train_alone(rings, layout, recipe)
         check_ranks(by_rank, wanted, tolerance, recipe)
@@ -164,7 +164,7 @@ class TrainingTests(AdapterSuite):
     @every_mesh
     def test_replicas_stay_the_same(self, world: World, rings: RingSpec, precision: Precision, optimizer: str) -> None:
         recipe = Recipe(dtype=precision.dtype, optimizer=optimizer, rate=0.02, steps=3)
-        # Adam divides by the gradient's own size, so that rounding of a gradient near 0 becomes a whole step.
+        # Adam divides by the size of the gradient, so the rounding of a gradient near 0 can change a whole step.
         tolerance = 1e-7 if precision is FP64 else 1e-2 if optimizer == "adam" else 1e-4
         self.check_training(world, rings, "zigzag", recipe, tolerance)
 
@@ -209,8 +209,8 @@ class TrainingTests(AdapterSuite):
 
     @requires("training")
     @every_mesh
-    def test_the_divisor_is_what_the_reducer_divides_by(self, world: World, rings: RingSpec) -> None:
-        for reduced, divisor in world.run(reduced_and_promised, self.adapter, rings, dict(self.framework_options)):
+    def test_the_divisor_equals_that_of_the_reducer(self, world: World, rings: RingSpec) -> None:
+        for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, dict(self.framework_options)):
             assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4, rel=1e-6)
 
     @requires("training")
@@ -232,7 +232,7 @@ class TrainingTests(AdapterSuite):
     @requires("training", "mixed precision")
     @pytest.mark.parametrize("rings", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
     def test_bf16(self, world: World, rings: RingSpec) -> None:
-        """Forward and backward in bf16; parameters in fp32."""
+        """Forward and backward run in bf16. Parameters are fp32."""
         recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
         options = {**self.framework_options, "mixed_precision": torch.bfloat16}
         wanted = train_alone(rings, "zigzag", recipe)
@@ -249,7 +249,7 @@ class TrainingTests(AdapterSuite):
         for plain, evaluated in zip(*runs, strict=True):
             for state, other in zip(plain, evaluated, strict=True):
                 for name, tensor in state.items():
-                    assert torch.equal(other[name], tensor), f"{name} is off by {(other[name] - tensor).abs().max()}"
+                    assert torch.equal(other[name], tensor), f"{name} differs by {(other[name] - tensor).abs().max()}"
 
     @core
     @requires("training")

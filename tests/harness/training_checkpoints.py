@@ -1,4 +1,4 @@
-"""Training checkpoints: training resumes from one as if it had not stopped."""
+"""Training checkpoints: a resumed training equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 
 
 class Stretch(NamedTuple):
-    """Steps of one rank: the number of earlier steps, the loss of the whole batch in each, and the state at the end."""
+    """Steps of one rank: the number of earlier steps, the whole-batch loss of each step, and the final state."""
 
     step_count: int
     losses: list[float]
@@ -41,16 +41,16 @@ def five_steps(trainer: Trainer) -> Stretch:
 def save_and_load(
     adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
 ) -> tuple[Stretch, Stretch]:
-    """Two steps, a save, and five steps more; and the five steps of another run that loads the checkpoint."""
+    """Take two steps, save, and take five more. Returns these five, and those of a run that loads the checkpoint."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options)
     for step in range(2):
         trainer.step(step)
     trainer.state.save(path)
     uninterrupted = five_steps(trainer)
-    return uninterrupted, load_and_go_on(adapter, rings, replace(recipe, seed=99), path, options)
+    return uninterrupted, load_and_resume(adapter, rings, replace(recipe, seed=99), path, options)
 
 
-def load_and_go_on(
+def load_and_resume(
     adapter: str,
     rings: RingSpec,
     recipe: Recipe,
@@ -58,14 +58,14 @@ def load_and_go_on(
     options: Mapping[str, Any],
     batches_of: RingSpec | None = None,
 ) -> Stretch:
-    """Five steps after a load, in a run that began with other parameters."""
+    """Load a checkpoint in a run with other initial parameters, and take five steps."""
     trainer = Trainer(adapter, rings, "zigzag", recipe, options, batches_of)
     trainer.step(7)
     trainer.state.load(path)
     return five_steps(trainer)
 
 
-def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
+def load_during_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> tuple[Ended, bool]:
     """Call load() between backward() and step(). Returns the error, and whether a load after the step restores."""
     trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
     trainer.state.save(path)
@@ -79,9 +79,12 @@ def load_in_the_midst_of_a_step(adapter: str, path: str, options: Mapping[str, A
 
 
 def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:
-    """Save with a setting of another kind, on one rank alone or on all; the settings that are loaded then; whether
-    there is a checkpoint."""
-    numpy = import_module("numpy")  # by this, since the types of those who do not have it are checked too
+    """Save an optimizer setting of an unusual type on all ranks, or on one rank only.
+
+    Returns:
+        How the save ended; the settings that a new run loads; and whether a checkpoint exists.
+    """
+    numpy = import_module("numpy")  # mypy also runs in environments without NumPy
     settings: dict[str, Any] = {"number of NumPy": numpy.float64(0.25), "object": object(), "object on one rank": 0.25}
     setting = object() if "one rank" in kind and dist.get_rank() == ODD_RANK else settings[kind]
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
@@ -112,7 +115,7 @@ class TrainingCheckpointTests(AdapterSuite):
     @pytest.mark.parametrize(
         "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
     )
-    def test_training_goes_on_from_a_checkpoint(
+    def test_training_resumes_from_a_checkpoint(
         self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
     ) -> None:
         recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
@@ -128,20 +131,20 @@ class TrainingCheckpointTests(AdapterSuite):
         assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
     @requires("training", "save and load")
-    def test_loading_in_the_midst_of_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
+    def test_loading_during_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
         options = dict(self.framework_options)
-        for refused, restored in world.run(load_in_the_midst_of_a_step, self.adapter, str(tmp_path / "it"), options):
+        for refused, restored in world.run(load_during_a_step, self.adapter, str(tmp_path / "it"), options):
             assert refused.is_a(RuntimeError), refused
             assert "load() after 1 backward calls" in refused.message
             assert restored
 
     @requires("training", "save and load", "another ring size")
-    def test_a_checkpoint_goes_on_in_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
+    def test_a_checkpoint_resumes_with_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
         path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
         uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
         elsewhere = replace(recipe, seed=99)
-        for resumed in pair.run(load_and_go_on, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
+        for resumed in pair.run(load_and_resume, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
             assert resumed.step_count == 2
             assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 

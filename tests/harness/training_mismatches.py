@@ -1,4 +1,4 @@
-"""Training mismatches: ranks that train with different settings get an error on every rank, before the step."""
+"""Training mismatches: if ranks train with different settings, every rank raises before the step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ring_backends.testing.world import World
 
 @dataclass(frozen=True)
 class Different:
-    """What one rank does differently, and the field that the error on every rank names."""
+    """A difference of one rank, and the field that the error names on every rank."""
 
     field: str
     usual: Callable[[str, Ring, Mapping[str, Any]], None]
@@ -108,7 +108,7 @@ def fail_to_make_an_optimizer(adapter: str, options: Mapping[str, Any]) -> Ended
 
 
 def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
-    """One rank calls step() without a backward; the others call backward()."""
+    """One rank calls step() without backward(). The other ranks call backward()."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
     state = parallelize_one(adapter, ring, options)
     if dist.get_rank() == ODD_RANK:
@@ -117,7 +117,7 @@ def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
 
 
 def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
-    """One rank stays away from a count."""
+    """One rank does not call global_count()."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=SHORT))
     state = parallelize_one(adapter, ring, options)
     return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))

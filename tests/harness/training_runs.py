@@ -1,6 +1,6 @@
-"""Training runs: by an adapter on its ranks, and by plain torch in one process, on the same batches.
+"""Training runs with an adapter on its ranks, and with plain torch in one process, on the same batches.
 
-Plain SGD makes gradients visible as steps, so that tests need nothing of a framework but ``parallelize``.
+With plain SGD, a step equals the scaled gradient. Tests of gradients therefore need only ``parallelize``.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BATCH = 2
 
 
 _LARGE_RATE = 1024.0
-"""A step this large leaves the gradient with its full precision; a small one would lose it in the parameter's."""
+"""A large learning rate. A small step would be rounded to the precision of the parameter, and lose gradient digits."""
 
 
 State = dict[str, Tensor]
@@ -79,7 +79,7 @@ every_precision = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training run, but for where it runs."""
+    """The settings of a training run, without ranks and layout."""
 
     model: str = "blocks"
     dtype: torch.dtype = torch.float64
@@ -100,7 +100,7 @@ class Recipe:
 
 
 class Trainer:
-    """A training run on one rank; ``batches_of`` other rings than its own, of which there are as many."""
+    """A training run on one rank. ``batches_of`` selects the batches of equally many other rings."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Trainer:
         return scaled
 
     def step(self, step: int) -> float:
-        """Take a step, and return the loss of the whole batch before it."""
+        """Take a step. Returns the loss of the whole batch before the step."""
         micro_batches = self.micro_batches(step)
         count = None
         if len(micro_batches) > 1:
@@ -155,7 +155,7 @@ class Trainer:
         return float(total)
 
     def states(self) -> list[State]:
-        """Take all steps; the whole state before the first and after each, as this rank sees it."""
+        """Take all steps. Returns the full state on this rank before the first step and after each step."""
         states = [self.state.full_state_dict()]
         for step in range(self.recipe.steps):
             self.step(step)
@@ -170,8 +170,8 @@ def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: int) -> list[tuple[Tensor, Tensor]]:
     """Whole micro-batches of one step: tokens and labels, [data rank, batch, seq].
 
-    Every rank has another number of labels, and one none at all: one label in two to twenty, by data rank, and all
-    labels of one rank's rows ignored.
+    Ranks have different numbers of labels. Between 5 % and 50 % of the labels are kept, depending on the data rank.
+    One rank has no labels.
     """
     generator = torch.Generator().manual_seed(1000 + step)
     made = []
@@ -190,12 +190,12 @@ def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: 
 
 
 def train(adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, options: Mapping[str, Any]) -> list[State]:
-    """The whole state before the first step and after each, as this rank sees it."""
+    """Train. Returns the full state on this rank before the first step and after each step."""
     return Trainer(adapter, rings, layout, recipe, options).states()
 
 
 def train_alone(rings: RingSpec, layout: LayoutKind, recipe: Recipe) -> list[State]:
-    """The same in one process, by plain torch, with the dense definition for attention."""
+    """Train in one process with plain torch and the dense reference of attention."""
     model = make_model(recipe.model, lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
     optimizer = recipe.make_optimizer(model.parameters())
     states = [_copy(model.state_dict())]
@@ -217,7 +217,7 @@ def _copy(state: Mapping[str, Tensor]) -> State:
 
 
 def check_moves(got: Sequence[State], wanted: Sequence[State], tolerance: float, what: object) -> None:
-    """Every parameter moved as it should have: the difference of the moves, relative to the move."""
+    """Check the change of every parameter. The tolerance is relative to the norm of the change."""
     assert len(got) == len(wanted)
     for step in range(len(wanted)):
         assert list(got[step]) == list(wanted[step]), f"{what}: names {list(got[step])}"
@@ -237,10 +237,10 @@ def check_moves(got: Sequence[State], wanted: Sequence[State], tolerance: float,
 def check_ranks(
     by_rank: Sequence[Sequence[State]], wanted: Sequence[State], tolerance: float, what: object = ""
 ) -> None:
-    """The same moves on every rank as alone, and the very same numbers on all of them."""
+    """Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
     for rank, states in enumerate(by_rank):
         check_moves(states, wanted, tolerance, f"{what} on rank {rank}")
         for state, first in zip(states, by_rank[0], strict=True):
             assert all(torch.equal(tensor, first[name]) for name, tensor in state.items()), (
-                f"{what}: rank {rank} has drifted from rank 0"
+                f"{what}: rank {rank} has other parameters than rank 0"
             )

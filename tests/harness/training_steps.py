@@ -1,6 +1,6 @@
 """Training steps: losses, changes between steps, and steps that fail on one rank.
 
-Where a framework cannot do what a rank asks for, no rank steps.
+If a framework cannot execute the step of a rank, every rank raises and no rank steps.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ring_backends.testing.world import World
 STEPS, NUM_RANKS, COUNT = 3, 4, 10
 
 Change = Callable[[nn.Module, torch.optim.Optimizer, int], None]
-"""(model, optimizer, step) -> None: a change that a program makes before a step."""
+"""(model, optimizer, step) -> None: a change of model or optimizer before a step."""
 
 
 def _nothing(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
@@ -61,7 +61,7 @@ def train_two_layers(adapter: str, change: str, other_order: bool, options: Mapp
 
 
 def train_two_layers_alone(change: str) -> list[State]:
-    """The same training in one process, by plain torch."""
+    """The training of :func:`train_two_layers` in one process with plain torch."""
     model = TwoLayers()
     optimizer = sgd(model.parameters())
     states = []
@@ -80,7 +80,7 @@ def check_states(by_rank: list[list[State]], wanted: list[State]) -> None:
         for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
             for name, tensor in right.items():
                 error = float((got[name] - tensor).abs().max())
-                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} is off by {error}"
+                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} has error {error}"
 
 
 def freeze_later(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, list[State]]:
@@ -102,7 +102,7 @@ LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
 }
 
 
-def lose_oddly(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
+def pass_invalid_loss(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
     """One rank passes an invalid loss."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
     state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
@@ -111,11 +111,11 @@ def lose_oddly(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
     return ending(lambda: state.backward(loss))
 
 
-def raise_in_a_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, Ended]:
-    """One rank raises in the midst of a backward, and stays; then all try to step, and once more.
+def raise_in_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, Ended, Ended]:
+    """One rank raises during backward. Then all ranks call step() and backward() again.
 
-    It does so before its attention, whose hops another rank of its ring waits for; those of the other ring get on to
-    where the framework reduces.
+    The rank raises before the backward of attention. The other rank of its ring then waits for its hops. The ranks of
+    the other ring continue to the reduction of gradients.
     """
 
     def fail(grad: Tensor) -> None:
@@ -147,13 +147,13 @@ OPTIMIZERS: dict[str, tuple[type[Exception], str, Any]] = {
 }
 
 
-def optimize_oddly(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
+def parallelize_with_invalid_optimizer(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
     parallelize = partial(backend(adapter).parallelize, TwoLayers(), OPTIMIZERS[kind][2], ring_here(adapter, TWO))
     return ending(lambda: parallelize(max_grad_norm=1.0, **options))
 
 
 def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
-    """The step of a parameter with a gradient of 3 on rank 0 alone, and a hook that doubles it."""
+    """The step of a parameter with gradient 3 on rank 0 only, and with a hook that doubles the gradient."""
     model = TwoLayers()
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
@@ -174,7 +174,7 @@ def refuse_to_parallelize(adapter: str, options: Mapping[str, Any]) -> Ended:
     return ending(lambda: backend(adapter).parallelize(TwoLayers(), sgd, ring, **bad, **options))
 
 
-def lose_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
+def remove_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
     """A buffer becomes None on one rank."""
     ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
     model = Normalized()
@@ -186,7 +186,7 @@ def lose_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
 
 class TrainingStepTests(AdapterSuite):
     @requires("training")
-    def test_gradients_may_come_in_another_order(self, world: World) -> None:
+    def test_gradients_may_be_computed_in_another_order(self, world: World) -> None:
         arguments = train_two_layers, self.adapter, "nothing", True, dict(self.framework_options)
         if "parameters of some ranks" in self.without:
             for outcome in world.run_collect(*arguments):
@@ -195,7 +195,7 @@ class TrainingStepTests(AdapterSuite):
         check_states(world.run(*arguments), train_two_layers_alone("nothing"))
 
     @requires("training")
-    def test_a_program_may_clear_the_gradients_itself(self, world: World) -> None:
+    def test_the_program_may_clear_gradients(self, world: World) -> None:
         arguments = self.adapter, "cleared gradients", False, dict(self.framework_options)
         check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
 
@@ -221,16 +221,16 @@ class TrainingStepTests(AdapterSuite):
     @pytest.mark.parametrize("kind", LOSSES)
     def test_invalid_losses_are_reported(self, world: World, kind: str) -> None:
         error, message, _ = LOSSES[kind]
-        for rank, ended in enumerate(world.run(lose_oddly, self.adapter, kind, dict(self.framework_options))):
+        for rank, ended in enumerate(world.run(pass_invalid_loss, self.adapter, kind, dict(self.framework_options))):
             assert ended.is_a(error if rank == ODD_RANK else RingMismatchError), ended
             assert message in ended.message, ended
             assert ended.seconds < AT_ONCE, ended
 
     @requires("training")
     def test_an_error_in_a_backward_is_reported(self) -> None:
-        """In a world of its own, because the error closes the connections of the framework's groups."""
+        """This test uses its own world, because the error closes the connections of the framework's groups."""
         with World(4, preload=[self.adapter]) as ranks:
-            endings = ranks.run(raise_in_a_backward, self.adapter, dict(self.framework_options))
+            endings = ranks.run(raise_in_backward, self.adapter, dict(self.framework_options))
         for rank, (ended, step, backward) in enumerate(endings):
             assert ended.is_a(ZeroDivisionError if rank == ODD_RANK else RingPeerError), ended
             assert "on purpose" in ended.message, ended
@@ -242,7 +242,7 @@ class TrainingStepTests(AdapterSuite):
 
     @core
     @requires("training")
-    @pytest.mark.parametrize("what", [refuse_to_parallelize, lose_a_buffer])
+    @pytest.mark.parametrize("what", [refuse_to_parallelize, remove_a_buffer])
     def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:
         for rank, ended in enumerate(world.run(what, self.adapter, dict(self.framework_options))):
             assert ended.is_a(ValueError if rank == ODD_RANK else RingMismatchError), ended
@@ -253,6 +253,6 @@ class TrainingStepTests(AdapterSuite):
     @pytest.mark.parametrize("kind", OPTIMIZERS)
     def test_invalid_optimizers_are_refused(self, world: World, kind: str) -> None:
         error, message, _ = OPTIMIZERS[kind]
-        for ended in world.run(optimize_oddly, self.adapter, kind, dict(self.framework_options)):
+        for ended in world.run(parallelize_with_invalid_optimizer, self.adapter, kind, dict(self.framework_options)):
             assert ended.is_a(error), ended
             assert message in ended.message, ended

@@ -1,6 +1,6 @@
 """Unequal ranks: parameters that only some ranks use, fractional token counts, and buffers that differ.
 
-The results are those of one process. Where a framework cannot provide that, every rank gets an error before the step.
+The results equal those of one process. If a framework cannot provide that, every rank raises before the step.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ODD_RANK = 1
 
 
 SHORT = 3.0
-"""Timeout in seconds of rings whose timeout a test waits for."""
+"""Timeout in seconds of rings in tests that wait for the timeout."""
 
 
 ROWS = 5
@@ -39,7 +39,7 @@ EXPERTS_OF_RANKS: tuple[tuple[int | None, ...], ...] = (
     (None, None, None, None),
     (1, 0, None, 1),
 )
-"""The expert of every rank, by step. In one step all ranks use the same, in another none, in others different ones."""
+"""The expert of every rank, for each step. There are steps with equal experts, different experts, and none."""
 
 
 State = dict[str, Tensor]
@@ -55,7 +55,7 @@ def rows_of(rank: int, step: int) -> Tensor:
 
 
 def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, options: Mapping[str, Any]) -> list[State]:
-    """Train. Returns the state after each step. ``accumulate`` makes micro-batches of one sequence each."""
+    """Train. Returns the state after each step. With ``accumulate``, each sequence is a micro-batch."""
     ring, rank = ring_here(adapter, TWO), dist.get_rank()
     micro_batches = 2 if accumulate else 1
     state = backend(adapter).parallelize(
@@ -73,7 +73,7 @@ def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, optio
 
 
 def train_experts_alone(widths: tuple[int, ...], accumulate: bool) -> list[State]:
-    """The same training in one process, by plain torch, with zero gradients for unused parameters."""
+    """The training of :func:`train_experts` in one process. Unused parameters have zero gradients."""
     model = BlocksOfExperts(widths)
     optimizer = sgd(model.parameters())
     states = []
@@ -95,11 +95,11 @@ def check_experts(by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], a
         for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
             for name, tensor in right.items():
                 error = float((got[name] - tensor).abs().max())
-                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} is off by {error}"
+                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} has error {error}"
 
 
 def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
-    """Call backward twice for a step. Returns the error, and the step of a parameter with a gradient of 3."""
+    """Call backward() twice before step(). Returns the error, and the step of a parameter with gradient 3."""
     state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
 
     def backward() -> None:
@@ -118,7 +118,7 @@ def parallelize_one(adapter: str, ring: Ring | None, options: Mapping[str, Any],
 
 
 def train_with_weights(adapter: str, options: Mapping[str, Any]) -> tuple[float, float, int, float]:
-    """The steps of a weighted mean, with the count summed here and with the count given, and two sums of counts."""
+    """Train a weighted mean. Returns the steps with computed and given counts, and two results of global_count."""
     ring, rank = ring_here(adapter, TWO), dist.get_rank()
     weight, moved = (0.25, 2.7, 0.0, 1.5)[rank], []
     for given in (None, 4.45):
@@ -133,20 +133,20 @@ BAD_COUNTS: dict[str, tuple[type[Exception], str, Any]] = {
     "below 0": (ValueError, "local_token_count = -1", -1),
     "not a number": (ValueError, "local_token_count = nan", math.nan),
     "infinite": (ValueError, "local_token_count = inf", torch.tensor(math.inf)),
-    "many": (ValueError, "local_token_count has shape [2]", torch.ones(2)),
-    "a text": (TypeError, "local_token_count = '3'", "3"),
-    "a truth": (TypeError, "local_token_count = True", True),
+    "several numbers": (ValueError, "local_token_count has shape [2]", torch.ones(2)),
+    "string": (TypeError, "local_token_count = '3'", "3"),
+    "bool": (TypeError, "local_token_count = True", True),
 }
 
 
-def count_badly(adapter: str, name: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
+def pass_bad_count(adapter: str, name: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
     state = parallelize_one(adapter, ring_here(adapter, FOUR), options)
     bad = BAD_COUNTS[name][2]
     return ending(lambda: state.loss(torch.tensor(1.0), bad)), state.global_count(1)
 
 
 def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> tuple[list[State], list[float]]:
-    """The states after parallelize, a step, another forward, and a load; and this rank's own buffer."""
+    """The states after parallelize, a step, a forward and a load; and the non-persistent buffer of this rank."""
     torch.manual_seed(dist.get_rank())
     model = Normalized()
     cast(Tensor, model.norm.running_mean).add_(dist.get_rank())
@@ -173,7 +173,7 @@ def train_with_buffers(adapter: str, options: Mapping[str, Any], path: str) -> t
 
 
 def buffers_of(state: Any) -> State:
-    """This rank's buffers, by the last part of their names."""
+    """The buffers of this rank, keyed by the last part of their names."""
     return {name.rpartition(".")[2]: tensor for name, tensor in state.model.named_buffers()}
 
 
@@ -182,7 +182,7 @@ class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
     @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
     def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], accumulate: bool) -> None:
-        """The gradient includes all ranks. Where a framework cannot provide that, no rank steps."""
+        """The gradient includes all ranks. If a framework cannot provide that, every rank raises and no rank steps."""
         if accumulate and "gradient accumulation" in self.without:
             pytest.skip(self.without["gradient accumulation"])
         arguments = train_experts, self.adapter, widths, accumulate, dict(self.framework_options)
@@ -216,7 +216,7 @@ class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize("name", BAD_COUNTS)
     def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
         error, message, _ = BAD_COUNTS[name]
-        for ended, ranks in world.run(count_badly, self.adapter, name, dict(self.framework_options)):
+        for ended, ranks in world.run(pass_bad_count, self.adapter, name, dict(self.framework_options)):
             assert ended.is_a(error), ended
             assert message.removeprefix("local_token_count") in ended.message, ended
             assert ranks == 4
@@ -231,7 +231,7 @@ class UnequalRankTests(AdapterSuite):
         torch.testing.assert_close(first[1]["norm.running_mean"], 0.1 * own.mean(0))
         torch.testing.assert_close(first[2]["norm.running_mean"], 0.09 * own.mean(0) + 0.1 * (own + 1).mean(0))
         for rank, (states, buffer) in enumerate(by_rank):
-            assert buffer == [rank, rank]  # which no state_dict has, and so is a rank's own
+            assert buffer == [rank, rank]  # not in the state_dict, so each rank keeps its own
             for got, right in zip(states[:3], first[:3], strict=True):
                 for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
                     assert torch.equal(got[name], right[name]), (rank, name)

@@ -1,8 +1,8 @@
-"""A world of long-lived ranks for tests: started once, joined by gloo once, then called many times.
+"""A world of long-lived ranks for tests. The ranks start once, join one gloo group, and serve many calls.
 
-No rank may hang, kill or silence the session. An error shows what *every* rank was doing, since the rank that raises is
-seldom the one that is wrong. A rank that hangs prints its stacks and is killed. After a world has lost a rank, the next
-call starts a new one.
+No rank can hang or end the test session. An error describes *every* rank, because the rank that raises is often not the
+one at fault. A rank that hangs is killed, and its stacks are shown. After a rank is lost, the next call starts new
+ranks.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Outcome", "RanksFailedError", "World"]
 
 
 class RanksFailedError(RuntimeError):
-    """A call did not return on every rank. The message describes every rank; ``outcomes`` holds the same as data."""
+    """A call did not return on every rank. The message describes every rank. ``outcomes`` has one outcome per rank."""
 
     def __init__(self, what: str, outcomes: list[Outcome]) -> None:
         self.outcomes = outcomes
@@ -48,18 +48,18 @@ class RanksFailedError(RuntimeError):
 
 
 class World:
-    """``size`` ranks, each a process with one torch thread, in one gloo group that is ready to use.
+    """``size`` ranks in one gloo group. Each rank is a process with one torch thread.
 
-    Ranks start at the first call, or at the first one after :meth:`close` or after a rank hung or died; what
-    they cached is then gone. They share standard output and error with this process, and none outlives it.
+    The first call starts the ranks. The first call after :meth:`close`, or after a rank hung or died, starts new ranks,
+    which have empty caches. Ranks share standard output and error with this process. They end with this process.
 
     Args:
-        size: how many ranks.
-        start_timeout: seconds that all ranks together have for importing torch and joining.
-        call_timeout: seconds for a call, unless it says otherwise.
-        grace: seconds that the other ranks still have once one of them has failed in :meth:`run`.
-        preload: modules, by their dotted names, that ranks will import. On Linux the server that they are forked from
-            does so once, for this process's first world, unless there is a GPU.
+        size: number of ranks.
+        start_timeout: seconds in which all ranks have to import torch and join.
+        call_timeout: default timeout of a call in seconds.
+        grace: seconds that the other ranks have left after a rank has failed in :meth:`run`.
+        preload: dotted names of modules that ranks will import. On Linux without a GPU, the fork server imports the
+            modules of the first world of this process.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class World:
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
         self._stack_folder: tempfile.TemporaryDirectory[str] | None = None
-        # Runs at exit too, before multiprocessing's own clean-up, which waits for ever for a stopped rank.
+        # Also runs at exit, before the clean-up of multiprocessing, which would wait forever for a stopped rank.
         self._finalizer = weakref.finalize(self, _kill, self._processes)
 
     def run(
@@ -96,12 +96,12 @@ class World:
         """Call ``function(*args, **kwargs)`` on every rank and return the results by rank.
 
         Args:
-            function: a function of a module's top level; it learns its rank from ``torch.distributed``.
-            ranks: who is to call it; None means all. The list holds None for the others.
-            timeout: seconds; None means the world's call_timeout.
+            function: a function at the top level of a module. It gets its rank from ``torch.distributed``.
+            ranks: the ranks that call it. None means all. The result of any other rank is None.
+            timeout: seconds. None means ``call_timeout``.
 
         Raises:
-            RanksFailedError: a rank raised, died or did not answer in time. Once one has failed, the others
+            RanksFailedError: a rank raised, died or did not answer in time. After the first failure, the other ranks
                 have ``grace`` seconds left.
             ValueError: ``function`` cannot be found by its name, or a rank is not in the world.
         """
@@ -119,15 +119,15 @@ class World:
         timeout: float | None = None,
         **kwargs: Any,
     ) -> list[Outcome]:
-        """As :meth:`run`, for calls that are meant to fail: one :class:`Outcome` for each rank, and no error.
+        """Like :meth:`run`, for calls that should fail. Returns one :class:`Outcome` per rank and raises no error.
 
-        Every rank has the whole of ``timeout``, whatever becomes of the others; but those meant to be ``silent`` are
-        not waited for once all others have answered.
+        Every rank has the whole ``timeout``, even if other ranks fail. The world does not wait for the ``silent`` ranks
+        after all other ranks have answered.
         """
         return self._call(function, args, kwargs, ranks, timeout, None, frozenset(silent))
 
     def close(self) -> None:
-        """Ask the ranks to leave, and end those that do not. The next call starts new ones."""
+        """Ask the ranks to exit, and kill those that do not. The next call starts new ranks."""
         for connection in self._connections:
             with contextlib.suppress(BrokenPipeError):  # that rank has left already
                 connection.send_bytes(LEAVE)
@@ -165,16 +165,16 @@ class World:
             if not self._processes:
                 self._start()
             for rank in asked:
-                with contextlib.suppress(BrokenPipeError):  # it died just now, as the wait will find
+                with contextlib.suppress(BrokenPipeError):  # the rank has just died; _wait_for() reports it
                     self._connections[rank].send_bytes(request)
             return self._wait_for(asked, self.call_timeout if timeout is None else timeout, grace, silent)
-        except BaseException:  # Ctrl-C, say: answers would come late, and be taken for those of the next call
+        except BaseException:  # such as Ctrl-C: late answers would be taken for those of the next call
             self._abandon()
             raise
 
     def _start(self) -> None:
         context = process_context(self.preload)
-        # Hosted here, so that no rank's end takes the store from the others.
+        # This process hosts the store, so that it survives the loss of any rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stack_folder = tempfile.TemporaryDirectory(prefix="world-")
         for rank in range(self.size):
@@ -187,7 +187,7 @@ class World:
                 daemon=True,
             )
             process.start()
-            theirs.close()  # else the end of the rank would not end the pipe
+            theirs.close()  # otherwise the pipe would stay open after the rank ends
             self._processes.append(process)
             self._connections.append(ours)
         outcomes = self._wait_for(list(range(self.size)), self.start_timeout, self.grace)
@@ -197,7 +197,7 @@ class World:
     def _wait_for(
         self, asked: list[int], timeout: float, grace: float | None, silent: frozenset[int] = frozenset()
     ) -> list[Outcome]:
-        """One outcome per rank. If a rank died or did not answer, end the world."""
+        """Wait for one outcome per rank. If a rank died or did not answer, kill all ranks."""
         outcomes = {r: Outcome(r, "not asked") for r in range(self.size) if r not in asked}
         waiting = set(asked)
         deadline = time.monotonic() + timeout
@@ -221,19 +221,19 @@ class World:
             for rank, stacks in self._stacks(sorted(waiting)).items():
                 outcomes[rank] = Outcome(rank, "no answer", message=limit, detail=stacks)
         elif waiting:
-            outcomes |= {rank: Outcome(rank, "no answer", message="as was expected") for rank in waiting}
+            outcomes |= {rank: Outcome(rank, "no answer", message="as expected") for rank in waiting}
         if any(outcome.status in ("no answer", "died") for outcome in outcomes.values()):
             self._abandon()
         return [outcomes[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> Outcome:
         try:
-            # An answer may be waiting although the rank has ended since.
+            # The pipe may hold an answer of a rank that has ended since.
             if self._connections[rank].poll():
                 answer: Outcome = pickle.loads(self._connections[rank].recv_bytes())
                 return answer
         except (EOFError, ConnectionError):
-            pass  # the pipe ended with the rank, in the midst of an answer or before one
+            pass  # the rank ended before or during its answer
         process = self._processes[rank]
         process.join(5)  # the pipe ends a moment before the process does
         return Outcome(rank, "died", message=_how_it_ended(process))
@@ -243,11 +243,11 @@ class World:
         for rank in ranks:
             pid = self._processes[rank].pid
             assert pid is not None
-            with contextlib.suppress(ProcessLookupError):  # it died just now
+            with contextlib.suppress(ProcessLookupError):  # the rank has just died
                 os.kill(pid, STACK_SIGNAL)
         stacks = dict.fromkeys(ranks, "")
         deadline = time.monotonic() + 3
-        # A dump is whole when it has stopped growing.
+        # A dump is complete when its file stops growing.
         while time.monotonic() < deadline:
             time.sleep(0.1)
             seen = {rank: self._stack_file(rank).read_text(errors="replace") for rank in ranks}
@@ -273,10 +273,10 @@ class World:
 
 
 def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
-    """Where ranks come from: on Linux a server that has imported torch, so that a new world is there in a second.
+    """The multiprocessing context of ranks. On Linux, a fork server with torch starts a new world in a second.
 
-    There is one server to a process: what the first who asks has it ``preload`` is what it has. Where there is a GPU it
-    has torch alone, since a framework that looks for one as it is imported would leave it unusable to who is forked.
+    Each process has one server. Only the ``preload`` of the first caller takes effect. With a GPU, the server imports
+    only torch: a framework that initializes CUDA during import would make CUDA unusable in forked processes.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
@@ -286,7 +286,7 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
 
 
 def _without_harness(stacks: str) -> str:
-    """A faulthandler dump without the rank's own loop and its watching thread."""
+    """A faulthandler dump without the frames of the rank's main loop and without its watchdog thread."""
     threads = [thread for thread in stacks.split("\n\n") if " in _end_with_parent" not in thread]
     kept = [re.sub(r"\n[^\n]* in _call_by_reference\n.*", "", thread, flags=re.DOTALL) for thread in threads]
     return "\n\n".join(kept) or "(no stacks: the process is stopped, or not yet up)"
@@ -294,7 +294,7 @@ def _without_harness(stacks: str) -> str:
 
 def _kill(processes: list[BaseProcess]) -> None:
     for process in processes:
-        process.kill()  # SIGKILL: a rank stopped, or blocked in C++, heeds nothing else
+        process.kill()  # SIGKILL also ends a rank that is stopped or blocked in C++
     for process in processes:
         process.join()
     processes.clear()
@@ -303,5 +303,5 @@ def _kill(processes: list[BaseProcess]) -> None:
 def _how_it_ended(process: BaseProcess) -> str:
     code = process.exitcode
     if code is None:
-        return "closed its pipe and went on running"
+        return "closed its pipe but is still running"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"

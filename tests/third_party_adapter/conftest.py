@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-# Before the plugin is imported, so that the harness's own assertions explain themselves.
+# This has to precede the import of the plugin, so that pytest rewrites the assertions of the harness.
 pytest.register_assert_rewrite("ring_backends.testing")
 
 pytest_plugins = ["ring_backends.testing.plugin"]

@@ -1,4 +1,4 @@
-"""Hops by ``isend`` and ``irecv``, posted one by one; training by DistributedDataParallel."""
+"""An adapter that posts each ``isend`` and ``irecv`` separately, and trains with DistributedDataParallel."""
 
 from __future__ import annotations
 
