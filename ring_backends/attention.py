@@ -73,7 +73,7 @@ class RingDilatedAttention(nn.Module, ABC):
 
     @property
     def ring(self) -> Ring:
-        """The ring over which the sequence is sharded. After unpickling in another process, assign a ring of it."""
+        """The ring that holds the sequence. After unpickling in another process, assign the ring of that process."""
         return self._ring
 
     @ring.setter
@@ -92,9 +92,9 @@ class RingDilatedAttention(nn.Module, ABC):
         self._handle = compiled.register_module(self)
 
     def copy_for(self, what: str) -> RingDilatedAttention:
-        """Return a copy that ``what`` names, such as "layer 3".
+        """Return a copy with the name ``what``, such as "layer 3".
 
-        The name is part of every call's configuration. So the ranks tell the calls of different copies apart.
+        The name is part of every call's configuration, so that the ranks can tell the calls of different copies apart.
         """
         return self._copy(self.__getstate__(), what)
 
@@ -177,7 +177,7 @@ class RingDilatedAttention(nn.Module, ABC):
         return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
 
     def attend(self, inputs: AttentionInputs) -> Any:
-        """Compute one call. An adapter overrides this method if its calls communicate more than hops.
+        """Compute one call. An adapter overrides this method if its calls need communication besides hops.
 
         Returns:
             As :meth:`forward`.

@@ -76,8 +76,8 @@ def rank_seed(seed: int, ring: Ring) -> int:
     """
     check_integer("seed", seed)
     # The hash separates neighbouring seeds: with seed + rank, rank 1 of a run with seed 0 would repeat rank 0 of a run
-    # with seed 1. The ranks of one run stay consecutive, since CPU generators use only the lowest 32 bits, which then
-    # differ.
+    # with seed 1. The seeds of one run's ranks are consecutive: CPU generators use only the lowest 32 bits of a seed,
+    # and these differ between consecutive seeds.
     start = int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=8).digest(), "big")
     return (start + ring.ranks[ring.rank]) % 2**63
 

@@ -84,7 +84,7 @@ class _Attend(torch.autograd.Function):
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):
-    """Ties a gradient to the tensors it depends on. Differentiating it again then raises, and does not give 0."""
+    """Ties a gradient to the tensors it depends on. Differentiating it again raises an error instead of giving 0."""
 
     @staticmethod
     def forward(ctx: Any, grad: Tensor, *depends_on: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ class _GradHop:
     ends_block: bool
 
     def settle(self, passed_on: WireBuffer | None, grads: LocalRows) -> None:
-        """Add the received dK and dV to those that this rank sends next, or to its own sums if the keys are its own."""
+        """Add the received dK and dV to the buffer that this rank sends next, or to its sums if it holds the keys."""
         arrived = self.arrival.wait()
         if arrived is not None:
             for parcel in arrived.parcels:

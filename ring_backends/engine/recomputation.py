@@ -54,7 +54,8 @@ def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tens
 
 # The operator has no autograd formula, since the autograd.Function around it has the backward.
 _operator = custom_op("ring_backends::attend", _attend, mutates_args=())
-# Modes that decompose operators, such as torch's FlopCounterMode, then see the operators of the kernels.
+# The function is also the operator's decomposition. Modes that decompose operators, such as torch's FlopCounterMode,
+# see the operators of the kernels.
 torch.ops.ring_backends.attend.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
 
 OPERATOR = torch.ops.ring_backends.attend.default

@@ -89,10 +89,12 @@ class BlockBuilder:
         return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
-        """Add the tiles with local keys: of whole segments, of a local piece with itself, and of two local pieces.
+        """Add the tiles with local keys.
+
+        The queries and keys of a tile are the same whole segments, the same piece, or two pieces of one segment.
 
         Args:
-            opens: whether the tiles of whole segments, and of a piece with its own keys, are the first of their rows.
+            opens: whether the tiles whose queries and keys are the same segments or piece are the first of their rows.
         """
         draft = self.drafts[0]
         is_causal = self.schedule.is_causal
@@ -300,7 +302,7 @@ class _Draft:
 
 
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:
-    """One message per peer, with the parcels of the shortest remaining reach first.
+    """One message per peer, with the parcels sorted by reach, shortest first.
 
     Both ranks of a hop sort in the same order. If segments are nested, the parcels to forward in the next step are then
     adjacent in the received buffer. They are sent without a copy.

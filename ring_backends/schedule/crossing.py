@@ -57,8 +57,8 @@ class CrossingPieces:
     def reach(self, num_rows: Tensor) -> Tensor:
         """How many hops each piece's rows make at each offset: int64 [pieces, offsets], 0 for pieces without rows.
 
-        Rows travel to the last rank of their route that has a query row at their offset. That is the end of the route,
-        except in segments with a piece that has no row at some offset. In these segments all pairs of pieces are
+        Rows travel to the last rank of their route that has a query row at their offset. If every piece of the segment
+        has a row at every offset, that rank is the last of the route. Otherwise, all pairs of pieces of the segment are
         examined.
         """
         reach = (self.hi - self.lo).unsqueeze(1).expand_as(num_rows).clone()
@@ -85,7 +85,7 @@ class CrossingPieces:
 
 
 def crossing_pieces(layout: SequenceLayout, segment_length: int, *, is_causal: bool) -> CrossingPieces:
-    """Cut every segment of ``segment_length`` (at most the sequence) at the chunk boundaries inside it."""
+    """Cut every segment at the chunk boundaries inside it. ``segment_length`` is at most the sequence length."""
     starts = layout.chunk_starts()
     chunk = torch.arange(layout.num_chunks, device="cpu")[starts[:-1] < starts[1:]]
     begin, end = starts[chunk], starts[chunk + 1]

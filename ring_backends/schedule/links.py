@@ -37,7 +37,7 @@ class Links:
 
     @classmethod
     def _of(cls, branches: Sequence[BranchSchedule], ring_size: int, *, grads: bool) -> Links:
-        """Sum the hops between neighbours over all routes; list the hops that wrap around a sub-ring one by one."""
+        """Sum the hops between neighbours over all routes. List every other hop as an entry of its own."""
         changes = {direction: torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
         listed: list[tuple[Tensor, Tensor, Tensor]] = []
         for branch in branches:
@@ -52,8 +52,8 @@ class Links:
                 ring = hi - lo + 1
                 first = lo + (source - lo + direction * int(grads)).remainder(ring)
                 hops = (reach - int(grads)).clamp(min=0)
-                # In the direction of travel: hops up to the end of the sub-ring, at most one hop that wraps around,
-                # hops after it.
+                # In the direction of travel, a route has three parts: the hops up to the end of the sub-ring, at most
+                # one hop that wraps around, and the hops after that one.
                 until_end = (hi - first) if direction > 0 else (first - lo)
                 before = torch.minimum(hops, until_end)
                 around = (hops > until_end).long()

@@ -26,7 +26,7 @@ class DilatedPattern:
     """The branches of dilated attention, and the heads and offsets of each.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1. A w longer than the sequence acts as its length.
+        segment_lengths: w of each branch, in tokens, at least 1. A longer w than the sequence counts as seq_len.
         dilation_rates: r of each branch, at least 1; one per segment length.
         head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
             contiguous group per branch. The sizes of groups differ by at most one, and larger groups come first.

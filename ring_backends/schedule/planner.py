@@ -24,7 +24,7 @@ MIN_BLOCK_BYTES = 4 * 1024 * 1024
 """Minimum size of the query of a block of heads, unless the hops require smaller blocks.
 
 In bf16 and fp16, the sums of a backward take more bytes than the gradients. Cutting the heads into blocks keeps the
-sums small. A forward is not cut for its sums, since they exist while there are no gradients.
+sums small. The sums of a forward need no such cut, since no gradients take memory at that time.
 """
 
 

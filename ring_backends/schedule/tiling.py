@@ -1,8 +1,8 @@
 """Cuts tiles so that one kernel call fits into the cache, and takes little memory compared with the tensors.
 
-A tile is cut first by segments, then by heads, and by rows only where one head has too many. A causal square then falls
-into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not depend on these
-cuts.
+A tile is cut first by segments, then by heads, and by rows only where one head has too many. A cut by rows divides a
+causal tile into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not
+depend on these cuts.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MIN_TILE_ROWS = 1024
 """Minimum number of rows after a cut by rows, since smaller kernel calls are slower."""
 
 MIN_TILE_BYTES = 256 * 1024
-"""Minimum value of the limit on the query of one kernel call on the CPU."""
+"""Minimum result of :func:`max_tile_bytes` on the CPU."""
 
 MAX_TILE_BYTES = 4 * 1024 * 1024
 """Maximum size of the query of one kernel call on the CPU, for each thread."""
 
 MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
-"""Minimum value of the limit on an accelerator, where the launch would dominate the time of smaller kernel calls."""
+"""Minimum result of :func:`max_tile_bytes` on an accelerator. Launches would dominate the time of smaller calls."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
 """Size of the query of one kernel call, as a share of the size of this rank's query.
@@ -42,7 +42,7 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
 
 
 def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
-    """Cut ``tile`` into tiles with at most ``max_rows`` head rows of queries each.
+    """Cut ``tile`` into tiles with at most ``max_rows`` query rows each, summed over heads and segments.
 
     A tile may have more, since it always has at least ``MIN_TILE_ROWS`` rows (or all rows) of all heads that share a
     key/value head.
