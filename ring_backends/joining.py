@@ -33,9 +33,9 @@ def check_options(
     ring_size: object,
     layout: Any,
     timeout: object,
-    group: object = None,
-    ring_order: object = "rank",
-    auto: Mapping[str, Any] | None = None,
+    group: object,
+    ring_order: object,
+    auto: Mapping[str, Any],
 ) -> None:
     """Check the options of ``initialize``, without communication.
 
@@ -49,7 +49,7 @@ def check_options(
         raise TypeError(f"timeout = {timeout!r}: expected a datetime.timedelta, such as timedelta(seconds=300).")
     if timeout <= timedelta(0):
         raise ValueError(f"timeout = {timeout}: must be above 0, as hops take time; timedelta(seconds=300) is usual.")
-    check_arrangement(ring_size, layout, ring_order, auto or {})
+    check_arrangement(ring_size, layout, ring_order, auto)
     if group is not None:
         refuse_arrangement("group already fixes the ring's ranks and their order", ring_size, ring_order)
 

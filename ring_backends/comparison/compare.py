@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
-from ring_backends.ring.launch import Failure, RankFailedError, launch, under_launcher
+from ring_backends.ring.launch import Failure, RankFailedError, launch, refuse_launcher
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,7 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
         RankFailedError: the fp64 values could not be computed, or the setup cannot work on this machine. The failure of
             a method is recorded and raises nothing.
     """
-    if under_launcher():
-        raise ValueError(
-            "nproc_per_node: a launcher has set WORLD_SIZE, but the comparison starts its own ranks; run the command "
-            "without torchrun."
-        )
+    refuse_launcher("the comparison")
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as directory:
         found = launch(_prepare, (setup, Path(directory)), 1)[0]

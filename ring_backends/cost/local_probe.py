@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.ring.launch import launch, num_cores, under_launcher
+from ring_backends.ring.launch import launch, num_cores, refuse_launcher
 
 _SECONDS = 0.3
 LATENCY_BYTES = 64 * 2**10
@@ -38,11 +38,7 @@ def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict
         ValueError: a launcher such as torchrun started this process.
         RankFailedError: a rank failed.
     """
-    if under_launcher():
-        raise ValueError(
-            "nproc_per_node: a launcher has set WORLD_SIZE, but the measurement starts its own ranks; run the command "
-            "without torchrun."
-        )
+    refuse_launcher("the measurement")
     # The number of threads that `launch` gives to a rank that runs alone.
     threads = int(os.environ.get("OMP_NUM_THREADS", num_cores()))
     found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)

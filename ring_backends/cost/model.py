@@ -27,7 +27,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.tiles import TileCounts, sum_by_rank
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.planner import COMMUNICATION_SHARE, MIN_HOP_BYTES, num_cuts
-from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE, MIN_TILE_BYTES
 
 # How often a row of head_dim elements is read or written outside of the kernel. Gathering a row is one read and one
@@ -73,7 +73,7 @@ class RingCost:
 
     @property
     def _statistics_itemsize(self) -> int:
-        return max(self.itemsize, 4)
+        return statistics_itemsize(self.itemsize)
 
     # Memory
 

@@ -18,33 +18,14 @@ def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def merge_weight(lse: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the LSE over both sets of keys, and the weight of the other result in the merged output, in 0 … 1.
+def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Merge another result into ``out`` and ``lse``, in place. A key in both sets of keys counts twice.
 
     Args:
-        lse, other_lse: same shape and dtype; −inf where a set has no key.
+        out, other_out: [..., head_dim]; ``out`` in the statistics dtype.
+        lse, other_lse: [...], in the statistics dtype; −inf where a set has no key.
     """
     merged = torch.logaddexp(lse, other_lse)
     weight = torch.exp(other_lse - merged).masked_fill(merged == -math.inf, 0.0)
-    return merged, weight
-
-
-def merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge two results.
-
-    Args:
-        out, other_out: [..., head_dim].
-        lse, other_lse: [...], in the statistics dtype.
-
-    Returns:
-        (out, lse) over both sets of keys; a key in both counts twice.
-    """
-    merged, weight = merge_weight(lse, other_lse)
-    return torch.lerp(out, other_out.to(out.dtype), weight.unsqueeze(-1).to(out.dtype)), merged
-
-
-def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
-    """:func:`merge` in place: ``out`` and ``lse``, in the statistics dtype, become the result over both sets."""
-    merged, weight = merge_weight(lse, other_lse)
     lse.copy_(merged)
     out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))

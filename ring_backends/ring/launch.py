@@ -80,6 +80,22 @@ def under_launcher() -> bool:
     return "WORLD_SIZE" in os.environ and "RANK" in os.environ
 
 
+def refuse_launcher(what: str) -> None:
+    """Refuse to start ranks in a process that a launcher has started.
+
+    Args:
+        what: what starts its own ranks, for the error.
+
+    Raises:
+        ValueError: a launcher has started this process.
+    """
+    if under_launcher():
+        raise ValueError(
+            f"nproc_per_node: a launcher has set WORLD_SIZE, but {what} starts its own ranks; run the command without "
+            "torchrun."
+        )
+
+
 def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int) -> list[Any]:
     """Run ``target(*args)`` in ``num_ranks`` new processes, and return the results by rank.
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 
 from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
-from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
 
 COMMUNICATION_SHARE = 0.05
 """Maximum size of all communication buffers, as a share of q, k, v, out and their gradients."""
@@ -49,7 +49,7 @@ def rank_plan(
     if batch == 0:
         return RankPlan(rank, ())
     max_tile_rows = None if tile_bytes is None else max(1, tile_bytes // (batch * head_dim * itemsize))
-    num_blocks, shares = _cuts(schedule, batch * head_dim * itemsize, itemsize, backward=backward)
+    num_blocks, shares = num_cuts(schedule, batch=batch, head_dim=head_dim, itemsize=itemsize, backward=backward)
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
     *blocks, last_block = (builder.block(max_tile_rows) for builder in builders)
@@ -72,25 +72,21 @@ def _hide_last_hop(block: HeadBlock) -> HeadBlock:
     return replace(block, steps=steps)
 
 
-def _cuts(schedule: RingSchedule, row_bytes: int, itemsize: int, *, backward: bool) -> tuple[int, int]:
-    """How many blocks of heads, and how many shares of every hop, keep the communication buffers small.
+def num_cuts(schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
+    """Return the number of blocks of heads, and of shares of every hop, that keep the communication buffers small.
 
     At most three buffers of K and V exist at a time: one to send, one in use, one to receive. In a backward, there are
     at most three more of dK and dV, in the statistics dtype: one being computed, one to send, one to receive.
     """
+    row_bytes = batch * head_dim * itemsize
     longest = max(map(schedule.layout.local_len, {0, schedule.layout.ring_size - 1}))
     tensors = 4 * longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
     hop = 2 * schedule.max_rows_in_flight * row_bytes
     buffers = 3 * hop
     if backward:
-        buffers += 3 * hop * max(itemsize, 4) // itemsize
+        buffers += 3 * hop * statistics_itemsize(itemsize) // itemsize
     cuts = -(-buffers // max(1, int(COMMUNICATION_SHARE * tensors)))
     cuts = max(1, min(cuts, hop // MIN_HOP_BYTES))
     sums = longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
     blocks = min(schedule.kv_heads, max(cuts, sums // MIN_BLOCK_BYTES, 1))
     return blocks, -(-cuts // blocks)
-
-
-def num_cuts(schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
-    """Return the number of blocks of heads in a plan, and the number of shares into which it cuts every hop."""
-    return _cuts(schedule, batch * head_dim * itemsize, itemsize, backward=backward)

@@ -182,7 +182,7 @@ class RingSchedule:
         row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
         sent = int(self.rows_sent[rank]) * row_bytes
         if backward:
-            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * max(itemsize, 4)
+            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * statistics_itemsize(itemsize)
         return batch * sent
 
     def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:
@@ -194,7 +194,7 @@ class RingSchedule:
         """
         numbers = _integers(hosts)
         keys, grads = (links.rows_between(numbers) for links in (self.key_links, self.grad_links))
-        return 2 * batch * head_dim * (2 * keys * itemsize + grads * max(itemsize, 4))
+        return 2 * batch * head_dim * (2 * keys * itemsize + grads * statistics_itemsize(itemsize))
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
         """Floating-point operations of ``rank`` in a forward, which has two matrix products.
@@ -245,6 +245,11 @@ class RingSchedule:
         console.print(branches, ranks)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+
+def statistics_itemsize(itemsize: int) -> int:
+    """Bytes per element of statistics and gradients, for inputs of ``itemsize`` bytes: 4, or 8 for fp64."""
+    return max(itemsize, 4)
 
 
 def _integers(values: Iterable[int]) -> Tensor:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,26 +65,12 @@ def reference_attention(
         ValueError: an option is unknown, or the branches are not valid for this sequence and these heads.
     """
     seq_len, num_heads = query.shape[1], query.shape[2]
-    counts = reference_counts(
-        seq_len,
-        num_heads,
-        segment_lengths,
-        dilation_rates,
-        is_causal=is_causal,
-        head_mode=head_mode,
-        offset=offset,
-    )
+    branches = (seq_len, num_heads, segment_lengths, dilation_rates)
+    options: dict[str, Any] = {"is_causal": is_causal, "head_mode": head_mode, "offset": offset}
+    counts = reference_counts(*branches, **options)
     phantom_counts = None
     if padding == "zeros":
-        phantom_counts = reference_phantom_counts(
-            seq_len,
-            num_heads,
-            segment_lengths,
-            dilation_rates,
-            is_causal=is_causal,
-            head_mode=head_mode,
-            offset=offset,
-        )
+        phantom_counts = reference_phantom_counts(*branches, **options)
     elif padding != "masked":
         raise ValueError(f'padding = {padding!r}: it must be "masked" or "zeros".')
     return dense_attention(
