@@ -30,9 +30,9 @@ from ring_backends.cost.machine import (
     select_device,
     synchronize,
     synchronize_ranks,
-    versions,
 )
 from ring_backends.registry import load_adapter
+from ring_backends.releases import versions
 from ring_backends.ring.ring import Ring
 
 Direction = Literal["forward", "backward", "both"]

@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ring_backends.cost.machine import versions
+from ring_backends.releases import versions
 
 Row = dict[str, Any]
 

@@ -22,10 +22,10 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from ring_backends.engine import compiled, recomputation
+from ring_backends.torch_internals import in_backward
 
 __all__ = ["attention_operators", "keep_attention", "remember_attention"]
 
@@ -72,8 +72,7 @@ def remember_attention(
     contexts = [*context_fn()]
 
     def remembering(*args: Any, **kwargs: Any) -> Any:
-        # The id is -1 if no backward is running; torch's own checkpoint relies on this too.
-        if len(contexts) == 1 and torch._C._current_graph_task_id() == -1:
+        if len(contexts) == 1 and not in_backward():
             raise RuntimeError(
                 "a function from remember_attention() was called a second time outside of a backward: it would return "
                 "the attention of its first call; wrap the function again for each checkpointed call: "

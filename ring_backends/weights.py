@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.agreement import Configuration
 from ring_backends.schedule.layout import SequenceLayout
@@ -73,7 +74,7 @@ def attention_weights(
         chosen = _check_positions(positions, layout.seq_len)
     gather = _agree_on_gather(attention, call, inputs, chosen)
     dtype, here = statistics_dtype(inputs.query.dtype), layout.positions(ring.rank)
-    with torch.autocast(query.device.type, enabled=False):
+    with without_autocast(query.device):
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
         scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale

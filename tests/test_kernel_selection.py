@@ -38,7 +38,14 @@ def test_cpu_prefers_flash_then_math() -> None:
         inputs = KernelInputs(CPU, dtype, head_dim=33, has_key_mask=True)
         assert select_kernel("auto", inputs).name == "aten_cpu_flash"
         assert select_kernel("math", inputs).name == "math"
-    assert select_kernel("auto", KernelInputs(torch.device("meta"), torch.float32, 64)).name == "math"
+    assert select_kernel("auto", KernelInputs(torch.device("mps"), torch.float32, 64)).name == "math"
+
+
+def test_on_meta_no_device_is_a_reason() -> None:
+    for dtype, expected in ((torch.bfloat16, "aten_cuda_flash"), (torch.float64, "aten_cpu_flash")):
+        assert select_kernel("auto", KernelInputs(torch.device("meta"), dtype, head_dim=64)).name == expected
+    for name in kernel_names():
+        assert select_kernel(name, KernelInputs(torch.device("meta"), torch.float16, head_dim=64)).name == name
 
 
 @pytest.mark.parametrize(
@@ -101,7 +108,7 @@ def test_the_error_without_a_usable_kernel_lists_inputs_and_reasons() -> None:
 
 def test_a_kernel_chosen_by_name_is_never_replaced() -> None:
     with pytest.raises(ValueError, match="cpu tensors only") as info:
-        select_kernel("aten_cpu_flash", KernelInputs(torch.device("meta"), torch.float32, 64))
+        select_kernel("aten_cpu_flash", KernelInputs(torch.device("mps"), torch.float32, 64))
     assert "math:" not in str(info.value)
     assert "kernel='auto'" in str(info.value)
 

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from ring_backends.ring.ring import Ring
+from ring_backends.torch_internals import internal
 from ring_backends.training.reducer import device_of
 
 Strategy = Literal["fsdp2", "hsdp", "fsdp1"]
@@ -132,13 +133,16 @@ def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
     """
     parts = FullyShardedDataParallel.fsdp_modules(model)
     for part in parts:
-        _refuse_ignored(part._ignored_params, "a FullyShardedDataParallel's ignored_modules or ignored_states")
+        _refuse_ignored(
+            internal(part, "_ignored_params", "a FullyShardedDataParallel"),
+            "a FullyShardedDataParallel's ignored_modules or ignored_states",
+        )
 
     def probe_like(part: FullyShardedDataParallel) -> Callable[[nn.Module], nn.Module]:
         group = part.process_group
         return lambda module: FullyShardedDataParallel(
             module,
-            process_group=cast(Any, (group, part._inter_node_pg) if _is_hybrid(part) else group),
+            process_group=cast(Any, (group, _replicas(part)) if _is_hybrid(part) else group),
             sharding_strategy=part.sharding_strategy,
             mixed_precision=replace(part.mixed_precision, param_dtype=None, reduce_dtype=None),
             device_id=device_of(model),
@@ -147,7 +151,7 @@ def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
 
     def broadcast_within_replicas(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         for part in parts:
-            replicas = part._inter_node_pg if _is_hybrid(part) else part.process_group
+            replicas = _replicas(part) if _is_hybrid(part) else part.process_group
             if _is_hybrid(part) or part.sharding_strategy == ShardingStrategy.NO_SHARD:
                 inner = [other for other in FullyShardedDataParallel.fsdp_modules(part) if other is not part]
                 inner_parameters = {id(parameter) for other in inner for parameter in other.parameters()}
@@ -160,7 +164,13 @@ def existing_sharding(model: FullyShardedDataParallel) -> Sharding:
 
 
 def _is_hybrid(part: FullyShardedDataParallel) -> bool:
-    return part.sharding_strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
+    return part.sharding_strategy.name in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+
+
+def _replicas(part: FullyShardedDataParallel) -> dist.ProcessGroup:
+    """The process group over which a hybrid FullyShardedDataParallel replicates."""
+    group: dist.ProcessGroup = internal(part, "_inter_node_pg", "a hybrid FullyShardedDataParallel")
+    return group
 
 
 def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
@@ -235,7 +245,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Each of them occurs once and shares no parameters with other modules, so that it can be sharded by itself.
     """
     users = _users(model)
-    places = Counter(id(child) for module in model.modules() for child in module._modules.values())
+    places = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
     return [block for block in _repeated(model) if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
 
 

@@ -73,8 +73,8 @@ def collect() -> dict[str, Any]:
     import torch
 
     from ring_backends import available_adapters
-    from ring_backends.cost.machine import versions
     from ring_backends.kernels import auto_dtype, available_kernels, kernels
+    from ring_backends.releases import untested, versions
 
     devices = [{"device": "cpu", "name": f"{os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads"}]
     for index in range(torch.cuda.device_count()):
@@ -84,9 +84,10 @@ def collect() -> dict[str, Any]:
         devices.append({"device": f"cuda:{index}", "name": f"{properties.name}, {memory}, {capability}"})
     for device in devices:
         device["dtype"] = str(auto_dtype(device["device"])).removeprefix("torch.")
-    reasons = available_kernels()
+    reasons, installed = available_kernels(), versions()
     return {
-        "versions": versions(),
+        "versions": installed,
+        "untested": untested(installed),
         "devices": devices,
         "adapters": available_adapters(),
         "kernels": {
@@ -101,8 +102,11 @@ def _show(found: dict[str, Any]) -> None:
     from rich.console import Console
 
     console = Console(highlight=False)
-    installed = {name: number or "not installed" for name, number in found["versions"].items()}
-    console.print(_table("Versions", ("package", "version"), installed.items()))
+    versions = [
+        (name, number or "not installed", found["untested"].get(name, "-"))
+        for name, number in found["versions"].items()
+    ]
+    console.print(_table("Versions", ("package", "version", "not covered by the tests"), versions))
     console.print(
         _table(
             "Devices",

@@ -29,9 +29,10 @@ from torch.nn import functional as F
 from ring_backends.cli.language_model import LongNetLM
 from ring_backends.cli.parsing import describe_branches
 from ring_backends.cli.train_options import TrainOptions
-from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device, versions
+from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import auto_dtype, resolve_dtype
 from ring_backends.registry import load_adapter
+from ring_backends.releases import versions
 from ring_backends.ring.collectives import agree, do_on_rank0
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.training.checkpoint_files import check_place, replace_file

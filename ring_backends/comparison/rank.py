@@ -29,11 +29,11 @@ from ring_backends.cost.machine import (
     select_device,
     synchronize,
     synchronize_ranks,
-    versions,
 )
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.registry import available_adapters, load_adapter
+from ring_backends.releases import versions
 from ring_backends.ring.ring import Ring
 
 CHUNK = 1024

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
 import re
 import resource
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-
-from ring_backends import __version__
 
 
 def device_of_this_rank() -> torch.device:
@@ -112,19 +108,3 @@ def synchronize_ranks(device: torch.device) -> None:
     if dist.is_initialized():
         dist.barrier()
         synchronize(device)
-
-
-def versions() -> dict[str, str | None]:
-    """Return the versions of Python, torch, CUDA, this package and the frameworks. None: not installed."""
-    found = {
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "cuda": torch.version.cuda,
-        "ring_backends": __version__,
-    }
-    for name in ("deepspeed", "fairscale"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return found

@@ -14,6 +14,7 @@ from ring_backends.engine.forward import forward
 from ring_backends.engine.hops import Start, finish
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.ring.agreement import backward_of
 
 
@@ -63,7 +64,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, executor: Executor, options: dict[str, Any], *tensors: Any) -> tuple[Tensor, Tensor]:
         inputs = AttentionInputs.of(tensors, options)
-        with torch.autocast(inputs.query.device.type, enabled=False):
+        with without_autocast(inputs.query.device):
             out, lse, ctx.call_number, inputs = executor.forward(inputs)
         ctx.executor, ctx.options = executor, options
         ctx.save_for_backward(*inputs.tensors, out, lse)
@@ -74,7 +75,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
         inputs = AttentionInputs.of(tensors, ctx.options)
-        with torch.no_grad(), torch.autocast(out.device.type, enabled=False):
+        with torch.no_grad(), without_autocast(out.device):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)
         if torch.is_grad_enabled():
             depends_on = inputs.query, inputs.key, inputs.value, grad_out

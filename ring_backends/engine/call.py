@@ -23,6 +23,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import max_tile_bytes
+from ring_backends.torch_internals import untraced
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def check_call(
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
-        dropout = Dropout(inputs.dropout_p, layout.positions(ring.rank).to("cpu"), ring.data_rank)
+        dropout = Dropout(inputs.dropout_p, _cpu_positions(layout, ring.rank), ring.data_rank)
     needs = KernelInputs(
         query.device,
         query.dtype,
@@ -125,7 +126,13 @@ def autocast(tensor: Tensor) -> Tensor:
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
 
 
+@untraced
+def _cpu_positions(layout: SequenceLayout, rank: int) -> Tensor:
+    return layout.positions(rank).to("cpu")
+
+
 @lru_cache(maxsize=256)
+@untraced
 def _schedule(
     pattern: DilatedPattern, layout: SequenceLayout, num_heads: int, num_kv_heads: int, is_causal: bool
 ) -> RingSchedule:

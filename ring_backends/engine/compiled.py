@@ -20,7 +20,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
@@ -31,10 +30,11 @@ from torch.library import custom_op
 
 from ring_backends.engine.autograd import attend as attend_under_autograd
 from ring_backends.engine.backward import backward
-from ring_backends.engine.call import AttentionCall, autocast, check_call
+from ring_backends.engine.call import autocast, check_call
 from ring_backends.engine.forward import forward
 from ring_backends.engine.hops import ByHops
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.agreement import backward_of
 from ring_backends.ring.ring import Ring
@@ -92,15 +92,9 @@ def attend(
     size, rank, layout = constants["ring"]
     ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
     needs_gradients = inputs.needs_gradients
-
-    def check() -> tuple[AttentionCall, list[int]]:
-        _, call = check_call(inputs, pattern, ring, constants["scale"], constants["kernel"])
-        directions = (False, True) if needs_gradients else (False,)
-        return call, [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
-
-    # Plans are computed with real tensors. torch traces only the current thread, so another thread computes them.
-    with ThreadPoolExecutor(1) as untraced:
-        call, num_hops = untraced.submit(check).result()
+    _, call = check_call(inputs, pattern, ring, constants["scale"], constants["kernel"])
+    directions = (False, True) if needs_gradients else (False,)
+    num_hops = [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
     # The graph is for one length only, so it holds the length even if the caller did not pass seq_len.
     constant_options = json.dumps(replace(inputs, seq_len=call.layout.seq_len).options)
     return attend_under_autograd(inputs, _GraphExecutor(handle, constant_options, needs_gradients, num_hops))
@@ -146,7 +140,7 @@ class _Running:
         self.resume()
 
     def resume(self) -> None:
-        with torch.autocast(self._device.type, enabled=False):
+        with without_autocast(self._device):
             try:
                 next(self._by_hops)
             except StopIteration as end:
@@ -173,7 +167,7 @@ def _module(number: int) -> RingDilatedAttention:
 def _check(attention: RingDilatedAttention, tensors: Sequence[Tensor | None], options: str) -> Any:
     """Check the call again. Its tensors were cast during tracing, so autocast must not cast them here."""
     inputs = AttentionInputs.of(tensors, json.loads(options))
-    with torch.autocast(inputs.query.device.type, enabled=False):
+    with without_autocast(inputs.query.device):
         return attention.check_call(inputs)
 
 

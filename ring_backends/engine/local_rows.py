@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.schedule.rank_plan import HeadBlock
+from ring_backends.torch_internals import has_values
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,11 @@ class LocalRows:
             marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
         if dropout is None:
             return cls(query, key, inputs.value, marks, documents)
+        if not has_values(query):
+            query_words, key_words = (
+                query.new_empty(shape, dtype=torch.int32) for shape in ((*query.shape[:3], 2), key.shape[:3])
+            )
+            return cls(query, key, inputs.value, marks, documents, dropout, 0, query_words, key_words)
         assert inputs.dropout_seed is not None
         seed = int(inputs.dropout_seed)
         query_words = dropout.query_words(seed, query.shape[0], query.shape[2], query.device)

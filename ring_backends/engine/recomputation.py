@@ -7,6 +7,7 @@ is not computed again.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 from torch.library import custom_op
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.torch_internals import has_values, in_dispatch_mode
 
 Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
 """Computes one call. Returns out, LSE, and the number of the call in its ring."""
@@ -31,7 +32,7 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
     Returns:
         out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
     """
-    if not is_in_torch_dispatch_mode():  # no policy is active
+    if not in_dispatch_mode() or not has_values(inputs.query):  # no policy is active
         return *forward(inputs), inputs
     number = next(_numbers)
     _forwards[number] = forward, inputs
@@ -54,8 +55,9 @@ def _attend(tensors: Sequence[Tensor | None], number: int) -> tuple[Tensor, Tens
 
 # The operator has no autograd formula, since the autograd.Function around it has the backward.
 _operator = custom_op("ring_backends::attend", _attend, mutates_args=())
-# The function is also the operator's decomposition. Modes that decompose operators, such as torch's FlopCounterMode,
-# see the operators of the kernels.
-torch.ops.ring_backends.attend.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
-
 OPERATOR = torch.ops.ring_backends.attend.default
+
+# The function is also the operator's decomposition. Modes that decompose operators, such as torch's FlopCounterMode,
+# see the operators of the kernels. If torch removes these private names, such a mode sees one operator.
+with contextlib.suppress(AttributeError):
+    OPERATOR.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)

@@ -19,6 +19,7 @@ from ring_backends.kernels.gather_rows import gather, gather_into, gathered_shap
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.schedule.rank_plan import ParcelRows, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.torch_internals import has_values
 
 TILE_SPAN = "ring_backends::tile"
 """The name under which torch.profiler shows the computation of one tile, including its merge."""
@@ -142,7 +143,7 @@ class _TileRows:
             key, value, marks = arrived.rows(tile.keys)
             words = _key_words(here, tile.keys)
         if not tile.streams_are_grouped:
-            index = torch.tensor(tile.stream_of_head, device=key.device)
+            index = _stream_index(tile, key)
             key, value = key.index_select(1, index), value.index_select(1, index)
             marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
         query = workspace.gather("query", here.query, tile.queries)
@@ -159,10 +160,17 @@ class _TileRows:
         """Sum the gradients of the kernel's key/value heads to those of the streams."""
         if self.tile.streams_are_grouped:
             return grad
-        index = torch.tensor(self.tile.stream_of_head, device=grad.device)
+        index = _stream_index(self.tile, grad)
         grad = grad.to(statistics_dtype(grad.dtype))
         sums = grad.new_zeros((grad.shape[0], self.tile.keys.num_heads, *grad.shape[2:]))
         return sums.index_add_(1, index, grad)
+
+
+def _stream_index(tile: Tile, like: Tensor) -> Tensor:
+    """The stream of each query head of a tile, int64 [heads], on the device of ``like``."""
+    if not has_values(like):
+        return like.new_empty(len(tile.stream_of_head), dtype=torch.int64)
+    return torch.tensor(tile.stream_of_head, device=like.device)
 
 
 def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor | None:

@@ -135,19 +135,22 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
 
     def make_mask(
         batch_size: int,
-        q_length: int,
+        *,
         kv_length: int,
-        q_offset: int = 0,
+        q_length: int | None = None,
+        cache_position: Tensor | None = None,
         kv_offset: int = 0,
         mask_function: Any = causal_mask_function,
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> _RingMask:
+        # transformers 5.0 passes the positions of the queries, and newer releases their number.
+        num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
-            if q_length != kv_length or kv_offset:
+            if num_queries != kv_length or kv_offset:
                 raise ValueError(
-                    f"a mask of {q_length} queries and {kv_length} keys: key/value caches and cross-attention are not "
-                    "supported by a ring; call the model on whole sequences, with use_cache=False."
+                    f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
+                    "not supported by a ring; call the model on whole sequences, with use_cache=False."
                 )
             if mask_function not in (causal_mask_function, bidirectional_mask_function):
                 raise ValueError(

@@ -1,6 +1,6 @@
 """torch's flash attention for CPUs: any float dtype, any head dim, grouped heads, key masks.
 
-The operator of torch 2.13 has these problems, for which this kernel has workarounds:
+The operator has these problems, for which this kernel has workarounds:
 
 - If the last dim of an input is not contiguous, the operator reads out of bounds, without an error.
   :func:`unit_stride` copies such inputs.
@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel, KernelInputs, blank_rows, check_tile, lse_for_backward
+from ring_backends.kernels.base import Kernel, blank_rows, check_tile, lse_for_backward
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
 _FEW_KEYS = 64
@@ -30,13 +31,8 @@ class AtenCpuFlashKernel(Kernel):
     name = "aten_cpu_flash"
     device_types = ("cpu",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+    operators = ("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
     prefers_contiguous = True
-
-    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
-        reasons = super().not_supported_reasons(inputs)
-        if not hasattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"):
-            reasons.append(f"torch {torch.__version__} has no CPU flash attention")
-        return reasons
 
     def forward(
         self,
@@ -115,4 +111,6 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 def all_finite(*tensors: Tensor) -> bool:
     """Whether no element is NaN or infinite. Each tensor is summed, so a sum that overflows counts as infinite."""
+    if not has_values(tensors[0]):
+        return True
     return all(bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite()) for x in tensors)

@@ -30,20 +30,17 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 class _AtenCudaKernel(Kernel):
-    """Base of the three kernels. A kernel needs its operator, and an NVIDIA GPU that supports the dtype."""
+    """Base of the three kernels. A kernel needs its operators, and an NVIDIA GPU that supports the dtype."""
 
     device_types = ("cuda",)
     unverified = (
         "the project's tests have run it only with a CPU model of the operator; to test it on a machine with a GPU, "
         "run pytest -m gpu"
     )
-    operator: str
     min_capability: tuple[int, int]
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
-        if not hasattr(torch.ops.aten, self.operator):
-            reasons.append(f"torch {torch.__version__} has no aten::{self.operator}")
         if inputs.device.type != "cuda":
             return reasons
         if torch.version.hip is not None:
@@ -67,7 +64,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
 
     name = "aten_cuda_flash"
     dtypes = _HALF
-    operator = "_scaled_dot_product_flash_attention"
+    operators = ("flash_attention", "flash_attention_backward")
     min_capability = (8, 0)
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
@@ -146,7 +143,7 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
 
     name = "aten_cuda_efficient"
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
-    operator = "_scaled_dot_product_efficient_attention"
+    operators = ("efficient_attention", "efficient_attention_backward")
     min_capability = (5, 0)
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
@@ -232,7 +229,7 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
 
     name = "aten_cuda_cudnn"
     dtypes = _HALF
-    operator = "_scaled_dot_product_cudnn_attention"
+    operators = ("cudnn_attention", "cudnn_attention_backward")
     min_capability = (8, 0)
     min_version = 91501
     """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.operators import operator_reasons
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Kernel(ABC):
         name: value of the argument ``kernel`` that selects it.
         device_types: the device types it runs on; None means any.
         dtypes: the dtypes it supports.
+        operators: the private operators of torch that it calls, as in :mod:`ring_backends.kernels.operators`.
         unverified: a sentence about what the project's tests have not run; None if they run everything.
         prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first.
         has_dropout: whether it can run calls with dropout.
@@ -90,14 +92,18 @@ class Kernel(ABC):
     name: ClassVar[str]
     device_types: ClassVar[tuple[str, ...] | None]
     dtypes: ClassVar[tuple[torch.dtype, ...]]
+    operators: ClassVar[tuple[str, ...]] = ()
     unverified: ClassVar[str | None] = None
     prefers_contiguous: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
-        """Return the reasons why this kernel cannot run such a call, one sentence each; empty if it can."""
-        reasons = []
-        if self.device_types is not None and inputs.device.type not in self.device_types:
+        """Return the reasons why this kernel cannot run such a call, one sentence each; empty if it can.
+
+        Tensors on device "meta" hold no values and stand for tensors of any device. So no device is a reason there.
+        """
+        reasons = operator_reasons(self.operators)
+        if self.device_types is not None and inputs.device.type not in (*self.device_types, "meta"):
             reasons.append(f"it runs on {' and '.join(self.device_types)} tensors only")
         if inputs.dtype not in self.dtypes:
             reasons.append(f"it supports {', '.join(str(dtype) for dtype in self.dtypes)} only")

@@ -11,6 +11,7 @@ since processors multiply several of them at a time.
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass
 
 import torch
@@ -72,10 +73,11 @@ class Dropout:
         word = (word >> 1) & 0x7FFFFFFF
         word -= min(round((1 - self.p) * 2**31), 2**31 - 1)
         word >>= 31
-        weight = torch.tensor(1 / (1 - self.p), dtype=dtype, device="cpu")
+        weight = 1 / (1 - self.p)
         if dtype != torch.float32:
             return (word & 1).to(dtype).mul_(weight)
-        word &= int(weight.view(torch.int32))
+        (bits,) = struct.unpack("i", struct.pack("f", weight))
+        word &= bits
         return word.view(torch.float32)
 
 

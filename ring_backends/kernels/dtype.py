@@ -1,6 +1,8 @@
-"""The dtype that suits a device, and the names of dtypes that users may give."""
+"""The dtype that suits a device, the names of dtypes that users may give, and computation without autocast."""
 
 from __future__ import annotations
+
+import contextlib
 
 import torch
 
@@ -59,6 +61,13 @@ def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.
     elif spec in _NAMES:
         return _NAMES[spec]
     raise ValueError(f"dtype = {spec!r}: attention computes in fp16, bf16, fp32 or fp64; use one of {_choices()}.")
+
+
+def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off, since it would run matrix products in half precision. Some devices have no autocast."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _choices() -> str:

@@ -11,14 +11,15 @@ in a query or gradient row likewise never reaches a key that the row does not se
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, PairRule, check_tile
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.torch_internals import has_values
 
 
 class _BlockPair(NamedTuple):
@@ -55,7 +56,7 @@ class MathKernel(Kernel):
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
-        with _without_autocast(query.device):
+        with without_autocast(query.device):
             for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
                 out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, pairs)
         return out, lse
@@ -80,7 +81,7 @@ class MathKernel(Kernel):
         grad_query = torch.empty_like(query, dtype=stats)
         grad_key = torch.zeros_like(key, dtype=stats)
         grad_value = torch.zeros_like(value, dtype=stats)
-        with _without_autocast(query.device):
+        with without_autocast(query.device):
             for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
                 grad_query[:, :, rows] = _backward_rows(
                     grad_out, query, key, value, out, lse, scale, key_mask, rule, pairs, grad_key, grad_value
@@ -219,7 +220,7 @@ def _hidden(
     hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
     if pair.diagonal:
         size = pair.rows.stop - pair.rows.start
-        future = torch.ones(size, size, dtype=torch.bool, device=like.device).triu(1).repeat(repeats, 1)
+        future = like.new_ones(size, size, dtype=torch.bool).triu(1).repeat(repeats, 1)
         hidden = future if hidden is None else hidden | future
     if rule is not None and rule.query_documents is not None and rule.key_documents is not None:
         keys = rule.key_documents[:, :, None, pair.keys]
@@ -251,7 +252,7 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
         x: [B, Hk, k, D].
         hidden: bool, broadcasts to ``weights``; None if nothing is hidden.
     """
-    if hidden is None:
+    if hidden is None or not has_values(x):
         return weights @ x
     finite = x.isfinite()
     if bool(finite.all()):
@@ -261,10 +262,3 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
     for number, found in ((torch.nan, x.isnan()), (torch.inf, x == torch.inf), (-torch.inf, x == -torch.inf)):
         product = product + torch.zeros_like(product).masked_fill(seen @ found.to(x.dtype) > 0, number)
     return product
-
-
-def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Switch autocast off, since it would run the matrix products in half precision."""
-    if torch.amp.is_autocast_available(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()

@@ -4,6 +4,8 @@ With documents, a tile is cut at the ends of documents. A part within one docume
 whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
 the other kernels need not support documents, and hidden parts cost nothing. With dropout, the whole tile goes to the
 math kernel.
+
+On device "meta" the documents are unknown, so the whole tile goes to the math kernel.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel, PairRule
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
 
@@ -101,6 +104,9 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
     assert rule.query_documents is not None
     assert rule.key_documents is not None
     everything = slice(None)
+    if not has_values(rule.query_documents):
+        yield everything, everything, everything, is_causal, True
+        return
     for batch, is_of_one in _batch_parts(rule.query_documents, rule.key_documents):
         if is_of_one:
             yield batch, everything, everything, is_causal, False

@@ -21,6 +21,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call, Configuration
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort
 from ring_backends.ring.ring import Ring, flat_bytes
+from ring_backends.torch_internals import internal
 
 FILE_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for a rank that reads or writes files. A rank that dies or raises is noticed much sooner."""
@@ -177,7 +178,7 @@ def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
 
 def _abort_frameworks() -> None:
     """Close the connections of all process groups except those of rings."""
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(internal(dist.distributed_c10d, "_world", "closing the connections of a failed ring").pg_map):
         if not group.group_desc.startswith(RING_GROUP_PREFIX):
             with contextlib.suppress(Exception):  # it cannot be aborted, or is gone already
                 abort(group)

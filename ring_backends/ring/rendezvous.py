@@ -24,6 +24,7 @@ from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
+from ring_backends.torch_internals import internal
 
 START_TIMEOUT = timedelta(seconds=300)
 """How far apart ranks may start. Importing a framework takes long, and some ranks take longer than others."""
@@ -202,23 +203,21 @@ def world_ring(ring: Ring) -> Ring:
     return _worlds[ring.traffic]
 
 
-def _new_group(ranks: tuple[int, ...], store: Store, description: str, timeout: timedelta) -> dist.ProcessGroup:
-    """Make a process group of these ranks after all of them have arrived. Other ranks do not make this call.
+def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedelta) -> dist.ProcessGroup:
+    """Make a process group of these ranks, in ring order, after all of them have arrived.
 
-    torch names such a group by its ranks and by the number of groups that the process has made. It waits forever if the
-    members disagree on the name. A member with fewer groups than another therefore first makes groups of itself alone.
+    Other ranks do not make this call. torch's public ``new_group`` would name the group by how many groups this process
+    has made, and wait forever if the members have made different numbers of groups. It would also sort the ranks.
     """
-    num_groups = len(dist.distributed_c10d._world.pg_names)
-    store.set(f"groups/{dist.get_rank()}", str(num_groups))
-    keys = [f"groups/{rank}" for rank in ranks]
-    store.wait(keys, timeout)
-    for _ in range(num_groups, max(int(store.get(key)) for key in keys)):
-        dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    # In ring order. If torch sorted the ranks, as it does by default, group ranks would not be ring ranks.
-    group = dist.new_group(
-        list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=description, sort_ranks=False
-    )
-    assert isinstance(group, dist.ProcessGroup)
+    make = internal(dist.distributed_c10d, "_new_process_group_helper", "a new ring")
+    groups = internal(dist.distributed_c10d, "_world", "a new ring")
+    store.set(f"arrived/{dist.get_rank()}", "")
+    store.wait([f"arrived/{rank}" for rank in ranks], timeout)
+    group: dist.ProcessGroup
+    backend, world_store = groups.pg_map[dist.group.WORLD]
+    rank = ranks.index(dist.get_rank())
+    group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, timeout=timeout, group_desc=name)
+    groups.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group
 
 

@@ -13,6 +13,7 @@ from itertools import pairwise
 from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
+from ring_backends.torch_internals import untraced
 
 COMMUNICATION_SHARE = 0.05
 """Maximum size of all communication buffers, as a share of q, k, v, out and their gradients."""
@@ -29,6 +30,7 @@ sums small. The sums of a forward need no such cut, since no gradients take memo
 
 
 @lru_cache(maxsize=256)
+@untraced
 def rank_plan(
     schedule: RingSchedule,
     rank: int,

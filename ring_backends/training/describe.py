@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ring_backends.torch_internals import internal
 from ring_backends.training.checkpoint_files import as_loadable
 
 Buffers = list[tuple[nn.Module, str]]
@@ -42,7 +43,7 @@ def persistent_buffers(model: nn.Module) -> Buffers:
 
 def _persistent_names(module: nn.Module) -> list[str]:
     own: dict[str, Tensor] = {}
-    module._save_to_state_dict(own, "", True)
+    internal(module, "_save_to_state_dict", "a comparison of buffers")(own, "", True)
     return [name for name, _ in module.named_buffers(recurse=False) if name in own]
 
 

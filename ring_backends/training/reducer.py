@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
-from torch.utils._pytree import tree_leaves
+from torch.utils import _pytree
 
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
+from ring_backends.torch_internals import in_backward, internal
 
 
 def measure_divisor(world: Ring, reduced: Callable[[float], float]) -> float:
@@ -81,12 +82,17 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
             if following is not None:
                 waits_for[following] -= 1
                 if not waits_for[following]:  # among ready nodes, the one made last runs first
-                    heapq.heappush(ready, (-following._sequence_nr(), next(places), following))
+                    heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+
+
+def _sequence_number(node: Node) -> int:
+    number: int = internal(node, "_sequence_nr", "the order of a backward")()
+    return number
 
 
 def is_eager_forward() -> bool:
     """Whether this is an eager forward: neither a compiled graph nor a recomputation within a backward."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() == -1
+    return not torch.compiler.is_compiling() and not in_backward()
 
 
 _PART = "ring_backends: part of the model"
@@ -96,7 +102,7 @@ def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) ->
     """A forward hook that records a part's name in the graph nodes of its outputs."""
     if not is_eager_forward():
         return
-    for output in tree_leaves(outputs):
+    for output in internal(_pytree, "tree_leaves", "a search for tensors in a module's outputs")(outputs):
         if isinstance(output, Tensor) and output.grad_fn is not None:
             cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
 
@@ -108,10 +114,15 @@ def modules_in_backward(loss: Tensor) -> list[str]:
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
+def _hooks(parameter: Tensor) -> dict[int, Any] | None:
+    hooks: dict[int, Any] | None = internal(parameter, "_backward_hooks", "a step that disables hooks of parameters")
+    return hooks
+
+
 @contextlib.contextmanager
 def hooks_disabled(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Disable the hooks that users registered on these tensors by ``register_hook``."""
-    hooks = [(own, dict(own)) for own in (parameter._backward_hooks for parameter in parameters) if own]
+    hooks = [(own, dict(own)) for own in map(_hooks, parameters) if own]
     for own, _ in hooks:
         own.clear()
     try:

@@ -175,7 +175,7 @@ def _boom(*_: object) -> NoReturn:
 
 def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
     """Call attention on a new ring of these ranks. Returns the output of this rank."""
-    group = dist.new_group(list(ranks), use_local_synchronization=True)
+    group = dist.new_group(list(ranks))
     ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
     out: Tensor = local_call(adapter, ring, CASE)()
     return out.detach()

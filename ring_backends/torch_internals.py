@@ -1,0 +1,76 @@
+"""Access to torch's internals: private names, dispatch modes, and tensors without values.
+
+A private name is looked up when it is needed. If torch has changed, the error names it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils import _python_dispatch
+
+_MISSING = object()
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def internal(owner: object, name: str, purpose: str) -> Any:
+    """Return a private attribute of torch.
+
+    Args:
+        owner: a module, class or object of torch.
+        purpose: what needs the attribute, for the error.
+
+    Raises:
+        RuntimeError: this release of torch has no such attribute.
+    """
+    found = getattr(owner, name, _MISSING)
+    if found is _MISSING:
+        where = getattr(owner, "__name__", type(owner).__name__)
+        raise RuntimeError(
+            f"torch {torch.__version__} has no {where}.{name}, which {purpose} needs; install a release of torch with "
+            "which this package was tested: `ring-backends info` lists them."
+        )
+    return found
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward in this thread."""
+    # The id is -1 if no backward is running. torch's own checkpoint relies on this too.
+    task_id: int = internal(torch._C, "_current_graph_task_id", "a recomputation in a backward")()
+    return task_id != -1
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers. A meta tensor and a FakeTensor have only a shape, a dtype and a device."""
+    # If the module is not imported, there is no FakeTensor.
+    fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
+    return tensor.device.type != "meta" and not isinstance(tensor, fake)
+
+
+# Without the private function, the answer is always true. Callers then take a slower way to the same result.
+in_dispatch_mode: Callable[[], bool] = getattr(_python_dispatch, "is_in_torch_dispatch_mode", lambda: True)
+"""Whether a mode such as FakeTensorMode intercepts the operators that this thread calls."""
+
+
+def untraced(function: Callable[P, Result]) -> Callable[P, Result]:
+    """Decorate a function that computes with real tensors, also while a mode such as FakeTensorMode is active.
+
+    A mode intercepts only the operators of its own thread, so the function then runs on another thread.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+        if not in_dispatch_mode():
+            return function(*args, **kwargs)
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(function, *args, **kwargs).result()
+
+    return run

@@ -1,0 +1,106 @@
+"""Tensors without values, on device "meta" or fake: shapes, dtypes and operators of a call, without memory."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_backends import dilated_attention
+from ring_backends.adapters.native import RingDilatedAttention
+from ring_backends.kernels import kernel_names
+
+Make = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
+
+
+def under_a_fake_mode(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+    with FakeTensorMode():
+        return make()
+
+
+def tensors(device: str, dtype: torch.dtype, num_heads: int = 6, num_kv_heads: int = 2) -> tuple[Tensor, ...]:
+    """Query, key, value, a key padding mask and document numbers of 1,000 tokens."""
+    rows = {"device": device, "dtype": dtype, "requires_grad": True}
+    query = torch.randn(2, 1000, num_heads, 16, **rows)  # type: ignore[call-overload]
+    key, value = (torch.randn(2, 1000, num_kv_heads, 16, **rows) for _ in range(2))  # type: ignore[call-overload]
+    mask = torch.zeros(2, 1000, dtype=torch.bool, device=device)
+    return query, key, value, mask, torch.zeros(2, 1000, dtype=torch.int64, device=device)
+
+
+def check(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Check the shapes, dtypes and devices of a call's results and gradients."""
+    assert (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device)
+    stats = torch.float64 if query.dtype == torch.float64 else torch.float32
+    assert (lse.shape, lse.dtype, lse.device) == (query.transpose(1, 2).shape[:3], stats, query.device)
+    out.backward(torch.empty_like(out))
+    for x in (query, key, value):
+        assert x.grad is not None
+        assert (x.grad.shape, x.grad.dtype, x.grad.device) == (x.shape, x.dtype, x.device)
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("key_padding_mask",), ("document_ids",), ("key_padding_mask", "document_ids")]
+)
+@pytest.mark.parametrize("dropout_p", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("device", "make"), [("meta", lambda make: make()), ("cpu", under_a_fake_mode)], ids=["meta", "fake"]
+)
+def test_every_option(device: str, make: Make, dropout_p: float, options: tuple[str, ...]) -> None:
+    query, key, value, mask, documents = make(lambda: tensors(device, torch.float32))
+    marks = {name: {"key_padding_mask": mask, "document_ids": documents}[name] for name in options}
+    pattern: Any = {"head_mode": "grouped", "offset": "block"}
+    attention = RingDilatedAttention([64, 256], [1, 4], dropout_p=dropout_p, **pattern)
+    check(query, key, value, *attention(query, key, value, is_causal=True, return_lse=True, **marks))
+
+
+@pytest.mark.parametrize("kernel", ["auto", *kernel_names()])
+def test_meta_tensors_stand_for_any_device(kernel: str) -> None:
+    dtype = torch.float16 if "cuda" in kernel else torch.float32
+    query, key, value, *_ = tensors("meta", dtype)
+    out, lse = dilated_attention(query, key, value, [64, 256], [1, 4], kernel=kernel, return_lse=True)
+    check(query, key, value, out, lse)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_inside_a_fake_mode(dtype: torch.dtype) -> None:
+    # A length that no other test uses, so that the plans are made under the mode.
+    with FakeTensorMode():
+        query, key, value = (x[:, :997].detach().requires_grad_() for x in tensors("cpu", dtype)[:3])
+        check(query, key, value, *dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True))
+    # The plans that were made under the mode hold real tensors.
+    query, key, value = (x[:, :997].detach().requires_grad_() for x in tensors("cpu", dtype)[:3])
+    out, lse = dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True)
+    check(query, key, value, out, lse)
+    assert lse.isfinite().any()
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the operators that a call launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_million_tokens_take_seconds_and_show_their_kernel_calls() -> None:
+    length = 1_048_576
+    start = time.monotonic()
+    with CountOperators() as launched:
+        query, key, value = torch.empty(3, 1, length, 8, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+        out = dilated_attention(query, key, value, [2048, 32_768, length], [1, 16, 512], is_causal=True)
+        out.backward(torch.empty_like(out))
+    assert time.monotonic() - start < 10
+    forward = launched.counts["aten._scaled_dot_product_flash_attention.default"]
+    backward = launched.counts["aten._scaled_dot_product_flash_attention_backward.default"]
+    assert 3 <= forward <= backward < 1000
