@@ -20,6 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 
 import ring_backends
 from ring_backends.cli import app as command_line
+from ring_backends.releases import TESTED, recorded_runs
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
@@ -143,6 +144,16 @@ class CommandLineOptions(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines), allow_section_headings=True)
 
 
+class TestedRuns(SphinxDirective):
+    """The recorded runs of the test suite, as a table."""
+
+    def run(self) -> list[nodes.Node]:
+        columns = ("date", "python", *TESTED, "passed", "skipped")
+        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [f"| {' | '.join(str(run[name] or '-') for name in columns)} |" for run in recorded_runs()]
+        return self.parse_text_to_nodes("\n".join(lines))
+
+
 def _check_picture(app: Sphinx) -> None:
     """Warns if architecture.svg differs from the picture that draw_architecture.py would draw now."""
     if draw_architecture.PICTURE.read_text(encoding="utf-8") != draw_architecture.draw():
@@ -152,5 +163,6 @@ def _check_picture(app: Sphinx) -> None:
 def setup(app: Sphinx) -> None:
     app.connect("builder-inited", _check_picture)
     app.add_directive("command-line-options", CommandLineOptions)
+    app.add_directive("tested-runs", TestedRuns)
     app.connect("include-read", _adapt_links)
     app.connect("autodoc-process-docstring", _keep_summary, priority=400)  # before napoleon
