@@ -60,7 +60,8 @@ def test_the_kept_tensors_are_out_and_lse() -> None:
     kept: list[tuple[Any, tuple[int, ...]]] = []
     with keep_attention()[0] as forward:
         region(*inputs(torch.bfloat16))
-    for wrapped in forward.storage[attention_operators()[0]].values():
+    stored = forward.storage[attention_operators()[0]]  # private: a list until torch 2.12, later a dict
+    for wrapped in stored.values() if isinstance(stored, dict) else stored:
         kept += [(tensor.val.dtype, tuple(tensor.val.shape)) for tensor in wrapped]
     of_call = [(torch.bfloat16, (1, 64, 4, 8)), (torch.float32, (1, 64, 4)), (torch.int64, (2,))]
     assert kept == 2 * of_call

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -59,17 +58,17 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
     for name in ("a", "z"):
         (path / name).mkdir()
         (path / name / "more").touch()
-    remove, num_removed = os.unlink, 0
+    remove, num_removed = Path.unlink, 0
 
-    def killed(*args: Any, **options: Any) -> None:
+    def killed(file: Path, missing_ok: bool = False) -> None:
         nonlocal num_removed
-        remove(*args, **options)
-        num_removed += 1
+        remove(file, missing_ok)
+        num_removed += file.name in ("more", "numbers")
         if num_removed == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "unlink", killed)
+        patch.setattr(Path, "unlink", killed)
         with pytest.raises(KeyboardInterrupt):
             save(path, "two")
     assert (path / "numbers").read_text() == "two"

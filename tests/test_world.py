@@ -199,7 +199,7 @@ def test_a_death_is_reported_and_the_next_call_has_new_ranks(pair):
 
 def test_a_rank_lost_between_calls_is_reported(pair):
     pair.run(exit_soon, ranks=[1])
-    time.sleep(0.5)
+    pair._processes[1].join(timeout=60)
     with pytest.warns(RuntimeWarning, match="rank 1 exited with status 3"):
         assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 

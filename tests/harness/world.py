@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -282,6 +283,14 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([rank_main.__module__, *(() if torch.cuda.is_available() else preload)])
+    if sys.version_info < (3, 11):
+        # The server of Python 3.10 imports from its working directory first. A checkout there is not what is tested.
+        before = Path.cwd()
+        os.chdir(tempfile.gettempdir())
+        try:
+            ensure_running()
+        finally:
+            os.chdir(before)
     return context
 
 
