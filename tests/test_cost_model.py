@@ -20,7 +20,8 @@ from ring_backends.cost.model import RingCost
 from ring_backends.cost.probe import slowest
 from ring_backends.cost.ring_sizes import Workload
 from ring_backends.ring.topology import topology_order
-from ring_backends.schedule.planner import COMMUNICATION_SHARE, rank_plan
+from ring_backends.schedule.limits import limits_of
+from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
@@ -66,12 +67,14 @@ def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
     assert cost.tile_bytes.tolist() == [3 * 16 * 4 * 2 * 16 + 3 * 16 * 4 * 4 * (2 + 2 * 2)]
 
 
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(("itemsize", "head_dim"), [(2, 128), (4, 64), (8, 32)])
-def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_dim: int) -> None:
+def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_dim: int, device_type: str) -> None:
     layout = SequenceLayout(2**20, 8)
     schedule = RingSchedule(DilatedPattern.longnet([2**20], [1]), layout, 16, 4, True)
-    cost = RingCost(schedule, 2, head_dim, itemsize)
-    assert cost.communication_bytes == pytest.approx(COMMUNICATION_SHARE * int(cost.tensor_bytes.max()), rel=1e-6)
+    cost = RingCost(schedule, 2, head_dim, itemsize, device_type)
+    share = limits_of(device_type).communication_share
+    assert cost.communication_bytes == pytest.approx(share * int(cost.tensor_bytes.max()), rel=1e-6)
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -110,16 +113,19 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
     grads: Counter[tuple[int, int]] = Counter()
     for rank in range(ring_size):
         own_pairs = own_rows = 0.0
+        own_tiles = 0
         for _, step in rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8).steps:
             for tile in step.tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
                 if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
                     own_pairs += segments * heads * (rows * (rows + 1) / 2 if tile.is_causal else rows**2)
                     own_rows += segments * heads * rows
+                    own_tiles += 1
             for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
                 for message in messages:
                     counted[rank, message.peer] += sum(p.rows * p.num_streams for p in message.parcels)
         assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
+        assert int(cost.tiles.num_tiles[0][rank]) == own_tiles
     for counted, links in ((keys, schedule.key_links), (grads, schedule.grad_links)):
         found: Counter[tuple[int, int]] = Counter()
         for *ends, rows in zip(links.source.tolist(), links.destination.tolist(), links.rows.tolist(), strict=True):
@@ -173,6 +179,15 @@ def test_a_branch_within_each_shard_adds_no_waiting() -> None:
     assert cost.seconds(PLAIN).tolist() == pytest.approx([2 * 25**2 * 16 / 1e9] * 4)
 
 
+def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles() -> None:
+    cost = full(64, 4)  # each rank has one tile of its own keys, and three of other ranks' keys
+    own, other = cost.tiles.num_tiles
+    assert (own.tolist(), other.tolist()) == ([1] * 4, [3] * 4)
+    launched = replace(PLAIN, tile_seconds=1.0, latency_seconds=0.0, overlap=0.0)
+    moved = cost.call_seconds(replace(launched, tile_seconds=0.0)) - 64 * 16 * 2 * 16 / 1e9
+    assert cost.call_seconds(launched) == pytest.approx(4.0 + moved, abs=1e-6)
+
+
 def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
     cost = full(128, 4, causal=True)
     seconds = cost.seconds(PLAIN)
@@ -194,6 +209,7 @@ def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size
         {"forward_flops_per_second": 1e8, "backward_flops_per_second": 1e8},
         {"overlap": 0.5},
         {"row_keys": 10.0, "causal_row_keys": 10.0},
+        {"tile_seconds": 1e-3},
         {"copy_bytes_per_second": 1e7},
     ):
         assert bool((cost.seconds(replace(PLAIN, **worse), backward=backward) >= before - 1e-12).all()), worse

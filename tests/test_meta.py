@@ -103,4 +103,5 @@ def test_a_million_tokens_take_seconds_and_show_their_kernel_calls() -> None:
     assert time.monotonic() - start < 10
     forward = launched.counts["aten._scaled_dot_product_flash_attention.default"]
     backward = launched.counts["aten._scaled_dot_product_flash_attention_backward.default"]
-    assert 3 <= forward <= backward < 1000
+    # Three branches. On an accelerator, tiles are cut much less than on the CPU.
+    assert 3 <= forward <= backward <= 40

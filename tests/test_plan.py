@@ -106,6 +106,12 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
     found, _ = planned(tmp_path, *arguments, "--dtype", "bf16", "--flops", "3e9")
     rates = {"forward_flops_per_second": 3e9, "backward_flops_per_second": 3e9}
     assert Hardware.of(found["hardware"]) == replace(hardware, **rates)
+    long = ["--seq-len", "1048576", "--segment-lengths", "1048576", "--dilation-rates", "1"]
+    long += ["--ring-size", "8", "--probe", str(file), "--dtype", "bf16"]
+    on_cpu, _ = planned(tmp_path, *long)
+    file.write_text(json.dumps({"probe": probe | {"device_type": "cuda"}}))
+    on_gpu, _ = planned(tmp_path, *long)
+    assert on_gpu["ring"]["communication_bytes"] > on_cpu["ring"]["communication_bytes"]
     refused = plan(*arguments, "--dtype", "fp32")
     assert refused.exit_code == 2
     assert "--probe" in refused.stderr
@@ -126,6 +132,7 @@ def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
     assert (probe["ranks"], probe["dtype"], probe["head_dim"], probe["kernel"]) == (2, "float32", 64, "aten_cpu_flash")
     assert hardware.memory_bytes is not None
     assert hardware.memory_bytes > 2**20
+    assert hardware.tile_seconds == 0
     for backward in (False, True):
         for causal in (False, True):
             flops, row_keys = hardware.tile_rate(backward=backward, causal=causal)

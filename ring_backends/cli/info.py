@@ -171,6 +171,8 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
         ("causal tile forward", rate(False, True)),
         ("causal tile backward", rate(True, True)),
     ]
+    if hardware.tile_seconds:
+        shown.append(("launch of a tile by the host", f"{hardware.tile_seconds * 1e6:.1f} µs"))
     if hardware.copy_bytes_per_second is not None:
         shown.append(("gathering and merging rows", f"{hardware.copy_bytes_per_second / 1e9:.2f} GB/s"))
     shown.append(("share of a hop that overlaps with tiles", f"{hardware.overlap:.0%}"))

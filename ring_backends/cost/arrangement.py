@@ -129,7 +129,7 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
         auto.get("num_kv_heads"),
         auto.get("is_causal", False),
     )
-    made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], _dtype(auto, device).itemsize)
+    made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], _dtype(auto, device).itemsize, device.type)
     made.on_ring(1)  # checks batch and head_dim
     return made
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-_MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "overlap")
+_MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "tile_seconds", "overlap")
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Hardware:
             pairs of query and key count as FLOPs. None: as for other tiles.
         row_keys, causal_row_keys: a tile takes as long as if each query row had this many more keys. Kernels compute
             in blocks, which makes short tiles slower.
+        tile_seconds: time in which the host launches one tile: its copies, its kernel and its merge. A GPU that
+            computes tiles faster than this waits for the host. 0: the host computes the tiles itself.
         copy_bytes_per_second: rate at which dilated rows are gathered and merged, in bytes read and written. None:
             gathering and merging take no time.
         overlap: the share of a hop during which tiles run at full speed. It is 1 if a separate device moves the bytes,
@@ -48,6 +50,7 @@ class Hardware:
     causal_backward_flops_per_second: float | None = None
     row_keys: float = 0.0
     causal_row_keys: float = 0.0
+    tile_seconds: float = 0.0
     copy_bytes_per_second: float | None = None
     overlap: float = 1.0
     speed_alone: float = 1.0

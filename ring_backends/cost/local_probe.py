@@ -31,8 +31,8 @@ def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict
     Returns:
         A dict. ``hardware`` holds the constants of the slowest rank, under the names of :class:`Hardware`.
         ``latency_seconds`` is the time of a hop of 64 KiB. ``bytes_per_second`` is the bandwidth in each direction, for
-        hops of 16 MiB. ``ranks``, ``transport``, ``device``, ``dtype``, ``head_dim``, ``kernel`` and ``torch`` describe
-        the measurement.
+        hops of 16 MiB. ``ranks``, ``transport``, ``device``, ``device_type``, ``dtype``, ``head_dim``, ``kernel`` and
+        ``torch`` describe the measurement.
 
     Raises:
         ValueError: a launcher such as torchrun started this process.
@@ -80,6 +80,7 @@ def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) ->
     found = {
         "transport": transport,
         "device": device_name(here),
+        "device_type": here.type,
         "dtype": str(resolved).removeprefix("torch."),
         "head_dim": head_dim,
         "kernel": select_kernel("auto", KernelInputs(here, resolved, head_dim)).name,

@@ -7,6 +7,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
   ``row_keys`` keys more than it sees.
 - The time to gather rows and to merge results is the number of bytes read and written, divided by
   ``copy_bytes_per_second``.
+- A rank takes at least ``tile_seconds`` per tile, in which its host launches the tile.
 - The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
   more, divided by the bandwidth.
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
@@ -26,9 +27,10 @@ from torch import Tensor
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.tiles import TileCounts, sum_by_rank
 from ring_backends.schedule.checks import check_integer
-from ring_backends.schedule.planner import COMMUNICATION_SHARE, MIN_HOP_BYTES, num_cuts
+from ring_backends.schedule.limits import Limits, limits_of
+from ring_backends.schedule.planner import num_cuts
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
-from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE, MIN_TILE_BYTES
+from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE
 
 # How often a row of head_dim elements is read or written outside of the kernel. Gathering a row is one read and one
 # write. Adding a row to a sum, or merging it into an output, is two reads and one write.
@@ -49,6 +51,7 @@ class RingCost:
         schedule: the branches, layout, heads and mask.
         batch, head_dim: batch size and head dimension of the inputs.
         itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element.
+        device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
 
     Raises:
         ValueError, TypeError: ``batch``, ``head_dim`` or ``itemsize`` is not an int of at least 1.
@@ -58,6 +61,7 @@ class RingCost:
     batch: int
     head_dim: int
     itemsize: int
+    device_type: str = "cpu"
 
     def __post_init__(self) -> None:
         for name in ("batch", "head_dim", "itemsize"):
@@ -74,6 +78,10 @@ class RingCost:
     @property
     def _statistics_itemsize(self) -> int:
         return statistics_itemsize(self.itemsize)
+
+    @property
+    def _limits(self) -> Limits:
+        return limits_of(self.device_type)
 
     # Memory
 
@@ -105,16 +113,17 @@ class RingCost:
         """Upper bound of the bytes in one rank's wire buffers.
 
         At most three hops of K and V and three hops of dK and dV are in memory. The planner cuts hops until they take
-        at most ``COMMUNICATION_SHARE`` of :attr:`tensor_bytes`. It does not cut them below ``MIN_HOP_BYTES``.
+        at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below ``min_hop_bytes``
+        (:class:`~ring_backends.schedule.limits.Limits`).
         """
         keys, grads = self._hop_bytes
-        share = COMMUNICATION_SHARE * float(self.tensor_bytes.max())
-        smallest = 3 * MIN_HOP_BYTES * (1 + self._statistics_itemsize / self.itemsize)
+        share = self._limits.communication_share * float(self.tensor_bytes.max())
+        smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
         return min(3 * (keys + grads), math.ceil(max(share, smallest)))
 
     def _cuts(self, *, backward: bool) -> tuple[int, int]:
         sizes = {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
-        return num_cuts(self.schedule, **sizes, backward=backward)
+        return num_cuts(self.schedule, **sizes, backward=backward, device_type=self.device_type)
 
     @cached_property
     def tile_bytes(self) -> Tensor:
@@ -126,7 +135,7 @@ class RingCost:
         blocks, _ = self._cuts(backward=True)
         row_bytes = self.batch * self.head_dim * self.itemsize
         query_bytes = self.tokens * (self.schedule.num_heads * row_bytes)
-        cut = (query_bytes * BACKWARD_TILE_SHARE).long().clamp(min=MIN_TILE_BYTES)
+        cut = (query_bytes * BACKWARD_TILE_SHARE).long().clamp(min=self._limits.min_tile_bytes)
         gathered = torch.minimum(self.tiles.largest_rows * row_bytes // blocks, 8 * cut)
         if self.itemsize >= 4:
             return gathered
@@ -210,7 +219,9 @@ class RingCost:
         blocks, shares = self._cuts(backward=backward)
         last = other / (max(1, self.schedule.num_steps) * blocks * shares)
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
-        return (own + other + copied) / speed, last / speed
+        own_tiles, other_tiles = self.tiles.num_tiles
+        launches = (own_tiles + other_tiles * shares) * (blocks * hardware.tile_seconds)
+        return torch.maximum((own + other + copied) / speed, launches), last / speed
 
     def _copied_bytes(self, *, backward: bool) -> Tensor:
         """Bytes read and written to gather rows and to merge results: float64 [ring size]."""

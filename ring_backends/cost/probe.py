@@ -32,6 +32,9 @@ LATENCY_BYTES = 1024
 BANDWIDTH_BYTES = 16 * 2**20
 TILE_ROWS = 2048
 
+_SHORT_TILE_ROWS = TILE_ROWS // 8
+_LAUNCHES = 20  # few enough that the device's queue does not fill up, which would stop the host
+
 _HEADS = {"cuda": 32}
 _HEADS_ELSEWHERE = 2
 _CALLS_AT_ONCE = {"cuda": 16}  # calls per clock reading, which waits for the device
@@ -76,6 +79,7 @@ class RankProbe:
             causal_backward_flops_per_second=causal_backward,
             row_keys=row_keys,
             causal_row_keys=causal_row_keys,
+            tile_seconds=0.0 if self.device.type == "cpu" else self.launch_seconds(),
             copy_bytes_per_second=self._copied_bytes() / seconds["copies"],
             overlap=self.overlap(hop),
             speed_alone=1.0 if alone_threads is None else self.speed_alone(alone_threads),
@@ -92,7 +96,7 @@ class RankProbe:
         """
         calls: dict[object, Callable[[], object]] = {
             (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
-            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for rows in (TILE_ROWS, _SHORT_TILE_ROWS)
             for backward in (False, True)
             for is_causal in (False, True)
         }
@@ -106,7 +110,7 @@ class RankProbe:
         """
         (long_keys, long), (short_keys, short) = (
             ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
-            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for rows in (TILE_ROWS, _SHORT_TILE_ROWS)
         )
         per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
         # row_keys is 0 if short tiles are not slower per pair, or if the clock is too coarse to tell.
@@ -144,6 +148,20 @@ class RankProbe:
             scatter_merge(out, lse, lattice, tile_out, tile_lse)
 
         return gather_and_merge
+
+    def launch_seconds(self) -> float:
+        """Measure the time in which the host launches a short tile with its copies and its merge."""
+        tile, copies = self._tile(_SHORT_TILE_ROWS, backward=False, is_causal=False), self._copies()
+        for call in (tile, copies):
+            call()
+        synchronize(self.device)
+        begun = time.perf_counter()
+        for _ in range(_LAUNCHES):
+            tile()
+            copies()
+        seconds = (time.perf_counter() - begun) / _LAUNCHES  # the device may still be computing
+        synchronize(self.device)
+        return seconds
 
     def _copied_bytes(self) -> int:
         """Bytes that :meth:`_copies` reads and writes.
@@ -261,6 +279,7 @@ def slowest(found: Sequence[Hardware]) -> Hardware:
     return dataclasses.replace(
         max(found, key=tiles),
         latency_seconds=max(hardware.latency_seconds for hardware in found),
+        tile_seconds=max(hardware.tile_seconds for hardware in found),
         speed_alone=max(hardware.speed_alone for hardware in found),
         **{name: least(name) for name in minima},
     )

@@ -34,20 +34,21 @@ class Workload:
     Args:
         schedule: the call's schedule for any ring size. Only its pattern, sequence length, layout, heads and mask
             matter.
-        batch, head_dim, itemsize: as in :class:`~ring_backends.cost.model.RingCost`.
+        batch, head_dim, itemsize, device_type: as in :class:`~ring_backends.cost.model.RingCost`.
     """
 
     schedule: RingSchedule
     batch: int
     head_dim: int
     itemsize: int
+    device_type: str = "cpu"
 
     def on_ring(self, ring_size: int) -> RingCost:
         """Return the cost of the call on a ring of ``ring_size`` ranks."""
         given = self.schedule
         layout = SequenceLayout(given.layout.seq_len, ring_size, given.layout.kind)
         schedule = RingSchedule(given.pattern, layout, given.num_heads, given.kv_heads, given.is_causal)
-        return RingCost(schedule, self.batch, self.head_dim, self.itemsize)
+        return RingCost(schedule, self.batch, self.head_dim, self.itemsize, self.device_type)
 
     def seconds(self, ring_size: int, hardware: Hardware) -> float:
         """Estimated seconds of forward and backward on the slowest rank."""

@@ -52,6 +52,25 @@ class TileCounts:
         return TileRows(own, other, keys)
 
     @cached_property
+    def num_tiles(self) -> tuple[Tensor, Tensor]:
+        """Tiles of each rank with keys of the same span, and with keys of other pieces: int64 [ring size] each.
+
+        Cuts multiply these numbers. Heads with different numbers of rows need separate tiles. The number of tiles
+        against another piece is that of the queries' own piece.
+        """
+        own, other = self._zeros(torch.int64), self._zeros(torch.int64)
+        for branch in self.schedule.branches:
+            pieces, heads_at = branch.crossing, branch.heads_at
+            full, full_rows, tail_rows = self._segments_within(branch)
+            of_chunks = (full > 0) * _distinct(full_rows, heads_at) + _distinct(tail_rows, heads_at)
+            of_pieces = _distinct(branch.num_rows, heads_at)
+            others = _tiles_of_pieces(pieces.segment_start, is_causal=self.schedule.is_causal) - 1
+            own += self._by_rank(self.schedule.layout.chunk_ranks(), of_chunks)
+            own += self._by_rank(pieces.rank, of_pieces)
+            other += self._by_rank(pieces.rank, of_pieces * others)
+        return own, other
+
+    @cached_property
     def own_pairs(self) -> Tensor:
         """Visible pairs in tiles of a span's queries against the span's own keys: float64 [ring size]."""
 
@@ -119,6 +138,18 @@ def sum_by_rank(rank: Tensor, values: Tensor, ring_size: int) -> Tensor:
     """Sum ``values`` [n, …] by rank: [ring size, …]. ``rank`` [n] holds the rank of each value."""
     total = torch.zeros((ring_size, *values.shape[1:]), dtype=values.dtype, device="cpu")
     return total.index_add_(0, rank, values)
+
+
+def _distinct(num_rows: Tensor, heads_at: Tensor) -> Tensor:
+    """The number of different positive row counts among the offsets that have heads: int64 […].
+
+    Args:
+        num_rows: […, offsets].
+        heads_at: [offsets].
+    """
+    rows = (num_rows * (heads_at > 0)).sort(-1).values
+    steps = rows.diff(dim=-1, prepend=torch.zeros_like(rows[..., :1]))
+    return (steps > 0).sum(-1)
 
 
 def _tiles_of_pieces(segment_start: Tensor, *, is_causal: bool) -> Tensor:

@@ -58,6 +58,7 @@ class AttentionCall:
             head_dim=query.shape[3],
             itemsize=query.dtype.itemsize,
             backward=backward,
+            device_type=query.device.type,
             tile_bytes=max_tile_bytes(query.device, query.nbytes, backward=backward),
         )
 

@@ -11,22 +11,10 @@ from functools import lru_cache
 from itertools import pairwise
 
 from ring_backends.schedule.block_builder import BlockBuilder
+from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
 from ring_backends.torch_internals import untraced
-
-COMMUNICATION_SHARE = 0.05
-"""Maximum size of all communication buffers, as a share of q, k, v, out and their gradients."""
-
-MIN_HOP_BYTES = 256 * 1024
-"""Minimum size of a hop after cutting. Smaller hops would save little memory, and their latency would dominate."""
-
-MIN_BLOCK_BYTES = 4 * 1024 * 1024
-"""Minimum size of the query of a block of heads, unless the hops require smaller blocks.
-
-In bf16 and fp16, the sums of a backward take more bytes than the gradients. Cutting the heads into blocks keeps the
-sums small. The sums of a forward need no such cut, since no gradients take memory at that time.
-"""
 
 
 @lru_cache(maxsize=256)
@@ -39,19 +27,21 @@ def rank_plan(
     head_dim: int,
     itemsize: int,
     backward: bool = False,
+    device_type: str = "cpu",
     tile_bytes: int | None = None,
 ) -> RankPlan:
     """The steps of ``rank`` in a forward, or in a backward.
 
     Args:
-        batch, head_dim, itemsize: sizes of the inputs, the same on every rank. They decide into how many parts heads
-            and hops are cut.
+        batch, head_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank. They decide
+            into how many parts heads and hops are cut.
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
     """
     if batch == 0:
         return RankPlan(rank, ())
     max_tile_rows = None if tile_bytes is None else max(1, tile_bytes // (batch * head_dim * itemsize))
-    num_blocks, shares = num_cuts(schedule, batch=batch, head_dim=head_dim, itemsize=itemsize, backward=backward)
+    sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
+    num_blocks, shares = num_cuts(schedule, **sizes, backward=backward, device_type=device_type)
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
     *blocks, last_block = (builder.block(max_tile_rows) for builder in builders)
@@ -74,21 +64,24 @@ def _hide_last_hop(block: HeadBlock) -> HeadBlock:
     return replace(block, steps=steps)
 
 
-def num_cuts(schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool) -> tuple[int, int]:
+def num_cuts(
+    schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool, device_type: str
+) -> tuple[int, int]:
     """Return the number of blocks of heads, and of shares of every hop, that keep the communication buffers small.
 
     At most three buffers of K and V exist at a time: one to send, one in use, one to receive. In a backward, there are
     at most three more of dK and dV, in the statistics dtype: one being computed, one to send, one to receive.
     """
-    row_bytes = batch * head_dim * itemsize
+    limits, row_bytes = limits_of(device_type), batch * head_dim * itemsize
     longest = max(map(schedule.layout.local_len, {0, schedule.layout.ring_size - 1}))
     tensors = 4 * longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
     hop = 2 * schedule.max_rows_in_flight * row_bytes
     buffers = 3 * hop
     if backward:
         buffers += 3 * hop * statistics_itemsize(itemsize) // itemsize
-    cuts = -(-buffers // max(1, int(COMMUNICATION_SHARE * tensors)))
-    cuts = max(1, min(cuts, hop // MIN_HOP_BYTES))
+    cuts = -(-buffers // max(1, int(limits.communication_share * tensors)))
+    cuts = max(1, min(cuts, hop // limits.min_hop_bytes))
     sums = longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
-    blocks = min(schedule.kv_heads, max(cuts, sums // MIN_BLOCK_BYTES, 1))
+    of_sums = 1 if limits.min_block_bytes is None else sums // limits.min_block_bytes
+    blocks = min(schedule.kv_heads, max(cuts, of_sums, 1))
     return blocks, -(-cuts // blocks)

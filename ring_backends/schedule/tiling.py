@@ -12,19 +12,14 @@ from dataclasses import replace
 
 import torch
 
+from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import Tile
 
 MIN_TILE_ROWS = 1024
 """Minimum number of rows after a cut by rows, since smaller kernel calls are slower."""
 
-MIN_TILE_BYTES = 256 * 1024
-"""Minimum result of :func:`max_tile_bytes` on the CPU."""
-
 MAX_TILE_BYTES = 4 * 1024 * 1024
 """Maximum size of the query of one kernel call on the CPU, for each thread."""
-
-MIN_TILE_BYTES_ON_DEVICE = 64 * 1024 * 1024
-"""Minimum result of :func:`max_tile_bytes` on an accelerator. Launches would dominate the time of smaller calls."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
 """Size of the query of one kernel call, as a share of the size of this rank's query.
@@ -37,8 +32,8 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
     """Maximum size of the query of one kernel call, if this rank's whole query has ``query_bytes`` bytes."""
     share = int(query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE))
     if device.type == "cpu":
-        return max(MIN_TILE_BYTES, min(share, MAX_TILE_BYTES * torch.get_num_threads()))
-    return max(MIN_TILE_BYTES_ON_DEVICE, share)
+        share = min(share, MAX_TILE_BYTES * torch.get_num_threads())
+    return max(limits_of(device.type).min_tile_bytes, share)
 
 
 def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import replace
 from unittest import mock
 
 from ring_backends.kernels import pairwise
-from ring_backends.schedule import planner, tiling
+from ring_backends.schedule import limits, tiling
 from ring_backends.schedule.planner import rank_plan
 
 
@@ -18,9 +19,10 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
     Hops and blocks of heads are split down to ``min_bytes``, tiles down to two rows. With documents, tiles are split
     at document boundaries if documents have two rows on average, and into blocks of three rows otherwise.
     """
+    fine = replace(limits.ON_CPU, min_hop_bytes=min_bytes, min_block_bytes=min_bytes, min_tile_bytes=3 * min_bytes)
     with (
-        mock.patch.multiple(planner, MIN_HOP_BYTES=min_bytes, MIN_BLOCK_BYTES=min_bytes),
-        mock.patch.multiple(tiling, MIN_TILE_BYTES=3 * min_bytes, MIN_TILE_ROWS=2),
+        mock.patch.object(limits, "ON_CPU", fine),
+        mock.patch.object(tiling, "MIN_TILE_ROWS", 2),
         mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
         mock.patch.multiple(pairwise, BLOCK=3, MIN_MEAN_RUN=2),
     ):

@@ -1,0 +1,36 @@
+"""How finely the plans for a type of device are cut. All ranks of a ring have devices of one type."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The limits of a plan's cuts.
+
+    Attributes:
+        communication_share: maximum size of all communication buffers, as a share of q, k, v, out and their gradients.
+        min_hop_bytes: minimum size of a hop after cutting. Smaller hops would save little memory, and their latency
+            would dominate.
+        min_block_bytes: minimum size of the query of a block of heads, unless the hops require smaller blocks. In bf16
+            and fp16, the sums of a backward take more bytes than the gradients, and blocks of heads keep the sums
+            small. None: the sums need no blocks. The sums of a forward never do, since no gradients take memory then.
+        min_tile_bytes: minimum size of the query of one kernel call.
+    """
+
+    communication_share: float
+    min_hop_bytes: int
+    min_block_bytes: int | None
+    min_tile_bytes: int
+
+
+ON_CPU = Limits(0.05, 256 * 2**10, 4 * 2**20, 256 * 2**10)
+
+ON_ACCELERATOR = Limits(0.10, 8 * 2**20, None, 64 * 2**20)
+"""On an accelerator, launches and latencies would dominate the time of smaller hops and tiles."""
+
+
+def limits_of(device_type: str) -> Limits:
+    """The limits on a device of this type. Device "meta" stands for an accelerator."""
+    return ON_CPU if device_type == "cpu" else ON_ACCELERATOR
