@@ -137,7 +137,13 @@ class UlyssesAttention:
     def of(cls, module: RingDilatedAttention) -> UlyssesAttention:
         ring, pattern = module.ring, module.pattern
         assert isinstance(ring, UlyssesRing)
-        share = type(module)(**vars(pattern), ring=ring.hop_ring, scale=module.scale, kernel=module.kernel)
+        share = type(module)(
+            **vars(pattern),
+            ring=ring.hop_ring,
+            scale=module.scale,
+            kernel=module.kernel,
+            grad_wire_dtype=module.grad_wire_dtype,
+        )
         share.pattern = _ShareOfHeads(**vars(pattern), ulysses_size=ring.ulysses_size, ulysses_rank=ring.ulysses_rank)
         return cls(module, ring, share)
 

@@ -35,6 +35,9 @@ def backward(
         )
         grads = LocalRows(query_grad, key_grad, value_grad)
         rows, tiles = LocalRows.of(inputs, call.dropout), TileRunner(call.kernel, call.scale)
+        sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)
+        if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
+            wire_dtype = call.grad_wire_dtype
         arriving = NOTHING
         grad_hop: _GradHop | None = None
         for index, (block, step) in enumerate(plan.steps):
@@ -44,7 +47,7 @@ def backward(
                 sums = _BlockSums.of(grads, block)
             here = rows.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
-            passed_on = _grad_buffer(step.grad_sends, rows, zeroed=True)
+            passed_on = _grad_buffer(step.grad_sends, rows.key, sum_dtype, zeroed=True)
             for tile in step.tiles:
                 with record_function(TILE_SPAN):
                     tile_grads = tiles.backward(tile, here, arrived, block_out, block_lse, block_grad_out)
@@ -54,8 +57,9 @@ def backward(
                 grad_hop.settle(passed_on, grads)
             arrival = NOTHING
             if hops is not None:
-                incoming = _grad_buffer(step.grad_receives, rows)
-                arrival = yield from hops.post(2 * index + 1, "dK and dV", passed_on.by_peer, step.grad_sends, incoming)
+                incoming = _grad_buffer(step.grad_receives, rows.key, wire_dtype)
+                outgoing = passed_on.to(wire_dtype).by_peer
+                arrival = yield from hops.post(2 * index + 1, "dK and dV", outgoing, step.grad_sends, incoming)
             grad_hop = _GradHop(arrival, sums, step is block.steps[-1])
         if grad_hop is not None:
             grad_hop.settle(None, grads)
@@ -78,9 +82,8 @@ def add_tile_grads(
         parcel_value += grad_value
 
 
-def _grad_buffer(messages: tuple[Message, ...], rows: LocalRows, *, zeroed: bool = False) -> WireBuffer:
-    key = rows.key
-    row_format = RowFormat(key.shape[0], key.shape[-1], statistics_dtype(key.dtype))
+def _grad_buffer(messages: tuple[Message, ...], key: Tensor, dtype: torch.dtype, *, zeroed: bool = False) -> WireBuffer:
+    row_format = RowFormat(key.shape[0], key.shape[-1], dtype)
     return WireBuffer(row_format, messages, key.device, zeroed=zeroed)
 
 

@@ -36,6 +36,7 @@ class AttentionCall:
         kernel: the kernel that computes the tiles.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
+        grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.
     """
 
     schedule: RingSchedule
@@ -43,6 +44,7 @@ class AttentionCall:
     kernel: Kernel
     scale: float
     dropout: Dropout | None = None
+    grad_wire_dtype: torch.dtype | None = None
 
     @property
     def layout(self) -> SequenceLayout:
@@ -81,6 +83,7 @@ class AttentionCall:
                 ("key_padding_mask", "none" if mask is None else "given"),
                 ("document_ids", "none" if documents is None else f"given, {documents.dtype}"),
                 ("dropout_p", 0.0 if self.dropout is None else self.dropout.p),
+                ("grad_wire_dtype", "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype)),
                 ("gradients", "needed" if needs_gradients else "not needed"),
             ),
         )

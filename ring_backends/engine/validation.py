@@ -120,6 +120,15 @@ def check_scale(scale: object) -> float | None:
     return float(scale)
 
 
+def check_grad_wire_dtype(dtype: object) -> torch.dtype | None:
+    """Check that ``dtype`` is ``torch.bfloat16``, or None for the dtype of the sums."""
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"grad_wire_dtype = {dtype!r}: expected torch.bfloat16, or None for fp32.")
+    if dtype not in (None, torch.bfloat16):
+        raise ValueError(f"grad_wire_dtype = {dtype}: must be torch.bfloat16, or None for fp32.")
+    return dtype
+
+
 def check_dropout(dropout_p: object) -> float:
     """Check that ``dropout_p`` is at least 0 and below 1."""
     if not isinstance(dropout_p, (int, float)) or isinstance(dropout_p, bool):

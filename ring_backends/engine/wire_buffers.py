@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -54,6 +54,7 @@ class WireBuffer:
         self, row_format: RowFormat, messages: Sequence[Message], device: torch.device, *, zeroed: bool = False
     ) -> None:
         self.row_format = row_format
+        self._messages = messages
         sizes = {message.peer: row_format.buffer_bytes(message.parcels) for message in messages}
         allocate = torch.zeros if zeroed else torch.empty
         self.buffer = allocate(sum(sizes.values()), dtype=torch.uint8, device=device)
@@ -90,6 +91,16 @@ class WireBuffer:
             value[:, streams, row_range],
             None if marks is None else marks[:, streams, row_range],
         )
+
+    def to(self, dtype: torch.dtype) -> WireBuffer:
+        """Return a buffer of the same parcels in ``dtype``: this one, or a copy. It has no marks."""
+        if dtype == self.row_format.dtype:
+            return self
+        converted = WireBuffer(replace(self.row_format, dtype=dtype, marks=None), self._messages, self.buffer.device)
+        for parcel in self.parcels:
+            for part, source in zip(converted.slices(parcel)[:2], self.slices(parcel)[:2], strict=True):
+                part.copy_(source)
+        return converted
 
     def stretch(self, parcels: Sequence[Parcel]) -> Tensor:
         """Return a buffer of these parcels in order: a view if they are adjacent in this buffer, else a copy."""

@@ -168,21 +168,23 @@ class RingSchedule:
         backward: bool = False,
         masked: bool = False,
         document_bytes: int = 0,
+        grad_itemsize: int | None = None,
     ) -> int:
         """Payload bytes that ``rank`` sends in one forward, or in one backward.
 
         Args:
             batch, head_dim: sizes of the inputs.
-            itemsize: bytes per element of K and V. In a backward, the elements of dK and dV have 4 bytes (8 for fp64).
+            itemsize: bytes per element of K and V.
             backward: whether to count a backward instead of a forward.
             masked: whether the call has a key padding mask. It takes one byte per key and head.
             document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
                 document number, which includes the mask.
+            grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
         """
         row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
         sent = int(self.rows_sent[rank]) * row_bytes
         if backward:
-            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * statistics_itemsize(itemsize)
+            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * (grad_itemsize or statistics_itemsize(itemsize))
         return batch * sent
 
     def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:

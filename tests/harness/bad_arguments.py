@@ -79,6 +79,10 @@ BAD_CALLS = {
         {"padding": "zeros"},
         {"document_ids": torch.zeros(2, 4).int()},
     ),
+    "gradients in fp16 on the wire": Bad(
+        ValueError, ("grad_wire_dtype = torch.float16",), {"grad_wire_dtype": torch.float16}
+    ),
+    "gradients in a string on the wire": Bad(TypeError, ("grad_wire_dtype = 'bf16'",), {"grad_wire_dtype": "bf16"}),
     "dropout a string": Bad(TypeError, ("dropout_p = 'no'",), {"dropout_p": "no"}),
     "scale nan": Bad(ValueError, ("scale = nan",), {"scale": float("nan")}),
     "scale infinite": Bad(ValueError, ("scale = inf",), {"scale": float("inf")}),

@@ -29,6 +29,7 @@ from ring_backends.testing.training_checkpoints import TrainingCheckpointTests
 from ring_backends.testing.training_mismatches import TrainingMismatchTests
 from ring_backends.testing.training_steps import TrainingStepTests
 from ring_backends.testing.unequal_ranks import UnequalRankTests
+from ring_backends.testing.wire_rounding import WireRoundingTests
 
 
 class AllTrainingTests(
@@ -54,6 +55,7 @@ class AdapterTests(
     MismatchTests,
     LostPeerTests,
     TrafficTests,
+    WireRoundingTests,
     ArrangementTests,
     LayoutTests,
     ContiguityTests,
