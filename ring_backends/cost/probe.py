@@ -32,7 +32,6 @@ LATENCY_BYTES = 1024
 BANDWIDTH_BYTES = 16 * 2**20
 TILE_ROWS = 2048
 
-_SHORT_TILE_ROWS = TILE_ROWS // 8
 _LAUNCHES = 20  # few enough that the device's queue does not fill up, which would stop the host
 
 _HEADS = {"cuda": 32}
@@ -96,7 +95,7 @@ class RankProbe:
         """
         calls: dict[object, Callable[[], object]] = {
             (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
-            for rows in (TILE_ROWS, _SHORT_TILE_ROWS)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
             for backward in (False, True)
             for is_causal in (False, True)
         }
@@ -110,7 +109,7 @@ class RankProbe:
         """
         (long_keys, long), (short_keys, short) = (
             ((rows + 1) / 2 if is_causal else rows, [seconds[rows, backward, is_causal] for backward in (False, True)])
-            for rows in (TILE_ROWS, _SHORT_TILE_ROWS)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
         )
         per_key = (sum(long) - sum(short)) / (long_keys - short_keys)
         # row_keys is 0 if short tiles are not slower per pair, or if the clock is too coarse to tell.
@@ -151,7 +150,7 @@ class RankProbe:
 
     def launch_seconds(self) -> float:
         """Measure the time in which the host launches a short tile with its copies and its merge."""
-        tile, copies = self._tile(_SHORT_TILE_ROWS, backward=False, is_causal=False), self._copies()
+        tile, copies = self._tile(TILE_ROWS // 8, backward=False, is_causal=False), self._copies()
         for call in (tile, copies):
             call()
         synchronize(self.device)
