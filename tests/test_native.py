@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.adapters import native
-from ring_backends.ring import transfer
+from ring_backends.ring import rendezvous, transfer
 from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
@@ -122,6 +123,35 @@ def attend_through_host(name: str) -> RankResult | None:
     case = replace(EDGE_CASES[name], batch=3)
     with mock.patch.object(transfer, "needs_host", return_value=True):
         return run_case_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
+
+
+def open_connections_as_over_nccl() -> tuple[list[str], list[float]]:
+    """Make a ring whose group passes for one of NCCL. Returns the group's first operations, and an unshard."""
+    operations: list[str] = []
+
+    def recorded(name: str) -> Any:
+        operation = getattr(dist, name)
+
+        def record(*args: Any, **options: Any) -> Any:
+            operations.append(name)
+            return operation(*args, **options)
+
+        return mock.patch.object(dist, name, record)
+
+    with (
+        mock.patch.object(rendezvous, "_nccl_device", return_value=torch.device("cpu")),
+        recorded("barrier"),
+        recorded("all_reduce"),
+        recorded("batch_isend_irecv"),
+    ):
+        ring = native.initialize(ring_size=4, timeout=timedelta(seconds=60))
+    return operations, ring.unshard(torch.tensor([[float(ring.rank)]]), dim=1).flatten().tolist()
+
+
+def test_the_connections_of_a_group_are_open_before_its_first_hop(world):
+    for operations, gathered in world.run(open_connections_as_over_nccl):
+        assert operations == ["barrier", "all_reduce", "batch_isend_irecv"]
+        assert gathered == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_gloo_takes_gpu_tensors_through_host_memory(world):

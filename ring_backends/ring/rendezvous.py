@@ -158,8 +158,7 @@ def connect(
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
-    # All ranks of an NCCL group must join its first operation, and not all ranks take part in a hop.
-    dist.barrier(group)
+    _open_connections(group)
     group.set_timeout(timeout)
     agreement = Agreement(store, rank, size, timeout, partial(abort, group))
     WATCHDOG.add(agreement)
@@ -219,6 +218,38 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, timeout=timeout, group_desc=name)
     groups.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group
+
+
+def _open_connections(group: dist.ProcessGroup) -> None:
+    """Open the connections between all ranks of the group, before a hop in which some of them take no part.
+
+    NCCL makes a group's communicator at the group's first operation, and all ranks must join that. In a group of gloo
+    and NCCL, ``barrier`` uses gloo, so an operation on the GPU follows. The exchange opens the connections of the hops,
+    nearly all of which go to a neighbour.
+    """
+    dist.barrier(group)
+    device = _nccl_device(group)
+    if device is None:
+        return
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    rank, size = group.rank(), group.size()
+    neighbours = {(rank - 1) % size, (rank + 1) % size}
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(operation, torch.zeros(1, device=device), group=group, group_peer=peer)
+            for peer in sorted(neighbours)
+            for operation in (dist.irecv, dist.isend)
+        ]
+    )
+    for work in works:
+        work.wait()
+
+
+def _nccl_device(group: dist.ProcessGroup) -> torch.device | None:
+    """The GPU of this rank if the group sends CUDA tensors over NCCL; else None."""
+    if "cuda:nccl" not in dist.get_backend_config(group):
+        return None
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def abort(group: dist.ProcessGroup) -> None:
