@@ -1,7 +1,8 @@
 """Refuses an environment whose torch is too old. The package itself is described in setup.cfg.
 
-pip would replace an old torch by its newest release, and so the build that was chosen for the machine. pip builds in an
-isolated process, which cannot import the environment's torch. So this file looks for it in the environment's folders.
+pip would replace an old torch, and with it the build that was chosen for the machine, by its newest release. pip builds
+in an isolated process, which cannot import the environment's torch. So this file looks for it in the environment's
+folders.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import configparser
 import re
 import site
+import sys
 import sysconfig
 from importlib.metadata import distributions
 from pathlib import Path
@@ -31,12 +33,15 @@ def oldest_torch() -> str:
 
 
 def refuse_an_older_torch() -> None:
-    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib"), site.getusersitepackages()]
+    folders = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    if sys.prefix == sys.base_prefix:  # a virtual environment does not see the user's packages
+        folders.append(site.getusersitepackages())
     oldest = oldest_torch()
     for installed in distributions(name="torch", path=folders):
-        if release(installed.version) < release(oldest):
+        version = installed.metadata["Version"]  # None after an interrupted uninstall
+        if version and release(version) < release(oldest):
             raise SystemExit(
-                f"torch {installed.version} is installed, but ring_backends needs torch {oldest} or newer. To install "
+                f"torch {version} is installed, but ring_backends needs torch {oldest} or newer. To install "
                 f'it first, with the build that you want: pip install --upgrade "torch>={oldest}"'
             )
 

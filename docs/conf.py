@@ -150,7 +150,10 @@ class TestedRuns(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         columns = ("date", "python", *TESTED, "passed", "skipped")
         lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-        lines += [f"| {' | '.join(str(run[name] or '-') for name in columns)} |" for run in recorded_runs()]
+        lines += [
+            f"| {' | '.join('-' if run[name] is None else str(run[name]) for name in columns)} |"
+            for run in recorded_runs()
+        ]
         return self.parse_text_to_nodes("\n".join(lines))
 
 

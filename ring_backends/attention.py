@@ -26,6 +26,7 @@ from ring_backends.ring.agreement import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
+from ring_backends.torch_internals import has_values
 
 
 class RingDilatedAttention(nn.Module, ABC):
@@ -43,8 +44,8 @@ class RingDilatedAttention(nn.Module, ABC):
             supports dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
             their bytes. Every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, an
-            element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the ranks' absolute shares
-            of it). Inputs of other dtypes are not affected.
+            element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values of the
+            ranks' contributions). Inputs of other dtypes are not affected.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -207,6 +208,11 @@ class RingDilatedAttention(nn.Module, ABC):
         """
         with self.ring.report_refusals():
             inputs, call = check_call(inputs, self.pattern, self.ring, self.scale, self.kernel)
+            if self.ring.size > 1 and not has_values(inputs.query):
+                raise ValueError(
+                    f"query is a meta or fake tensor, and the ring has {self.ring.size} ranks: a hop cannot send it; "
+                    "use a module with ring=None, or tensors with values."
+                )
         return inputs, replace(call, grad_wire_dtype=self.grad_wire_dtype)
 
     def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:

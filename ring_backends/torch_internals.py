@@ -35,8 +35,8 @@ def internal(owner: object, name: str, purpose: str) -> Any:
     if found is _MISSING:
         where = getattr(owner, "__name__", type(owner).__name__)
         raise RuntimeError(
-            f"torch {torch.__version__} has no {where}.{name}, which {purpose} needs; install a release of torch with "
-            "which this package was tested: `ring-backends info` lists them."
+            f"torch {torch.__version__} has no {where}.{name}, which {purpose} needs; install a release of torch that "
+            "docs/installation.md lists under Tested releases."
         )
     return found
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from xml.etree import ElementTree
 
 from ring_backends.releases import TESTED, versions
 
+RELEASES = ("torch", "python")
 RECORD = Path(__file__).resolve().parent.parent / "ring_backends" / "tested_runs.json"
 
 
@@ -31,7 +33,7 @@ def count(folder: Path) -> Counter[str]:
 
 def place(run: dict[str, Any]) -> tuple[list[int], list[int]]:
     """The releases of torch and Python, by which runs are ordered and replaced."""
-    torch, python = ([int(part) for part in run[name].partition("+")[0].split(".")] for name in ("torch", "python"))
+    torch, python = ([int(part) for part in re.findall(r"\d+", run[name].partition("+")[0])[:3]] for name in RELEASES)
     return torch, python[:2]
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
 from ring_backends.engine import call
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import (
@@ -325,3 +327,11 @@ def test_a_forward_without_gradients_plans_no_backward() -> None:
         assert [options.kwargs["backward"] for options in planned.call_args_list] == [False]
         dilated_attention(query, key, value, [4, 12], [1, 2]).sum().backward()
     assert [options.kwargs["backward"] for options in planned.call_args_list] == [False, False, True]
+
+
+def test_tensors_without_values_are_refused_on_a_ring() -> None:
+    ring = Ring(size=2, rank=0, ranks=(0, 1))
+    attention = ThreadRingDilatedAttention([8], [1], ring=ring)
+    tensors = torch.empty(3, 1, 4, 2, 8, device="meta")
+    with pytest.raises(ValueError, match="query is a meta or fake tensor, and the ring has 2 ranks"):
+        attention.check_call(AttentionInputs(*tensors))

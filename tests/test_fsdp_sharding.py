@@ -31,6 +31,7 @@ pytest.importorskip("numpy")  # the adapter needs NumPy
 from fsdp_cases import ADAPTER, STRATEGIES, parallelize_one_parameter, sgd
 
 from ring_backends.adapters import fsdp
+from ring_backends.adapters.fsdp.sharding import find_blocks
 
 
 def placements(strategy: str) -> set[str]:
@@ -209,3 +210,19 @@ def test_contradictory_options_are_refused(world: World) -> None:
         for text, ended in endings.items():
             assert ended.error in ("ValueError", "TypeError"), (text, ended)
             assert text in ended.message
+
+
+class Named(nn.Module):
+    """A model whose blocks have two names: by a second name of their parent, or of their list."""
+
+    def __init__(self, second_name: str) -> None:
+        super().__init__()
+        self.backbone = nn.Module()
+        self.backbone.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+        self.again: Any = self.backbone if second_name == "parent" else self.backbone.blocks
+
+
+@pytest.mark.parametrize("second_name", ["parent", "list"])
+def test_blocks_with_a_second_name_are_found_once(second_name: str) -> None:
+    model = Named(second_name)
+    assert list(map(id, find_blocks(model))) == list(map(id, model.backbone.blocks))

@@ -93,6 +93,7 @@ def test_a_probe_is_read(tmp_path: Path) -> None:
         "ranks": 2,
         "transport": "gloo",
         "device": "CPU with 1 thread per rank",
+        "device_type": "cpu",
         "head_dim": 64,
         "kernel": "aten_cpu_flash",
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 from collections.abc import Iterator
 
 import pytest
@@ -106,7 +107,7 @@ def test_the_record_lists_torch_releases_in_order_and_every_framework() -> None:
     runs = recorded_runs()
     releases = [tuple(map(int, run["torch"].partition("+")[0].split("."))) for run in runs]
     assert releases == sorted(releases)
-    assert all(run["passed"] > 1000 for run in runs)
+    assert all(run["passed"] > 1000 and datetime.date.fromisoformat(run["date"]) for run in runs)
     assert all(any(run[name] for run in runs) for name in TESTED)
 
 

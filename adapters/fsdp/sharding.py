@@ -245,8 +245,14 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     Each of them occurs once and shares no parameters with other modules, so that it can be sharded by itself.
     """
     users = _users(model)
-    places = Counter(id(part) for _, part in model.named_modules(remove_duplicate=False))
-    return [block for block in _repeated(model) if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
+    places = Counter(
+        id(child)
+        for module in model.modules()
+        # Unlike children(), a list also yields a module that it holds twice.
+        for child in (module if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children())
+    )
+    blocks = {id(block): block for block in _repeated(model)}.values()  # a list with two names is found twice
+    return [block for block in blocks if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
 
 
 def _has_its_own_parameters(block: nn.Module, users: Counter[int]) -> bool:

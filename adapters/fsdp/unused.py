@@ -1,7 +1,7 @@
 """Parameters that a rank has not used in a step, such as those of an expert that got no tokens there.
 
-FSDP2 leaves them out of the rank's reduce-scatter, while other ranks send their gradients. So the gradients of two
-parameters would be mixed up. Every rank must reduce zeros instead.
+FSDP2 leaves such parameters out of this rank's reduce-scatter. Other ranks include them, so gradients of different
+parameters would be added. Every rank must reduce zeros instead.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ring_backends.torch_internals import internal
 
 
 def reduce_zeros_of_unused_parameters(model: nn.Module) -> None:
-    """Make every block of a sharded model reduce zeros for its unused parameters."""
+    """Make FSDP2 reduce zeros for parameters that this rank has not used."""
     set_on_all_blocks = getattr(model, "set_reduce_scatter_unused_params", None)  # torch 2.13 and later
     if set_on_all_blocks is not None:
         set_on_all_blocks(True)

@@ -106,7 +106,7 @@ def _show(found: dict[str, Any]) -> None:
         (name, number or "not installed", found["untested"].get(name, "-"))
         for name, number in found["versions"].items()
     ]
-    console.print(_table("Versions", ("package", "version", "not covered by the tests"), versions))
+    console.print(_table("Versions", ("package", "version", "tests"), versions))
     console.print(
         _table(
             "Devices",
@@ -172,7 +172,7 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
         ("causal tile backward", rate(True, True)),
     ]
     if hardware.tile_seconds:
-        shown.append(("launch of a tile by the host", f"{hardware.tile_seconds * 1e6:.1f} µs"))
+        shown.append(("host time per tile launch", f"{hardware.tile_seconds * 1e6:.1f} µs"))
     if hardware.copy_bytes_per_second is not None:
         shown.append(("gathering and merging rows", f"{hardware.copy_bytes_per_second / 1e9:.2f} GB/s"))
     shown.append(("share of a hop that overlaps with tiles", f"{hardware.overlap:.0%}"))

@@ -248,7 +248,7 @@ def _plan(options: PlanOptions) -> None:
     layout = SequenceLayout(options.seq_len, options.ring_size, options.layout)
     schedule = RingSchedule(options.pattern(), layout, options.heads, options.kv_heads, options.causal)
     hardware, probe, source = _hardware(options, dtype, console)
-    device_type = (probe or {}).get("device_type", "cuda" if on_gpu else "cpu")
+    device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
     workload = Workload(schedule, options.batch, options.head_dim, dtype.itemsize, device_type)
     estimate = Estimate(workload, hardware, options.memory)
     between_hosts = None if options.hosts is None else estimate.bytes_between_hosts(options.hosts)

@@ -26,7 +26,7 @@ class Hardware:
             pairs of query and key count as FLOPs. None: as for other tiles.
         row_keys, causal_row_keys: a tile takes as long as if each query row had this many more keys. Kernels compute
             in blocks, which makes short tiles slower.
-        tile_seconds: time in which the host launches one tile: its copies, its kernel and its merge. A GPU that
+        tile_seconds: time that the host needs to launch one forward tile, with its copies and its merge. A GPU that
             computes tiles faster than this waits for the host. 0: the host computes the tiles itself.
         copy_bytes_per_second: rate at which dilated rows are gathered and merged, in bytes read and written. None:
             gathering and merging take no time.

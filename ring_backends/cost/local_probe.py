@@ -105,7 +105,7 @@ def read(path: Path, dtype: str) -> dict[str, Any]:
     try:
         probe = json.loads(path.read_text())["probe"]
         Hardware.of(probe["hardware"])
-        measured = str(probe["dtype"])
+        measured, _ = str(probe["dtype"]), str(probe["device_type"])
     except (KeyError, TypeError, ValueError, UnicodeDecodeError) as error:
         raise ValueError(
             f"probe = {str(path)!r}: holds no constants ({type(error).__name__}: {error}); {advice}"

@@ -7,7 +7,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
   ``row_keys`` keys more than it sees.
 - The time to gather rows and to merge results is the number of bytes read and written, divided by
   ``copy_bytes_per_second``.
-- A rank takes at least ``tile_seconds`` per tile, in which its host launches the tile.
+- A rank takes at least ``tile_seconds`` per tile, which is the host's time to launch it.
 - The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
   more, divided by the bandwidth.
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
@@ -50,7 +50,8 @@ class RingCost:
     Args:
         schedule: the branches, layout, heads and mask.
         batch, head_dim: batch size and head dimension of the inputs.
-        itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element.
+        itemsize: bytes per element of the inputs. The LSE, and dK and dV in hops, have at least 4 bytes per element;
+            the model does not know ``grad_wire_dtype``.
         device_type: type of the ranks' devices. It decides how finely hops, heads and tiles are cut.
 
     Raises:
@@ -110,10 +111,11 @@ class RingCost:
 
     @cached_property
     def communication_bytes(self) -> int:
-        """Upper bound of the bytes in one rank's wire buffers.
+        """Estimated bytes in one rank's wire buffers.
 
         At most three hops of K and V and three hops of dK and dV are in memory. The planner cuts hops until they take
-        at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below ``min_hop_bytes``
+        at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below ``min_hop_bytes``, so a hop
+        may have almost twice as many
         (:class:`~ring_backends.schedule.limits.Limits`).
         """
         keys, grads = self._hop_bytes
@@ -217,11 +219,12 @@ class RingCost:
         if hardware.copy_bytes_per_second is not None:
             copied = self._copied_bytes(backward=backward) / hardware.copy_bytes_per_second
         blocks, shares = self._cuts(backward=backward)
-        last = other / (max(1, self.schedule.num_steps) * blocks * shares)
+        steps = max(1, self.schedule.num_steps)
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
         own_tiles, other_tiles = self.tiles.num_tiles
         launches = (own_tiles + other_tiles * shares) * (blocks * hardware.tile_seconds)
-        return torch.maximum((own + other + copied) / speed, launches), last / speed
+        last = torch.maximum(other / (steps * blocks * shares * speed), other_tiles * (hardware.tile_seconds / steps))
+        return torch.maximum((own + other + copied) / speed, launches), last
 
     def _copied_bytes(self, *, backward: bool) -> Tensor:
         """Bytes read and written to gather rows and to merge results: float64 [ring size]."""

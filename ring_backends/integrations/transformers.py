@@ -144,7 +144,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> _RingMask:
-        # transformers 5.0 passes the positions of the queries, and newer releases their number.
+        # Some releases of transformers pass the positions of the queries, others their number.
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
             if num_queries != kv_length or kv_offset:

@@ -100,7 +100,7 @@ class Kernel(ABC):
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         """Return the reasons why this kernel cannot run such a call, one sentence each; empty if it can.
 
-        Tensors on device "meta" hold no values and stand for tensors of any device. So no device is a reason there.
+        Tensors on device "meta" stand for tensors on any device, so there the device is never a reason.
         """
         reasons = operator_reasons(self.operators)
         if self.device_types is not None and inputs.device.type not in (*self.device_types, "meta"):

@@ -212,10 +212,12 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     groups = internal(dist.distributed_c10d, "_world", "a new ring")
     store.set(f"arrived/{dist.get_rank()}", "")
     store.wait([f"arrived/{rank}" for rank in ranks], timeout)
+    world, rank = dist.group.WORLD, ranks.index(dist.get_rank())
+    assert world is not None
+    backend, world_store = groups.pg_map[world]
     group: dist.ProcessGroup
-    backend, world_store = groups.pg_map[dist.group.WORLD]
-    rank = ranks.index(dist.get_rank())
-    group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, timeout=timeout, group_desc=name)
+    options = {"timeout": timeout, "group_desc": name, "device_id": world.bound_device_id}
+    group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, **options)
     groups.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group
 

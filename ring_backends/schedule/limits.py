@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a plan's cuts.
+    """Limits on how finely a plan cuts hops, heads and tiles.
 
     Attributes:
         communication_share: maximum size of all communication buffers, as a share of q, k, v, out and their gradients.
@@ -15,7 +15,7 @@ class Limits:
             would dominate.
         min_block_bytes: minimum size of the query of a block of heads, unless the hops require smaller blocks. In bf16
             and fp16, the sums of a backward take more bytes than the gradients, and blocks of heads keep the sums
-            small. None: the sums need no blocks. The sums of a forward never do, since no gradients take memory then.
+            small. None: heads are not cut for the sums. A forward never needs this cut, because it holds no gradients.
         min_tile_bytes: minimum size of the query of one kernel call.
     """
 

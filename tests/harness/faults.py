@@ -175,6 +175,7 @@ def _boom(*_: object) -> NoReturn:
 
 def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
     """Call attention on a new ring of these ranks. Returns the output of this rank."""
+    # Only the survivors make this call. It waits for no other rank, since all have made equally many groups.
     group = dist.new_group(list(ranks))
     ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
     out: Tensor = local_call(adapter, ring, CASE)()
