@@ -54,8 +54,8 @@ def recorded(variant: str, head_dim: int, dtype: torch.dtype) -> list[tuple[Any,
     if "documents" in variant:
         options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
     with (
-        mock.patch.object(triton_launch, "kernels", lambda: replaced),
-        mock.patch("ring_backends.engine.call.select_kernel", lambda *_: TritonDilatedKernel()),
+        mock.patch.object(triton_launch, "kernels", return_value=replaced),
+        mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()),
     ):
         out = dilated_attention(query, key, value, [512], [2], is_causal=True, **options)
         out.backward(torch.zeros_like(out))

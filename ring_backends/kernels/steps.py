@@ -75,7 +75,13 @@ class StepKernel(Kernel):
 
     @abstractmethod
     def forward_into(
-        self, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, out: Tensor, lse: Tensor, *,
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
         scale: float,
     ) -> None:
         """Merge the results of all tiles into ``out`` and ``lse`` of their block of heads, in place.

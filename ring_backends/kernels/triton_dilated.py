@@ -38,8 +38,8 @@ class TritonDilatedKernel(StepKernel):
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     unverified = (
-        "no GPU has run it: the project's tests run it in Triton's interpreter, and compile it for GPUs without running "
-        "it"
+        "no GPU has run it; the project's tests run it in Triton's interpreter, and compile it for compute capability "
+        "8.0 and 9.0"
     )
     has_dropout = True
 
@@ -98,12 +98,12 @@ class TritonDilatedKernel(StepKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         rows = _OneTile.of(query, key, value, key_mask)
-        grads = [x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value)]
-        sums = _OneTile.of(*grads, None)
+        grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
+        sums = _OneTile.of(grad_query, grad_key, grad_value, None)
         grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
         deltas = self.row_deltas(out, grad_out)
         self.backward_into(rows.tiles(is_causal), rows, None, grad_out, lse, deltas, sums, None, scale=scale)
-        return grads[0], grads[1], grads[2]
+        return grad_query, grad_key, grad_value
 
     def forward_into(
         self,

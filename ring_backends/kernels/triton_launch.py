@@ -68,22 +68,30 @@ class Blocks(NamedTuple):
 
 
 _HALF_BLOCKS = {
-    "forward": {64: Blocks(128, 64, 4, 2), 128: Blocks(128, 64, 8, 2), 256: Blocks(64, 32, 8, 2)},
+    "forward": {64: Blocks(128, 64, 8, 3), 128: Blocks(64, 64, 8, 2), 256: Blocks(64, 32, 8, 1)},
     "grad_query": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)},
-    "grad_key_value": {64: Blocks(64, 64, 4, 2), 128: Blocks(32, 64, 8, 2), 256: Blocks(32, 32, 8, 1)},
+    "grad_key_value": {64: Blocks(32, 64, 8, 1), 128: Blocks(32, 64, 8, 1), 256: Blocks(32, 32, 8, 1)},
 }
 """Blocks in fp16 and bf16, by kernel and largest padded head dim."""
 
-_FP32_BLOCKS = {64: Blocks(32, 32, 4, 2), 128: Blocks(32, 32, 8, 1), 256: Blocks(16, 16, 8, 1)}
+_PAIRWISE_HALF_BLOCKS = {
+    "forward": {64: Blocks(128, 32, 8, 1), 128: Blocks(64, 32, 8, 1), 256: Blocks(32, 32, 8, 1)},
+    "grad_query": {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 8, 2), 256: Blocks(32, 32, 8, 1)},
+    "grad_key_value": {64: Blocks(32, 64, 8, 1), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
+}
+"""Blocks with documents or dropout, which need more registers for each pair."""
+
+_FP32_BLOCKS = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 4, 1), 256: Blocks(16, 16, 8, 1)}
 _INTERPRETED_BLOCKS = Blocks(16, 32, 4, 1)
 """Blocks of the interpreter. Both sizes differ, so that tests notice if they are mixed up."""
 
 
-def block_sizes(kernel: str, dtype: torch.dtype, head_dim: int, *, is_interpreted: bool) -> Blocks:
-    """The blocks of the kernel called ``kernel``. No choice has been measured on a GPU."""
+def block_sizes(kernel: str, dtype: torch.dtype, head_dim: int, *, is_pairwise: bool, is_interpreted: bool) -> Blocks:
+    """The blocks of the kernel called ``kernel``. They fit into registers; no choice has been measured on a GPU."""
     if is_interpreted:
         return _INTERPRETED_BLOCKS
-    by_head_dim = _FP32_BLOCKS if dtype == torch.float32 else _HALF_BLOCKS[kernel]
+    of_half = _PAIRWISE_HALF_BLOCKS if is_pairwise else _HALF_BLOCKS
+    by_head_dim = _FP32_BLOCKS if dtype == torch.float32 else of_half[kernel]
     return by_head_dim[max(64, padded_head_dim(head_dim))]
 
 
@@ -126,11 +134,13 @@ class Launch:
             yield cls(tile_table(group, offsets, key.device), key, value, marks, words)
 
     def run(self, name: str, rows: StepRows, arguments: dict[str, Any], scale: float) -> None:
-        """Run the kernel that is the field ``name`` of :class:`Kernels`. ``arguments`` are those of this kernel only."""
+        """Run the kernel called ``name``, a field of :class:`Kernels`, with ``arguments`` that others do not have."""
         found = kernels()
         kernel = getattr(found, name)
         head_dim = rows.query.shape[3]
-        blocks = block_sizes(name, rows.query.dtype, head_dim, is_interpreted=found.is_interpreted)
+        is_pairwise = rows.query_documents is not None or rows.dropout is not None
+        options = {"is_pairwise": is_pairwise, "is_interpreted": found.is_interpreted}
+        blocks = block_sizes(name, rows.query.dtype, head_dim, **options)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
