@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -16,6 +18,7 @@ from ring_backends.kernels import (
     kernels,
     resolve_dtype,
     select_kernel,
+    triton_launch,
 )
 
 
@@ -23,12 +26,15 @@ from ring_backends.kernels import (
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """A function that makes torch report an NVIDIA GPU of a given compute capability."""
 
-    def claim(major: int, minor: int, *, flash: bool = True, cudnn: int | None = 91600) -> None:
+    def claim(
+        major: int, minor: int, *, flash: bool = True, cudnn: int | None = 91600, triton: str | None = "no Triton"
+    ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(triton_launch, "import_failure", lambda: triton)
 
     return claim
 
@@ -91,6 +97,32 @@ def test_cudnn_comes_after_flash_and_only_in_a_correct_version(
         select_kernel("aten_cuda_cudnn", inputs)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert select_kernel("auto", inputs).name == "math"
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, "aten_cuda_flash"),
+        ({"has_key_mask": True}, "triton_dilated"),
+        ({"has_documents": True}, "triton_dilated"),
+        ({"has_dropout": True}, "triton_dilated"),
+    ],
+)
+def test_triton_comes_first_only_with_masks_documents_or_dropout(
+    gpu_of: Callable[..., None], options: dict[str, bool], expected: str
+) -> None:
+    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=64, **options)
+    gpu_of(9, 0, triton=None)
+    assert select_kernel("auto", inputs).name == expected
+    gpu_of(9, 0, triton="Triton is not installed")
+    assert select_kernel("auto", inputs).name != "triton_dilated"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        select_kernel("triton_dilated", inputs)
+
+
+def test_importing_the_package_does_not_import_triton() -> None:
+    code = "import sys, ring_backends, ring_backends.kernels; sys.exit('triton' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_the_error_without_a_usable_kernel_lists_inputs_and_reasons() -> None:

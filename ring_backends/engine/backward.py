@@ -20,6 +20,7 @@ from ring_backends.engine.tiles import TILE_SPAN, TileRunner, accumulator
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import scatter, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import StepKernel
 from ring_backends.schedule.rank_plan import HeadBlock, Message, Tile
 from ring_backends.schedule.rows import DilatedRows
 
@@ -35,6 +36,7 @@ def backward(
         )
         grads = LocalRows(query_grad, key_grad, value_grad)
         rows, tiles = LocalRows.of(inputs, call.dropout), TileRunner(call.kernel, call.scale)
+        deltas = call.kernel.row_deltas(out, grad_out) if isinstance(call.kernel, StepKernel) else None
         sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
@@ -48,10 +50,16 @@ def backward(
             here = rows.block(block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
             passed_on = _grad_buffer(step.grad_sends, rows.key, sum_dtype, zeroed=True)
-            for tile in step.tiles:
+            if isinstance(call.kernel, StepKernel):
+                assert deltas is not None
+                given = block_grad_out, block_lse, deltas[:, :, block.heads]
                 with record_function(TILE_SPAN):
-                    tile_grads = tiles.backward(tile, here, arrived, block_out, block_lse, block_grad_out)
-                    add_tile_grads(tile, tile_grads, sums, passed_on)
+                    call.kernel.backward_into(step.tiles, here, arrived, *given, sums, passed_on, scale=call.scale)
+            else:
+                for tile in step.tiles:
+                    with record_function(TILE_SPAN):
+                        tile_grads = tiles.backward(tile, here, arrived, block_out, block_lse, block_grad_out)
+                        add_tile_grads(tile, tile_grads, sums, passed_on)
             del arrived  # frees the received buffer, as in forward()
             if grad_hop is not None:
                 grad_hop.settle(passed_on, grads)

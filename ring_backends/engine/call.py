@@ -15,6 +15,7 @@ from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_tensors
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.agreement import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import SequenceLayout
@@ -53,6 +54,9 @@ class AttentionCall:
     def plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         """This rank's part of the schedule, in a forward or in a backward."""
         query = inputs.query
+        tile_bytes = None  # a kernel that reads rows in place needs no memory for tiles
+        if not isinstance(self.kernel, StepKernel):
+            tile_bytes = max_tile_bytes(query.device, query.nbytes, backward=backward)
         return rank_plan(
             self.schedule,
             self.rank,
@@ -61,7 +65,7 @@ class AttentionCall:
             itemsize=query.dtype.itemsize,
             backward=backward,
             device_type=query.device.type,
-            tile_bytes=max_tile_bytes(query.device, query.nbytes, backward=backward),
+            tile_bytes=tile_bytes,
         )
 
     def configuration(self, inputs: AttentionInputs, module_number: str, *, needs_gradients: bool) -> Configuration:
@@ -114,6 +118,7 @@ def check_call(
         query.shape[3],
         has_key_mask=inputs.key_padding_mask is not None,
         has_dropout=dropout is not None,
+        has_documents=inputs.document_ids is not None,
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
     return inputs, AttentionCall(schedule, ring.rank, select_kernel(kernel, needs), scale, dropout)

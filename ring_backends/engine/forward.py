@@ -6,13 +6,12 @@ import math
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.hops import NOTHING, ByHops, Hops, post_keys, report_failure
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import LocalRows
-from ring_backends.engine.tiles import TILE_SPAN, TileRunner, accumulator, merge_phantom, merge_tile
+from ring_backends.engine.tiles import TileRunner, accumulator, merge_phantom
 from ring_backends.kernels.merge import statistics_dtype
 
 
@@ -38,9 +37,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
                 if not block.is_opened:
                     block_out.zero_()
                     block_lse.fill_(-math.inf)
-            for tile in step.tiles:
-                with record_function(TILE_SPAN):
-                    merge_tile(tile, block_out, block_lse, *tiles.forward(tile, here, arrived))
+            tiles.forward_into(step.tiles, here, arrived, block_out, block_lse)
             for phantom in step.phantoms:
                 merge_phantom(block_out, block_lse, phantom)
             del arrived  # so that at most two received buffers exist when the next hop is posted

@@ -6,23 +6,29 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.kernels import Kernel, PairRule, pairwise
 from ring_backends.kernels.gather_rows import gather, gather_into, gathered_shape, scatter, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import StepKernel
 from ring_backends.schedule.rank_plan import ParcelRows, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import has_values
 
 TILE_SPAN = "ring_backends::tile"
-"""The name under which torch.profiler shows the computation of one tile, including its merge."""
+"""The name under which torch.profiler shows the computation of one tile, including its merge.
+
+If the kernel computes all tiles of a step at once, it shows the step.
+"""
 
 
 class TileRunner:
@@ -39,6 +45,18 @@ class TileRunner:
         if rows.rule is not None:
             return pairwise.forward(self.kernel, rows.rule, *tensors, **self._options(rows))
         return self.kernel.forward(*tensors, **self._options(rows))
+
+    def forward_into(
+        self, tiles: Sequence[Tile], here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor
+    ) -> None:
+        """Compute the tiles of one step, and merge them into ``out`` and ``lse`` of their block of heads."""
+        if isinstance(self.kernel, StepKernel):
+            with record_function(TILE_SPAN):
+                self.kernel.forward_into(tiles, here, arrived, out, lse, scale=self.scale)
+            return
+        for tile in tiles:
+            with record_function(TILE_SPAN):
+                merge_tile(tile, out, lse, *self.forward(tile, here, arrived))
 
     def backward(
         self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -73,13 +74,18 @@ class WireBuffer:
     def __contains__(self, parcel: Parcel) -> bool:
         return parcel in self._offsets
 
+    def slice_offsets(self, parcel: Parcel) -> tuple[int, ...]:
+        """Where K, V and the marks of ``parcel`` begin in the buffer, in bytes."""
+        sizes = (_aligned(_num_bytes(shape, dtype)) for shape, dtype in self.row_format.shapes(parcel))
+        *offsets, _ = accumulate(sizes, initial=self._offsets[parcel])
+        return tuple(offsets)
+
     def slices(self, parcel: Parcel) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return K, V and the marks of ``parcel`` as views of the buffer. Without marks, the third is None."""
-        views, offset = [], self._offsets[parcel]
-        for shape, dtype in self.row_format.shapes(parcel):
+        views = []
+        for offset, (shape, dtype) in zip(self.slice_offsets(parcel), self.row_format.shapes(parcel), strict=True):
             size = _num_bytes(shape, dtype)
             views.append(self.buffer[offset : offset + size].view(dtype).view(shape))
-            offset += _aligned(size)
         return views[0], views[1], None if self.row_format.marks is None else views[2]
 
     def rows(self, rows: ParcelRows) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -31,6 +31,7 @@ class KernelInputs:
         has_key_mask: whether tiles may have a key mask.
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
+        has_documents: whether the call has document ids.
     """
 
     device: torch.device
@@ -39,14 +40,16 @@ class KernelInputs:
     has_key_mask: bool = False
     needs_grad: bool = True
     has_dropout: bool = False
+    has_documents: bool = False
 
     def __str__(self) -> str:
         mask = "with" if self.has_key_mask else "without"
         grad = "with" if self.needs_grad else "without"
+        documents = ", documents" if self.has_documents else ""
         dropout = ", dropout" if self.has_dropout else ""
         return (
             f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {mask} key mask, {grad} gradient"
-            f"{dropout}"
+            f"{documents}{dropout}"
         )
 
 
@@ -110,6 +113,10 @@ class Kernel(ABC):
         if inputs.has_dropout and not self.has_dropout:
             reasons.append("its dropout would depend on how the sequence is sharded")
         return reasons
+
+    def auto_order(self, inputs: KernelInputs) -> int | None:
+        """Where ``"auto"`` tries this kernel for such a call: lower numbers first; None if it never chooses it."""
+        return 1
 
     @abstractmethod
     def forward(

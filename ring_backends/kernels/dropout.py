@@ -36,6 +36,16 @@ class Dropout:
     positions: Tensor
     replica: int
 
+    @property
+    def threshold(self) -> int:
+        """A pair is kept if the upper 31 bits of its word are below this number."""
+        return min(round((1 - self.p) * 2**31), 2**31 - 1)
+
+    @property
+    def weight(self) -> float:
+        """The factor on the weights that are kept."""
+        return 1 / (1 - self.p)
+
     def query_words(self, seed: int, batch: int, num_heads: int, device: torch.device) -> Tensor:
         """Compute the two words of each query for the hash: int32 [batch, local seq, heads, 2]."""
         of_rows = torch.arange(batch, dtype=torch.int64, device="cpu")[:, None, None]
@@ -71,12 +81,11 @@ class Dropout:
         # A pair is kept if its word is below a threshold. The sign of the difference becomes a bit mask, with which the
         # bits of the weight are combined. This is three times as fast as a comparison and a conversion.
         word = (word >> 1) & 0x7FFFFFFF
-        word -= min(round((1 - self.p) * 2**31), 2**31 - 1)
+        word -= self.threshold
         word >>= 31
-        weight = 1 / (1 - self.p)
         if dtype != torch.float32:
-            return (word & 1).to(dtype).mul_(weight)
-        (bits,) = struct.unpack("i", struct.pack("f", weight))
+            return (word & 1).to(dtype).mul_(self.weight)
+        (bits,) = struct.unpack("i", struct.pack("f", self.weight))
         word &= bits
         return word.view(torch.float32)
 

@@ -1,6 +1,7 @@
 """All kernels in order of preference. ``"auto"`` takes the first kernel that can run a call.
 
-Each kernel judges device, dtype and options in its own ``not_supported_reasons``.
+Each kernel judges device, dtype and options in its own ``not_supported_reasons``. Its ``auto_order`` may move it to the
+front for some calls.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaCudnnKernel, AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.base import Kernel, KernelInputs
 from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 
 _KERNELS: tuple[Kernel, ...] = (
     AtenCudaFlashKernel(),
     AtenCudaCudnnKernel(),
     AtenCudaEfficientKernel(),
+    TritonDilatedKernel(),
     AtenCpuFlashKernel(),
     MathKernel(),
 )
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in the order in which ``"auto"`` tries them."""
+    """All kernels, in order of preference."""
     return _KERNELS
 
 
@@ -44,9 +47,11 @@ def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
         choices = ", ".join(repr(choice) for choice in ("auto", *kernel_names()))
         raise ValueError(f"kernel = {name!r}: there is no such kernel; use one of {choices}.")
     refusals = []
-    for kernel in _KERNELS:
+    for kernel in _in_order(inputs) if name == "auto" else _KERNELS:
         if name in ("auto", kernel.name):
             reasons = kernel.not_supported_reasons(inputs)
+            if name == "auto" and kernel.auto_order(inputs) is None:
+                reasons.append("'auto' does not choose it on this device")
             if not reasons:
                 return kernel
             refusals.append(f"  {kernel.name}: {'; '.join(reasons)}")
@@ -54,6 +59,12 @@ def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
     raise ValueError(
         f"kernel = {name!r}: no kernel can run {inputs}:\n" + "\n".join(refusals) + f"\nTo fix this, {way_out}."
     )
+
+
+def _in_order(inputs: KernelInputs) -> list[Kernel]:
+    """The kernels in the order in which ``"auto"`` tries them."""
+    orders = {kernel: kernel.auto_order(inputs) for kernel in _KERNELS}
+    return sorted(_KERNELS, key=lambda kernel: (orders[kernel] is None, orders[kernel] or 0))
 
 
 def available_kernels() -> dict[str, str | None]:

@@ -1,0 +1,179 @@
+"""The tiles of one step and branch as tables of integers, from which the programs of one launch find their rows.
+
+The rows of one head (or of one stream of keys) in all segments of a tile are one entry of a table. Each program owns
+one block of rows of an entry in one segment, and reads all entries that it is linked to. So no two programs write the
+same row, and a result does not depend on the order of the programs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from ring_backends.schedule.rank_plan import Parcel, ParcelRows, Tile
+from ring_backends.schedule.rows import DilatedRows
+from ring_backends.torch_internals import untraced
+
+ROW_COLUMNS = 6
+"""Columns of local rows: head, position of the first row, segment stride, dilation rate, rows, segments."""
+
+KEY_COLUMNS = 13
+"""Columns of keys: those of local rows, then the rows per batch entry of a parcel, and the offsets of its slices.
+
+The offsets, in elements, are those of K, V, the marks, the dropout words, dK and dV.
+"""
+
+Offsets = tuple[int, ...]
+"""The offsets of the slices of one parcel, in the order of :data:`KEY_COLUMNS`."""
+
+
+@dataclass(frozen=True, eq=False)
+class Owners:
+    """The entries of one table that own their rows in a launch, and the entries of the other table that each reads.
+
+    Attributes:
+        bounds: int32 [entries, 3], the first link of each entry, the end of its links, and whether its results are
+            stored instead of added.
+        links: int32 [links, 2], an entry of the other table, and whether the causal diagonal limits the pair.
+        counts: (rows, segments) of each entry.
+        reversed_blocks: whether the last block of rows comes first. Causal queries at the end have the most keys.
+    """
+
+    bounds: Tensor
+    links: Tensor
+    counts: tuple[tuple[int, int], ...]
+    reversed_blocks: bool
+    _work: dict[int, Tensor] = field(default_factory=dict)
+
+    def work(self, block: int) -> Tensor:
+        """Which block of ``block`` rows each program owns: int32 [programs, 3], the entry, its segment, the block."""
+        if block not in self._work:
+            device = self.bounds.device
+            self._work[block] = _work(self.counts, block, reversed_blocks=self.reversed_blocks).to(device)
+        return self._work[block]
+
+
+@dataclass(frozen=True, eq=False)
+class TileTable:
+    """The tables of one launch.
+
+    Attributes:
+        queries: int64 [entries, ROW_COLUMNS].
+        keys: int64 [entries, KEY_COLUMNS].
+        by_query, by_key: the owners in a launch whose programs own queries, or keys.
+        is_packed: whether the keys lie in a buffer of parcels.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    by_query: Owners
+    by_key: Owners
+    is_packed: bool
+
+
+def launches(tiles: Sequence[Tile]) -> list[tuple[Tile, ...]]:
+    """Split the tiles of a step into those of each launch: of one branch, with local keys or with parcels."""
+    return [tuple(group) for _, group in groupby(tiles, key=lambda tile: (tile.branch, tile.parcel is None))]
+
+
+def parcels(tiles: Sequence[Tile]) -> tuple[Parcel, ...]:
+    """The parcels that the tiles read, each once."""
+    return tuple(dict.fromkeys(tile.parcel for tile in tiles if tile.parcel is not None))
+
+
+@lru_cache(maxsize=1024)
+@untraced
+def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: torch.device) -> TileTable:
+    """Make the tables of one launch.
+
+    Args:
+        tiles: tiles of one launch. They are compared by identity: a plan holds the same tiles in every call.
+        offsets: of each of the :func:`parcels` of the tiles.
+        device: where the tables are stored.
+    """
+    offsets_of = dict(zip(parcels(tiles), offsets, strict=True))
+    queries: dict[tuple[object, ...], int] = {}
+    keys: dict[tuple[object, ...], int] = {}
+    key_rows: list[tuple[int, ...]] = []
+    links: list[tuple[int, int, bool]] = []
+    query_opens: set[int] = set()
+    key_opens: set[int] = set()
+    for tile in tiles:
+        streams = _key_entries(tile, offsets_of)
+        for query, stream in zip(_entries(tile.queries), tile.stream_of_head, strict=True):
+            identity, row = streams[stream]
+            query_index = queries.setdefault(query, len(queries))
+            key_index = keys.setdefault(identity, len(keys))
+            if key_index == len(key_rows):
+                key_rows.append(row)
+            links.append((query_index, key_index, tile.is_causal))
+            if tile.opens_queries:
+                query_opens.add(query_index)
+            if tile.opens_keys:
+                key_opens.add(key_index)
+    query_table = torch.tensor(list(queries), dtype=torch.int64, device="cpu")
+    key_table = torch.tensor(key_rows, dtype=torch.int64, device="cpu")
+    by_key = [(key, query, is_causal) for query, key, is_causal in links]
+    return TileTable(
+        queries=query_table.to(device),
+        keys=key_table.to(device),
+        by_query=_owners(query_table, links, query_opens, device, reversed_blocks=True),
+        by_key=_owners(key_table, by_key, key_opens, device, reversed_blocks=False),
+        is_packed=isinstance(tiles[0].keys, ParcelRows),
+    )
+
+
+def _entries(rows: DilatedRows) -> list[tuple[int, ...]]:
+    """The columns :data:`ROW_COLUMNS` of each head."""
+    return [
+        (head, rows.start + phase, rows.segment_stride, rows.rate, rows.rows, rows.segments)
+        for run in rows.runs
+        for head, phase in run.heads_and_phases()
+    ]
+
+
+def _key_entries(tile: Tile, offsets: dict[Parcel, Offsets]) -> list[tuple[tuple[object, ...], tuple[int, ...]]]:
+    """What identifies the keys of each stream of a tile, and their columns :data:`KEY_COLUMNS`."""
+    keys = tile.keys
+    if isinstance(keys, DilatedRows):
+        return [(entry, (*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS))) for entry in _entries(keys)]
+    parcel = keys.parcel
+    entries: list[tuple[tuple[object, ...], tuple[int, ...]]] = []
+    for stream in keys.streams:
+        first = stream * parcel.rows + keys.row_range.start
+        row = (0, first, 0, 1, keys.rows, 1, parcel.num_streams * parcel.rows, *offsets[parcel])
+        entries.append(((parcel, *row), row))
+    return entries
+
+
+def _owners(
+    table: Tensor, links: list[tuple[int, int, bool]], opens: set[int], device: torch.device, *, reversed_blocks: bool
+) -> Owners:
+    ordered = sorted(links, key=lambda link: link[0])  # stable, so the order of the tiles is kept
+    counts = torch.bincount(torch.tensor([link[0] for link in ordered], device="cpu"), minlength=len(table))
+    ends = counts.cumsum(0)
+    is_open = torch.tensor([index in opens for index in range(len(table))], device="cpu")
+    return Owners(
+        bounds=torch.stack([ends - counts, ends, is_open.to(ends.dtype)], 1).to(torch.int32).to(device),
+        links=torch.tensor([link[1:] for link in ordered], dtype=torch.int32, device="cpu").to(device),
+        counts=tuple((rows, segments) for rows, segments in table[:, 4:6].tolist()),
+        reversed_blocks=reversed_blocks,
+    )
+
+
+@untraced
+def _work(counts: Sequence[tuple[int, int]], block: int, *, reversed_blocks: bool) -> Tensor:
+    rows, segments = torch.tensor(counts, device="cpu").unbind(1)
+    blocks = (rows + block - 1) // block
+    programs = blocks * segments
+    entries = torch.arange(len(counts), device="cpu").repeat_interleave(programs)
+    index = torch.arange(len(entries), device="cpu") - (programs.cumsum(0) - programs)[entries]
+    segment, number = index // blocks[entries], index % blocks[entries]
+    if reversed_blocks:
+        number = blocks[entries] - 1 - number
+    return torch.stack([entries, segment, number], 1).to(torch.int32)

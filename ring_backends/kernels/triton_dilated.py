@@ -1,0 +1,221 @@
+"""Dilated attention in Triton: reads dilated rows in place, and computes a step of one branch in one launch.
+
+Forward and backward take all tiles of a step (:class:`~ring_backends.kernels.steps.StepKernel`). Key masks, documents
+and dropout are computed inside. A NaN in an ignored key reaches nothing. A NaN or inf in another key or value may reach
+rows of the same block that do not see it. Results are the same in every run.
+
+Triton is imported when a call needs it. With ``TRITON_INTERPRET=1`` in the environment, Triton's interpreter runs the
+kernels on CPU tensors, for tests.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_backends.kernels import triton_launch
+from ring_backends.kernels.base import KernelInputs, check_tile
+from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.steps import GradSums, PackedParcels, StepKernel, StepRows
+from ring_backends.kernels.triton_launch import DELTA_ROWS, Launch, strides
+from ring_backends.schedule.rank_plan import Tile
+from ring_backends.schedule.rows import DilatedRows, HeadRun
+from ring_backends.torch_internals import has_values
+
+MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
+
+
+class TritonDilatedKernel(StepKernel):
+    """The kernels in ``triton_forward.py`` and ``triton_backward.py``."""
+
+    name = "triton_dilated"
+    device_types = ("cuda",)
+    dtypes = (torch.bfloat16, torch.float16, torch.float32)
+    unverified = (
+        "no GPU has run it; the project's tests run it in Triton's interpreter, and compile it for compute capability "
+        "8.0 and 9.0"
+    )
+    has_dropout = True
+
+    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
+        is_interpreted = inputs.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+        # Triton's interpreter runs on CPU tensors.
+        device = torch.device("meta") if is_interpreted else inputs.device
+        reasons = super().not_supported_reasons(replace(inputs, device=device))
+        if inputs.head_dim > MAX_HEAD_DIM:
+            reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}")
+        if device.type == "cuda":
+            reasons.extend(_device_reasons(device))
+        if not reasons and (is_interpreted or device.type == "cuda"):
+            failure = triton_launch.import_failure()
+            if failure is not None:
+                reasons.append(failure)
+            elif is_interpreted and not triton_launch.kernels().is_interpreted:
+                reasons.append("TRITON_INTERPRET=1 was set too late; set it before the first call")
+        return reasons
+
+    def auto_order(self, inputs: KernelInputs) -> int | None:
+        if inputs.device.type == "cpu":
+            return None
+        depends_on_pairs = inputs.has_key_mask or inputs.has_documents or inputs.has_dropout
+        return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        out = query.new_empty(query.shape)
+        lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+        rows = _OneTile.of(query, key, value, key_mask)
+        self.forward_into(rows.tiles(is_causal), rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        rows = _OneTile.of(query, key, value, key_mask)
+        grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
+        sums = _OneTile.of(grad_query, grad_key, grad_value, None)
+        grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
+        deltas = self.row_deltas(out, grad_out)
+        self.backward_into(rows.tiles(is_causal), rows, None, grad_out, lse, deltas, sums, None, scale=scale)
+        return grad_query, grad_key, grad_value
+
+    def forward_into(
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        scale: float,
+    ) -> None:
+        if not has_values(out):
+            return
+        sums = {"out": out, "out_strides": strides(out), "lse": lse, "lse_strides": strides(lse)}
+        for launch in Launch.of_step(tiles, rows, arrived, None):
+            launch.run("forward", rows, sums, scale)
+
+    def row_deltas(self, out: Tensor, grad_out: Tensor) -> Tensor:
+        deltas = out.new_empty(out.shape[:3], dtype=torch.float32)
+        if deltas.numel() and has_values(out):
+            with triton_launch.on_device(out):
+                triton_launch.kernels().deltas[(-(-deltas.numel() // DELTA_ROWS),)](
+                    out,
+                    grad_out,
+                    deltas,
+                    strides(out),
+                    strides(grad_out),
+                    out.shape[1],
+                    out.shape[2],
+                    deltas.numel(),
+                    HEAD_DIM=out.shape[3],
+                    BLOCK_D=triton_launch.padded_head_dim(out.shape[3]),
+                    BLOCK_Q=DELTA_ROWS,
+                )
+        return deltas
+
+    def backward_into(
+        self,
+        tiles: Sequence[Tile],
+        rows: StepRows,
+        arrived: PackedParcels | None,
+        grad_out: Tensor,
+        lse: Tensor,
+        deltas: Tensor,
+        sums: GradSums,
+        passed_on: PackedParcels | None,
+        *,
+        scale: float,
+    ) -> None:
+        if not has_values(grad_out):
+            return
+        saved = {
+            "grad_out": grad_out,
+            "grad_out_strides": strides(grad_out),
+            "lse": lse,
+            "lse_strides": strides(lse),
+            "deltas": deltas,
+            "delta_strides": strides(deltas),
+        }
+        of_query = {"grad_query": sums.query, "grad_query_strides": strides(sums.query)}
+        for launch in Launch.of_step(tiles, rows, arrived, passed_on):
+            launch.run("grad_query", rows, saved | of_query, scale)
+            grad_key, grad_value = launch.key_grads(sums, passed_on)
+            of_keys = {
+                "grad_key": grad_key,
+                "grad_key_strides": strides(grad_key),
+                "grad_value": grad_value,
+                "grad_value_strides": strides(grad_value),
+            }
+            launch.run("grad_key_value", rows, saved | of_keys, scale)
+
+
+@dataclass(frozen=True)
+class _OneTile:
+    """The tensors of a single tile as the rows of a step."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_marks: Tensor | None
+    query_documents: Tensor | None = None
+    dropout: Dropout | None = None
+    dropout_seed: int = 0
+    query_words: Tensor | None = None
+    key_words: Tensor | None = None
+
+    @classmethod
+    def of(cls, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> _OneTile:
+        """Take tensors [B, H, S, D] and a mask [B, Hk, Sk]."""
+        mask = None if key_mask is None else key_mask.transpose(1, 2)
+        return cls(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+
+    def tiles(self, is_causal: bool) -> tuple[Tile, ...]:
+        return (_tile(*self.query.shape[1:3], *self.key.shape[1:3], is_causal),)
+
+
+@lru_cache(maxsize=256)
+def _tile(seq_q: int, num_heads: int, seq_k: int, num_kv_heads: int, is_causal: bool) -> Tile:
+    queries, keys = (
+        DilatedRows(0, 1, 0, 1, rows, (HeadRun(0, 0, inner=heads, inner_head=1),))
+        for rows, heads in ((seq_q, num_heads), (seq_k, num_kv_heads))
+    )
+    streams = tuple(head // (num_heads // num_kv_heads) for head in range(num_heads))
+    return Tile(0, queries, keys, streams, is_causal, opens_queries=True, opens_keys=True)
+
+
+def _device_reasons(device: torch.device) -> list[str]:
+    if torch.version.hip is not None:
+        return ["its block sizes are those of NVIDIA's GPUs, and this torch was built for ROCm"]
+    if not torch.cuda.is_available():
+        return [f"torch {torch.__version__} sees no CUDA device here"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return [f"it needs compute capability 8.0, this is {capability[0]}.{capability[1]}"]
+    return []

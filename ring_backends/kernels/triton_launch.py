@@ -1,0 +1,230 @@
+"""Launches the Triton kernels: imports them, chooses their block sizes, and lists their arguments.
+
+This module itself does not import Triton.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_backends.kernels.steps import GradSums, PackedParcels, StepRows, parcel_key_words
+from ring_backends.kernels.tile_table import Offsets, Owners, TileTable, launches, parcels, tile_table
+from ring_backends.schedule.rank_plan import Parcel, Tile
+
+NO_MARKS, MASK, DOCUMENTS = range(3)
+DELTA_ROWS = 64
+
+
+class Kernels(NamedTuple):
+    """The Triton kernels, and whether Triton's interpreter runs them."""
+
+    forward: Any
+    grad_query: Any
+    grad_key_value: Any
+    deltas: Any
+    is_interpreted: bool
+
+
+@cache
+def kernels() -> Kernels:
+    """Import Triton and the kernels."""
+    triton = importlib.import_module("triton")
+    forward = importlib.import_module("ring_backends.kernels.triton_forward")
+    backward = importlib.import_module("ring_backends.kernels.triton_backward")
+    is_interpreted = not isinstance(forward.forward_kernel, triton.JITFunction)
+    of_backward = backward.grad_query_kernel, backward.grad_key_value_kernel, backward.delta_kernel
+    return Kernels(forward.forward_kernel, *of_backward, is_interpreted)
+
+
+@cache
+def import_failure() -> str | None:
+    """The reason why the kernels cannot be imported; None if they can."""
+    try:
+        kernels()
+    except ModuleNotFoundError as error:
+        if error.name != "triton":
+            return f"Triton cannot be imported: {error}"
+        return "Triton is not installed; install the release that this torch names: pip install triton"
+    except Exception as error:  # a later release may lack anything that the kernels use
+        return f"the installed release of Triton cannot be used: {type(error).__name__}: {error}"
+    return None
+
+
+class Blocks(NamedTuple):
+    """Query rows and keys per block, and Triton's number of warps and of pipeline stages."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_HALF_BLOCKS = {
+    "forward": {64: Blocks(128, 64, 8, 3), 128: Blocks(64, 64, 8, 2), 256: Blocks(64, 32, 8, 1)},
+    "grad_query": {64: Blocks(64, 64, 4, 2), 128: Blocks(64, 64, 8, 2), 256: Blocks(32, 32, 8, 1)},
+    "grad_key_value": {64: Blocks(32, 64, 8, 1), 128: Blocks(32, 64, 8, 1), 256: Blocks(32, 32, 8, 1)},
+}
+"""Blocks in fp16 and bf16, by kernel and largest padded head dim."""
+
+_PAIRWISE_HALF_BLOCKS = {
+    "forward": {64: Blocks(128, 32, 8, 1), 128: Blocks(64, 32, 8, 1), 256: Blocks(32, 32, 8, 1)},
+    "grad_query": {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 8, 2), 256: Blocks(32, 32, 8, 1)},
+    "grad_key_value": {64: Blocks(32, 64, 8, 1), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
+}
+"""Blocks with documents or dropout, which need more registers for each pair."""
+
+_FP32_BLOCKS = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 4, 1), 256: Blocks(16, 16, 8, 1)}
+_INTERPRETED_BLOCKS = Blocks(16, 32, 4, 1)
+"""Blocks of the interpreter. Both sizes differ, so that tests notice if they are mixed up."""
+
+
+def block_sizes(kernel: str, dtype: torch.dtype, head_dim: int, *, is_pairwise: bool, is_interpreted: bool) -> Blocks:
+    """The blocks of the kernel called ``kernel``. They fit into registers; no choice has been measured on a GPU."""
+    if is_interpreted:
+        return _INTERPRETED_BLOCKS
+    of_half = _PAIRWISE_HALF_BLOCKS if is_pairwise else _HALF_BLOCKS
+    by_head_dim = _FP32_BLOCKS if dtype == torch.float32 else of_half[kernel]
+    return by_head_dim[max(64, padded_head_dim(head_dim))]
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two that holds ``head_dim``, at least 16, since Triton multiplies no smaller matrices."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The tiles of one branch in one step, and the tensors that hold their keys.
+
+    Attributes:
+        key_marks, key_words: None without marks, or without dropout.
+    """
+
+    table: TileTable
+    key: Tensor
+    value: Tensor
+    key_marks: Tensor | None
+    key_words: Tensor | None
+
+    @classmethod
+    def of_step(
+        cls, tiles: Sequence[Tile], rows: StepRows, arrived: PackedParcels | None, passed_on: PackedParcels | None
+    ) -> Iterator[Launch]:
+        """The launches of a step, in order."""
+        for group in launches(tiles):
+            offsets: tuple[Offsets, ...] = ()
+            key, value, marks, words = rows.key, rows.value, rows.key_marks, rows.key_words
+            if group[0].parcel is not None:
+                assert arrived is not None
+                sent = parcels(group)
+                offsets = tuple(_offsets(sent, rows, arrived, passed_on))
+                key = value = arrived.buffer.view(rows.key.dtype)
+                marks = None if marks is None else arrived.buffer.view(marks.dtype)
+                words = None
+                if rows.dropout is not None:
+                    words = torch.cat([parcel_key_words(rows, parcel).flatten() for parcel in sent]).to(key.device)
+            yield cls(tile_table(group, offsets, key.device), key, value, marks, words)
+
+    def run(self, name: str, rows: StepRows, arguments: dict[str, Any], scale: float) -> None:
+        """Run the kernel called ``name``, a field of :class:`Kernels`, with ``arguments`` that others do not have."""
+        found = kernels()
+        kernel = getattr(found, name)
+        head_dim = rows.query.shape[3]
+        is_pairwise = rows.query_documents is not None or rows.dropout is not None
+        options = {"is_pairwise": is_pairwise, "is_interpreted": found.is_interpreted}
+        blocks = block_sizes(name, rows.query.dtype, head_dim, **options)
+        owns_keys = name == "grad_key_value"
+        owners = self.table.by_key if owns_keys else self.table.by_query
+        work = owners.work(blocks.keys if owns_keys else blocks.queries)
+        arguments = {
+            **arguments,
+            **self._inputs(rows),
+            **self._tables(owners),
+            "work": work,
+            "num_programs": len(work),
+            "scale": scale,
+            "threshold": 0 if rows.dropout is None else rows.dropout.threshold,
+            "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_Q": blocks.queries,
+            "BLOCK_K": blocks.keys,
+            "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
+            "DROPOUT": rows.dropout is not None,
+            "PACKED": self.table.is_packed,
+            "UPCAST": found.is_interpreted,
+        }
+        with on_device(rows.query):
+            grid = (len(work) * rows.query.shape[0],)
+            kernel[grid](**arguments, num_warps=blocks.warps, num_stages=blocks.stages)
+
+    def key_grads(self, sums: GradSums, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
+        """The tensors that take dK and dV."""
+        if not self.table.is_packed:
+            return sums.key, sums.value
+        assert passed_on is not None
+        grads = passed_on.buffer.view(torch.float32)
+        return grads, grads
+
+    def _inputs(self, rows: StepRows) -> dict[str, Any]:
+        marks = self.key_marks
+        tensors = {
+            "query": rows.query,
+            "key": self.key,
+            "value": self.value,
+            "query_documents": rows.query_documents,
+            "key_marks": marks.view(torch.uint8) if marks is not None and marks.dtype == torch.bool else marks,
+            "query_words": rows.query_words,
+            "key_words": self.key_words,
+        }
+        of_strides = {
+            "query_strides": rows.query,
+            "key_strides": self.key,
+            "value_strides": self.value,
+            "document_strides": rows.query_documents,
+            "mark_strides": marks,
+            "query_word_strides": rows.query_words,
+            "key_word_strides": self.key_words,
+        }
+        return tensors | {name: strides(tensor) for name, tensor in of_strides.items()}
+
+    def _tables(self, owners: Owners) -> dict[str, Tensor]:
+        return {
+            "queries": self.table.queries,
+            "keys": self.table.keys,
+            "bounds": owners.bounds,
+            "links": owners.links,
+        }
+
+
+def strides(tensor: Tensor | None) -> tuple[int, ...]:
+    """The strides as a tuple of four, which is the same type for every tensor; 0 for dims that the tensor lacks."""
+    own = () if tensor is None else tensor.stride()
+    return (*own, *(0,) * (4 - len(own)))
+
+
+def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Make the tensor's device the current one, on which Triton launches."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _offsets(
+    sent: Sequence[Parcel], rows: StepRows, arrived: PackedParcels, passed_on: PackedParcels | None
+) -> Iterator[Offsets]:
+    """The offsets of the slices of each parcel, in elements: of K, V, the marks, the dropout words, dK and dV."""
+    size = rows.key.dtype.itemsize
+    first_word = 0
+    for parcel in sent:
+        key, value, *marks = arrived.slice_offsets(parcel)
+        mark = marks[0] // rows.key_marks.dtype.itemsize if marks and rows.key_marks is not None else 0
+        grads = (0, 0) if passed_on is None else passed_on.slice_offsets(parcel)
+        yield key // size, value // size, mark, first_word, grads[0] // 4, grads[1] // 4
+        first_word += parcel.num_streams * parcel.rows

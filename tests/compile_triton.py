@@ -1,0 +1,106 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and prints what each one uses, as JSON.
+
+Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM [DTYPE]``. The launches of a
+forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would compile them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from ring_backends import dilated_attention
+from ring_backends.kernels import triton_launch
+from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+
+PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+VARIANTS = ("plain", "key mask, packed", "documents, dropout")
+
+
+@dataclass
+class Recorder:
+    """Stands for a kernel, and records the arguments of its launches."""
+
+    kernel: Any
+    calls: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
+
+
+def recorded(variant: str, head_dim: int, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The launches of a forward and a backward with one branch."""
+    recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:4]]
+    replaced = triton_launch.Kernels(*recorders, is_interpreted=False)
+    query = torch.zeros(2, 512, 4, head_dim, dtype=dtype, requires_grad=True)
+    key, value = (torch.zeros(2, 512, 2, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    options: dict[str, Any] = {}
+    if "key mask" in variant:
+        options["key_padding_mask"] = torch.zeros(2, 512, dtype=torch.bool)
+    if "documents" in variant:
+        options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
+    with (
+        mock.patch.object(triton_launch, "kernels", return_value=replaced),
+        mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()),
+    ):
+        out = dilated_attention(query, key, value, [512], [2], is_causal=True, **options)
+        out.backward(torch.zeros_like(out))
+    calls = [call for recorder in recorders for call in recorder.calls]
+    for _, _, arguments in calls:
+        if "packed" in variant and "PACKED" in arguments:
+            arguments["PACKED"] = True
+    return calls
+
+
+def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> dict[str, Any]:
+    """Compile one launch, and return its registers, its spilled bytes and its shared memory in bytes."""
+    target = GPUTarget("cuda", capability, 32)
+    backend = make_backend(target)
+    bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
+        *args, **kwargs
+    )
+    options, signature, constants, attributes = kernel._pack_args(backend, kwargs, bound, specialization, options)
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=target, options=options.__dict__)
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder) / "kernel.ptx"
+        ptx.write_text(compiled.asm["ptx"])
+        architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
+        assert architecture is not None
+        command = [str(PTXAS), "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
+        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    registers = re.search(r"Used (\d+) registers", report)
+    spills = re.findall(r"(\d+) bytes spill", report)
+    assert registers is not None, report
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(registers[1]),
+        "spilled": sum(map(int, spills)),
+        "shared": compiled.metadata.shared,
+    }
+
+
+def main(capability: int, head_dim: int, dtype: str = "bfloat16") -> None:
+    results = []
+    for variant in VARIANTS:
+        for kernel, args, kwargs in recorded(variant, head_dim, getattr(torch, dtype)):
+            results.append({"variant": variant, **resources(kernel, args, kwargs, capability)})
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,272 @@
+"""The Triton kernels: in Triton's interpreter against the dense fp64 reference, and compiled for GPUs without running.
+
+Both parts need Triton, and neither needs a GPU. ``tox run -e triton`` runs them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from kernel_cases import LAYOUTS, Case, cases, error, make_inputs
+from kernel_cases import check as check_tile
+from torch import Tensor
+
+from ring_backends import dilated_attention
+from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+from ring_backends.testing.calls import Results, expected, local_call, new_attention, plain, whole
+from ring_backends.testing.correctness import EDGE_CASES
+from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.world import World
+
+triton = pytest.importorskip("triton", reason="Triton is not installed")
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set, so Triton needs a GPU"
+)
+KERNEL = TritonDilatedKernel()
+ADAPTER = "ring_backends.adapters.native"
+
+
+def fixed_examples(number: int) -> settings:
+    """The same examples in every run: a bound is the error of another computation, which can be small by chance."""
+    unwanted = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+    return settings(max_examples=number, deadline=None, derandomize=True, database=None, suppress_health_check=unwanted)
+
+
+def results(case: AttentionCase, **options: Any) -> Results:
+    query, key, value, grad_out, mask = case.tensors()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    options |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
+    options |= {"key_padding_mask": mask, "kernel": "triton_dilated", "return_lse": True}
+    out, lse = dilated_attention(*leaves, **case.options(), **options)
+    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+
+
+def error_norm(actual: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference. It is infinite if NaNs or infinities differ."""
+    actual, wanted = actual.double(), wanted.double()
+    gap = torch.where(actual == wanted, 0.0, actual - wanted)
+    return float(gap.norm()) if gap.isfinite().all() else math.inf
+
+
+def largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def check(case: AttentionCase, actual: Results) -> None:
+    """No error may exceed twice the error of plain attention in the same dtype, and a few fp32 roundings per number."""
+    exact, yardstick = expected(case), plain(case)
+    rounding = 4 * max(map(largest, exact)) * torch.finfo(torch.float32).eps
+    for name, tensor in actual._asdict().items():
+        wanted, other = getattr(exact, name), getattr(yardstick, name)
+        assert tensor.dtype == other.dtype, name
+        bound = 2 * error_norm(other, wanted) + rounding * math.sqrt(tensor.numel())
+        assert error_norm(tensor, wanted) <= bound, (name, error_norm(tensor, wanted), bound)
+
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"masks": [None], "documents": [None], "dropout_ps": [0.0]},
+    "key mask": {"masks": ["random", "rows", "all"], "documents": [None], "dropout_ps": [0.0]},
+    "documents": {"documents": ["some", "shuffled"], "paddings": ["masked"], "dropout_ps": [0.0]},
+    "dropout": {"dropout_ps": [0.3]},
+}
+
+
+@interpreted
+@pytest.mark.parametrize("is_causal", [False, True], ids=["not causal", "causal"])
+@pytest.mark.parametrize("kind", KINDS)
+@fixed_examples(40)
+@given(data=st.data())
+def test_random_calls_equal_the_reference(kind: str, is_causal: bool, data: st.DataObject) -> None:
+    sizes: dict[str, Any] = {"max_n": 24, "max_heads": 3, "head_dims": (4, 1, 3, 16), "dtypes": [torch.float32]}
+    case = data.draw(attention_cases(**sizes, causal=[is_causal], **KINDS[kind]))
+    check(case, results(case))
+
+
+@interpreted
+@pytest.mark.parametrize("name", EDGE_CASES)
+def test_edge_cases_equal_the_reference(name: str) -> None:
+    case = replace(EDGE_CASES[name], dtype=torch.float32)
+    check(case, results(case))
+
+
+LONGER = AttentionCase(70, (70,), (1,), batch=2, num_heads=2, head_dim=16, is_causal=True)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"masked": "random", "num_kv_heads": 2, "is_causal": False},
+        {"documents": "some", "segment_lengths": (32, 70), "dilation_rates": (1, 2)},
+        {"dropout_p": 0.3, "head_dim": 20},
+    ],
+    ids=["causal", "key mask", "documents", "dropout"],
+)
+def test_half_precision(dtype: torch.dtype, options: dict[str, Any]) -> None:
+    case = replace(LONGER, dtype=dtype, **options)
+    check(case, results(case))
+
+
+@interpreted
+@pytest.mark.parametrize("head_dim", [17, 64, 128, 256])
+def test_head_dims(head_dim: int) -> None:
+    case = replace(LONGER, seq_len=40, segment_lengths=(30, 40), dilation_rates=(1, 3), batch=1, head_dim=head_dim)
+    check(case, results(case))
+
+
+@interpreted
+@pytest.mark.parametrize("spoiled", ["key", "value"])
+def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
+    case = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 3), masked="rows", seed=3)
+    *_, mask = case.tensors()
+    assert mask is not None
+    position = int(mask.all(0).nonzero()[-1])
+    broken = replace(case, spoiled=((spoiled, position, math.nan),))
+    for actual, wanted in zip(results(broken), results(case), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@interpreted
+def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
+    case = replace(LONGER, seq_len=40, segment_lengths=(40,), documents="shuffled", batch=1)
+    ids = case.document_ids()
+    assert ids is not None
+    position = int((ids[0] < 0).nonzero()[-1])
+    names = ("query", "key", "value", "grad_out")
+    broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
+    for actual, wanted in zip(results(broken), results(case), strict=True):
+        assert torch.equal(actual, wanted)
+
+
+@interpreted
+def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
+    case = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 2), dropout_p=0.2)
+    before = case.tensors()
+    for first, second in zip(results(case), results(case), strict=True):
+        assert torch.equal(first, second)
+    assert all(torch.equal(x, y) for x, y in zip(before[:4], case.tensors()[:4], strict=True))
+
+
+@interpreted
+def test_inputs_in_any_memory_layout() -> None:
+    query, key, value, grad_out, _ = (x for x in LONGER.tensors())
+    wanted = results(LONGER)
+    for layout in LAYOUTS.values():
+        leaves = [layout(x).detach().requires_grad_() for x in (query, key, value)]
+        pattern = LONGER.segment_lengths, LONGER.dilation_rates
+        out = dilated_attention(*leaves, *pattern, is_causal=True, kernel="triton_dilated")
+        grads = torch.autograd.grad(out, leaves, layout(grad_out))
+        for actual, of_contiguous in zip((out, *grads), (wanted.out, *wanted[2:]), strict=True):
+            assert torch.equal(actual, of_contiguous)
+
+
+# The harness calls a kernel with single tiles too: comparisons with other methods do.
+@interpreted
+@fixed_examples(15)
+@given(case=cases(head_dims=st.integers(1, 20)))
+def test_single_tiles_equal_the_dense_softmax(case: Case) -> None:
+    check_tile(KERNEL, case, torch.float32)
+
+
+@interpreted
+def test_a_row_with_infinite_lse_has_no_gradient() -> None:
+    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float32)
+    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
+    out, lse = KERNEL.forward(query, key, value, **options)
+    lse[:, :, 4] = -torch.inf
+    out[:, :, 4] = 0.0
+    dq, dk, dv = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    grad_out[:, :, 4] = 0.0
+    lse[:, :, 4] = 0.0
+    dq0, dk0, dv0 = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    assert (dq[:, :, 4] == 0).all()
+    assert max(error(dq, dq0), error(dk, dk0), error(dv, dv0)) < 1e-6
+
+
+def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int) -> Results:
+    """Run a case on a ring of two processes, with blocks of heads and hops cut down to ``min_bytes``."""
+    ring = ring_here(ADAPTER, TWO)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    with fine_cuts(min_bytes):
+        attention = new_attention(ADAPTER, ring, case, kernel="triton_dilated")
+        call = local_call(ADAPTER, ring, case, attention)
+        out, lse = call(return_lse=True)
+        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    return Results(*(x.detach() for x in (out, lse, *grads)))
+
+
+RINGED = replace(LONGER, seq_len=45, segment_lengths=(12, 45), dilation_rates=(1, 2), num_heads=4, num_kv_heads=2)
+
+
+@interpreted
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("min_bytes", [16, 2**20])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": False, "offset": "block", "head_dim": 7},
+        {"masked": "random", "documents": "some"},
+        {"masked": "rows", "dtype": torch.bfloat16},
+        {"dropout_p": 0.3, "num_heads": 3, "num_kv_heads": 1},
+        {"is_causal": False, "padding": "zeros", "segment_lengths": (12, 60), "dilation_rates": (4, 3)},
+    ],
+    ids=["causal", "block offsets", "documents", "key mask", "dropout", "zero keys"],
+)
+def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, options: dict[str, Any]) -> None:
+    case = replace(RINGED, **options)
+    answers = world.run(run_on_ring, case, layout, min_bytes, ranks=(0, 1))[:2]
+    check(case, whole(answers, case.seq_len, layout))  # type: ignore[arg-type]
+
+
+@interpreted
+def test_auto_never_chooses_it_on_the_cpu() -> None:
+    inputs = KernelInputs(torch.device("cpu"), torch.float32, head_dim=64, has_dropout=True)
+    assert select_kernel("triton_dilated", inputs).name == "triton_dilated"
+    assert select_kernel("auto", inputs).name != "triton_dilated"
+    with pytest.raises(ValueError, match="head_dim must be at most 256"):
+        select_kernel("triton_dilated", replace(inputs, head_dim=257))
+
+
+CAPABILITIES = {80: 163, 90: 227}
+"""Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
+
+
+def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
+    """What each kernel uses. It runs in a process without the interpreter, which replaces Triton's compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("compile_triton.py")
+    command = [sys.executable, str(script), str(capability), str(head_dim)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr
+    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for NVIDIA GPUs runs on Linux only")
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_compiled_kernels_fit_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
+    for kernel in compiled(capability, head_dim):
+        assert kernel["registers"] <= 255, kernel
+        assert kernel["spilled"] == 0, kernel
+        assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel
