@@ -88,13 +88,14 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 @interpreted
+@pytest.mark.parametrize("head_mode", ["all", "grouped"])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["not causal", "causal"])
 @pytest.mark.parametrize("kind", KINDS)
-@fixed_examples(40)
+@fixed_examples(20)
 @given(data=st.data())
-def test_random_calls_equal_the_reference(kind: str, is_causal: bool, data: st.DataObject) -> None:
+def test_random_calls_equal_the_reference(kind: str, is_causal: bool, head_mode: str, data: st.DataObject) -> None:
     sizes: dict[str, Any] = {"max_n": 24, "max_heads": 3, "head_dims": (4, 1, 3, 16), "dtypes": [torch.float32]}
-    case = data.draw(attention_cases(**sizes, causal=[is_causal], **KINDS[kind]))
+    case = data.draw(attention_cases(**sizes, causal=[is_causal], head_modes=[head_mode], **KINDS[kind]))
     check(case, results(case))
 
 
@@ -208,18 +209,20 @@ def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int) -> Results:
     ring = ring.with_layout(layout)
     with fine_cuts(min_bytes):
         attention = new_attention(ADAPTER, ring, case, kernel="triton_dilated")
-        call = local_call(ADAPTER, ring, case, attention)
+        call = local_call(ADAPTER, ring, case, attention=attention)
         out, lse = call(return_lse=True)
         grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
     return Results(*(x.detach() for x in (out, lse, *grads)))
 
 
-RINGED = replace(LONGER, seq_len=45, segment_lengths=(12, 45), dilation_rates=(1, 2), num_heads=4, num_kv_heads=2)
+RINGED = replace(
+    LONGER, seq_len=22, segment_lengths=(6, 22), dilation_rates=(1, 2), batch=1, num_heads=2, num_kv_heads=1, head_dim=4
+)
 
 
 @interpreted
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("min_bytes", [16, 2**20])
+@pytest.mark.parametrize("min_bytes", [128, 2**20])
 @pytest.mark.parametrize(
     "options",
     [
@@ -227,8 +230,8 @@ RINGED = replace(LONGER, seq_len=45, segment_lengths=(12, 45), dilation_rates=(1
         {"is_causal": False, "offset": "block", "head_dim": 7},
         {"masked": "random", "documents": "some"},
         {"masked": "rows", "dtype": torch.bfloat16},
-        {"dropout_p": 0.3, "num_heads": 3, "num_kv_heads": 1},
-        {"is_causal": False, "padding": "zeros", "segment_lengths": (12, 60), "dilation_rates": (4, 3)},
+        {"dropout_p": 0.3, "num_heads": 3, "batch": 2},
+        {"is_causal": False, "padding": "zeros", "segment_lengths": (8, 30), "dilation_rates": (4, 3)},
     ],
     ids=["causal", "block offsets", "documents", "key mask", "dropout", "zero keys"],
 )
