@@ -116,7 +116,7 @@ class RingCost:
         At most three hops of K and V and three hops of dK and dV are in memory. The planner cuts hops until they take
         at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below ``min_hop_bytes``, so a hop
         may have almost twice as many
-        (:class:`~ring_backends.schedule.limits.Limits`).
+        (``schedule/limits.py``).
         """
         keys, grads = self._hop_bytes
         share = self._limits.communication_share * float(self.tensor_bytes.max())
