@@ -7,6 +7,7 @@ picture. The build of the documentation fails if the picture is out of date.
 from __future__ import annotations
 
 import configparser
+import math
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
@@ -82,7 +83,8 @@ def _order_by_neighbours(rows: list[list[Node]], lines: list[tuple[Node, Node]])
 
         def mean(node: Node, own: int, row: list[Node] = row, places: dict[Node, float] = places) -> float:
             near = [places[other] for other in neighbours[node] if other in places]
-            return sum(near) / len(near) if near else (own + 0.5) / len(row)
+            # The rounding of sum() would depend on the order of the set, and so on the hash seed.
+            return math.fsum(near) / len(near) if near else (own + 0.5) / len(row)
 
         means = {node: mean(node, own) for own, node in enumerate(row)}
         row.sort(key=means.__getitem__)
