@@ -13,12 +13,15 @@ from typing import Annotated, Any
 
 import rank
 import typer
-from case import BARE_KERNELS, ONE_DEVICE, Case
+from case import BARE_KERNELS, ONE_DEVICE, STANDARD, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, report
 from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, ring_setups, setup, shortened
 from slow_link import hidden_hops_command
 from worlds import Worlds
+
+LONGEST_KERNELS = 16384
+"""The largest number of tokens of the bare kernel calls that `scaling` compares with."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
@@ -62,8 +65,8 @@ def scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp
     """Measure the speed-up of two ranks over one rank, with one thread each.
 
     A call is forward and backward at 65,536 tokens. For comparison, the command also measures the speed-up of two
-    independent processes that run the bare kernel calls, at a quarter of the length. The machine
-    allows no larger speed-up.
+    independent processes that run the bare kernel calls, on at most 16,384 tokens. The machine allows no larger
+    speed-up.
     """
     options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
     setups = {name: case for name, case in ring_setups(shrink, dtype).items() if name != PLAIN}
@@ -72,18 +75,34 @@ def scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp
 
 
 @app.command("plain-scaling")
-def plain_scaling_command(repeats: Repeats = 3, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
-    """Measure the same as `scaling` for plain ring attention at 65,536 tokens. A call takes minutes."""
-    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
-    setups = {PLAIN: ring_setups(shrink, dtype)[PLAIN]}
+def plain_scaling_command(
+    repeats: Repeats = 3,
+    shrink: Shrink = 1,
+    dtype: Dtype = "fp32",
+    tokens: Annotated[int, typer.Option(min=1, help="Length of the sequence.")] = 65536,
+    json: Json = None,
+) -> None:
+    """Measure the same as `scaling` for plain ring attention. A call of 65,536 tokens takes minutes."""
+    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype, "tokens": tokens}
+    setups = {PLAIN: ring_setups(shrink, dtype, tokens)[PLAIN]}
     with Worlds() as worlds:
         report("plain scaling", options, scaling(worlds, repeats, setups), json)
+
+
+@app.command("short-scaling")
+def short_scaling_command(repeats: Repeats = 11, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
+    """Measure the same as `scaling` for a short sequence of 8,192 tokens, with three branches and without a mask."""
+    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
+    setups = {"short": setup(shrink, 8192, STANDARD, dtype=dtype, causal=False)}
+    with Worlds() as worlds:
+        report("short scaling", options, scaling(worlds, repeats, setups), json)
 
 
 def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Row]:
     rows = []
     for name, case in setups.items():
-        kernels = dataclasses.replace(shortened(case, 4), contestant=BARE_KERNELS, layout="contiguous")
+        kernels = shortened(case, max(1, case.seq_len // LONGEST_KERNELS))
+        kernels = dataclasses.replace(kernels, contestant=BARE_KERNELS, layout="contiguous")
         contestants = [
             dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
             dataclasses.replace(case, contestant="native", ring_size=2),
@@ -91,15 +110,18 @@ def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Ro
             dataclasses.replace(kernels, ring_size=2),  # both ranks compute all kernel calls
         ]
         alone, together, kernels_alone, kernels_twice = in_turns(worlds, contestants, "both", repeats, shorter=8)
+        speed_up = statistics.median(alone) / statistics.median(together)
+        of_machine = 2 * statistics.median(kernels_alone) / statistics.median(kernels_twice)
         rows.append(
             {
                 "setup": name,
                 "tokens": case.seq_len,
                 "one_rank_seconds": statistics.median(alone),
                 "two_ranks_seconds": statistics.median(together),
-                "speed_up": statistics.median(alone) / statistics.median(together),
+                "speed_up": speed_up,
                 "median_of_ratios": statistics.median(a / b for a, b in zip(alone, together, strict=True)),
-                "bare_kernels_speed_up": 2 * statistics.median(kernels_alone) / statistics.median(kernels_twice),
+                "bare_kernels_speed_up": of_machine,
+                "share_of_machine": speed_up / of_machine,
                 "calls": {
                     "one rank": alone,
                     "two ranks": together,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from pytest_benchmark.plugin import pytest_benchmark_generate_machine_info
 from rich import box
 from rich.console import Console
@@ -20,11 +22,30 @@ Row = dict[str, Any]
 def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path | None) -> None:
     """Print ``rows`` as a table, and write them to ``json_file`` if it is given. The table omits lists and dicts."""
     if json_file is not None:
-        known = pytest_benchmark_generate_machine_info()
-        machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}
-        found = {"claim": name, "options": options, "machine": machine, "rows": rows}
-        json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+        write(name, options, rows, json_file)
     Console(width=None if Console().is_terminal else 140, highlight=False).print(table(rows))
+
+
+def write(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path) -> None:
+    """Write ``rows`` to ``json_file``, together with the command and a description of the machine."""
+    known = pytest_benchmark_generate_machine_info()
+    machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}
+    if torch.cuda.is_available():
+        machine["gpu"] = describe_gpu()
+    found = {"claim": name, "command": sys.argv, "options": options, "machine": machine, "rows": rows}
+    json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+
+def describe_gpu() -> dict[str, Any]:
+    """The name, memory and compute capability of the current GPU, and the versions of CUDA and cuDNN."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "name": properties.name,
+        "memory_bytes": properties.total_memory,
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version(),
+    }
 
 
 def table(rows: Sequence[Row], markup: bool = False) -> Table:

@@ -80,6 +80,7 @@ _SHORT = {
 }
 _INTERNAL = (
     *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
+    *("ring.stream_hops.Headers", "ring.stream_hops.StreamHop"),
     *("schedule.branch.BranchSchedule", "schedule.links.Links", "schedule.pattern.Positions"),
 )
 nitpick_ignore_regex = [

@@ -12,8 +12,8 @@ A custom policy can save the operators that :func:`attention_operators` returns.
     deepspeed.checkpointing.checkpoint(remember_attention(block), x)
 
 A policy decides for each operator whether to save its result. Outside of compiled graphs, every attention call is one
-operator, ``ring_backends::attend``. In a compiled graph, a call is several operators
-(:mod:`ring_backends.engine.compiled`). The last one, ``ring_backends::end_forward``, returns the result.
+operator, ``ring_backends::attend``. In a compiled graph, ``ring_backends::attend_forward`` returns the result on one
+device, and ``ring_backends::end_forward`` on a ring (:mod:`ring_backends.engine.compiled`).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def attention_operators() -> list[Any]:
     ``torch.utils.checkpoint.create_selective_checkpoint_contexts`` takes this list; a policy function can test whether
     an operator is in it.
     """
-    return [recomputation.OPERATOR, compiled.END_FORWARD]
+    return [recomputation.OPERATOR, *compiled.RESULT_OPERATORS]
 
 
 def keep_attention() -> Contexts:

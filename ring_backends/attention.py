@@ -33,7 +33,8 @@ class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
     An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
-    graph. Each hop becomes an operator of the graph (:mod:`ring_backends.engine.compiled`).
+    graph. It becomes one operator on one device, and one operator per hop on a ring
+    (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
@@ -191,7 +192,8 @@ class RingDilatedAttention(nn.Module, ABC):
         """
         if torch.compiler.is_compiling():
             constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
-            return compiled.attend(self._handle, inputs.tensors, inputs.options, constants)
+            on_host = self.ring.size > 1 or inputs.dropout_seed is not None
+            return compiled.attend(self._handle if on_host else None, inputs.tensors, inputs.options, constants)
         inputs, call = self.check_call(inputs)
         return attend(inputs, RingExecutor(call, self.start(call, inputs, needs_gradients=inputs.needs_gradients)))
 

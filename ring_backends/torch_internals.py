@@ -5,6 +5,7 @@ A private name is looked up when it is needed. If torch has changed, the error n
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -53,6 +54,11 @@ def has_values(tensor: Tensor) -> bool:
     # If the module is not imported, there is no FakeTensor.
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
     return tensor.device.type != "meta" and not isinstance(tensor, fake)
+
+
+def mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """The mode in which new tensors are of the same kind as ``tensor``: fake, or with values."""
+    return contextlib.nullcontext() if has_values(tensor) else getattr(tensor, "fake_mode", contextlib.nullcontext())
 
 
 # Without the private function, the answer is always true. Callers then take a slower way to the same result.

@@ -24,11 +24,14 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from ring_backends import dilated_attention
-from ring_backends.kernels import triton_launch
+from ring_backends.kernels import triton_launch, triton_rows_launch
+from ring_backends.kernels.gather_rows import gather_many, scatter_many, scatter_merge
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+from ring_backends.kernels.triton_rows_launch import Rows
+from ring_backends.schedule.rows import DilatedRows, head_runs
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-VARIANTS = ("plain", "key mask, packed", "documents, dropout")
+VARIANTS = ("plain", "key mask, packed", "documents, dropout", "rows")
 
 
 @dataclass
@@ -43,9 +46,23 @@ class Recorder:
 
 
 def recorded(variant: str, head_dim: int, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of a forward and a backward with one branch."""
-    recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:4]]
+    """The launches of a variant."""
+    recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:-1]]
     replaced = triton_launch.Kernels(*recorders, is_interpreted=False)
+    with mock.patch.object(triton_launch, "kernels", return_value=replaced):
+        if variant == "rows":
+            move_and_merge_rows(head_dim, dtype)
+        else:
+            attend(variant, head_dim, dtype)
+    calls = [call for recorder in recorders for call in recorder.calls]
+    for _, _, arguments in calls:
+        if "packed" in variant and "PACKED" in arguments:
+            arguments["PACKED"] = True
+    return calls
+
+
+def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
+    """A forward and a backward with one branch."""
     query = torch.zeros(2, 512, 4, head_dim, dtype=dtype, requires_grad=True)
     key, value = (torch.zeros(2, 512, 2, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
     options: dict[str, Any] = {}
@@ -53,17 +70,23 @@ def recorded(variant: str, head_dim: int, dtype: torch.dtype) -> list[tuple[Any,
         options["key_padding_mask"] = torch.zeros(2, 512, dtype=torch.bool)
     if "documents" in variant:
         options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
-    with (
-        mock.patch.object(triton_launch, "kernels", return_value=replaced),
-        mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()),
-    ):
+    with mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()):
         out = dilated_attention(query, key, value, [512], [2], is_causal=True, **options)
         out.backward(torch.zeros_like(out))
-    calls = [call for recorder in recorders for call in recorder.calls]
-    for _, _, arguments in calls:
-        if "packed" in variant and "PACKED" in arguments:
-            arguments["PACKED"] = True
-    return calls
+
+
+def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
+    """Gather the rows of a tile's backward, scatter its gradients, and merge its out and LSE."""
+    rows = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
+    tensors = [torch.zeros(2, 512, 4, head_dim, dtype=dtype) for _ in range(5)]
+    tile = [torch.zeros(4, 4, 128, head_dim, dtype=dtype) for _ in range(5)]
+    lse, tile_lse = torch.zeros(2, 512, 4), torch.zeros(4, 4, 128)
+    sums = [torch.zeros(2, 512, 4, head_dim) for _ in range(3)]
+    with mock.patch.object(triton_rows_launch, "can_launch", return_value=True):
+        gather_many([Rows(x, rows, values) for x, values in zip([*tensors, lse], [*tile, tile_lse], strict=True)])
+        query, *keys = (Rows(x, rows, grad) for x, grad in zip(sums, tile, strict=False))
+        scatter_many([query], keys)
+        scatter_merge(sums[0], lse, rows, tile[0], tile_lse)
 
 
 def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> dict[str, Any]:

@@ -129,6 +129,9 @@ def test_the_watchdog_continues_after_an_error() -> None:
     watch, checked = Watchdog(), threading.Event()
 
     class Failing:
+        def examine_stream(self) -> None:
+            pass
+
         def wait_number(self) -> int:
             return 1
 
@@ -136,6 +139,9 @@ def test_the_watchdog_continues_after_an_error() -> None:
             raise TypeError("on purpose")
 
     class Waiting:
+        def examine_stream(self) -> None:
+            pass
+
         def wait_number(self) -> int:
             return 1
 

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_backends.kernels import (
     Kernel,
     KernelInputs,
+    aten_cuda,
     available_kernels,
 )
 from ring_backends.kernels.math import MathKernel
@@ -148,6 +149,7 @@ def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataO
     case = data.draw(CUDA_CASES[kernel.name])
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     with CudaOperators(cudnn_lse_dims=data.draw(st.sampled_from([3, 4]))) as model:
+        aten_cuda._lse_dims.clear()
         check(kernel, case, dtype)
     if min(case.seq_k, case.seq_older) > 1:
         assert len([name for name in model.calls if name.endswith("_backward")]) == 2

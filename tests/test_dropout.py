@@ -23,18 +23,18 @@ def mask(
     p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0, size: int = SIZE
 ) -> Tensor:
     """The dropout factors, [batch, heads, queries, keys]."""
-    dropout = Dropout(p, torch.arange(SIZE), replica)
-    queries = dropout.query_words(seed, batch, num_heads, torch.device("cpu")).transpose(1, 2)
-    return dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
+    dropout, positions = Dropout(p, replica), torch.arange(SIZE)
+    queries = dropout.query_words(seed, positions, batch, num_heads).transpose(1, 2)
+    return dropout.weights(queries, dropout.key_words(seed, positions), torch.float64)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.97])
 def test_the_mask_equals_the_reference(p: float, seed: int) -> None:
     positions = [0, 1, 17, 2**31, 2**40 + 3, *range(100, 200)]
-    dropout = Dropout(p, torch.tensor(positions), replica=3)
-    queries = dropout.query_words(seed, 2, 3, torch.device("cpu")).transpose(1, 2)
-    factors = dropout.weights(queries, dropout.key_words(seed, dropout.positions), torch.float64)
+    dropout, rows = Dropout(p, replica=3), torch.tensor(positions)
+    queries = dropout.query_words(seed, rows, 2, 3).transpose(1, 2)
+    factors = dropout.weights(queries, dropout.key_words(seed, rows), torch.float64)
     wanted = reference_dropout(p, seed, 3, 2, 3, positions)
     assert torch.equal(factors > 0, wanted > 0)
     torch.testing.assert_close(factors, wanted, rtol=1e-15, atol=0)
@@ -57,8 +57,8 @@ def test_the_reference_in_plain_integers() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_mean_weight_is_one(dtype: torch.dtype) -> None:
-    dropout = Dropout(1e-12, torch.arange(64), 0)
-    words = dropout.query_words(1, 1, 1, torch.device("cpu")).transpose(1, 2), dropout.key_words(1, dropout.positions)
+    dropout, rows = Dropout(1e-12, 0), torch.arange(64)
+    words = dropout.query_words(1, rows, 1, 1).transpose(1, 2), dropout.key_words(1, rows)
     assert (dropout.weights(*words, dtype) == 1 / (1 - torch.tensor(1e-12, dtype=dtype))).all()
     for p in (0.1, P, 0.9):
         factors = mask(p, num_heads=4)

@@ -16,9 +16,11 @@ pytest.importorskip("numpy")
 
 from ring_backends.adapters.fsdp import ring_pass
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
 
 DEVICE = torch.device("cuda", 0)
+FOLLOWED = mock.Mock(spec=StreamHop)
 
 
 class Stream:
@@ -33,10 +35,14 @@ class Recorded(Transfer):
     def __init__(self, events: list[str], current: list[str], error: Exception | None) -> None:
         self.events, self.current, self.error = events, current, error
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> StreamHop:
         self.events.append(f"wait on {self.current[-1]}")
         if self.error is not None:
             raise self.error
+        return FOLLOWED
+
+    def abandon(self) -> None:
+        self.events.append("abandon")
 
 
 def hop(error: Exception | None = None) -> tuple[list[str], list[Any]]:
@@ -65,7 +71,7 @@ def hop(error: Exception | None = None) -> tuple[list[str], list[Any]]:
         transfer = ring_pass.post_hop(ring, {1: buffers[0]}, {1: buffers[1]}, 7)
         events.append("a tile")
         with contextlib.suppress(RuntimeError):
-            transfer.wait(timedelta(seconds=1))
+            assert transfer.wait(timedelta(seconds=1)) is FOLLOWED
     return events, buffers
 
 
@@ -91,3 +97,16 @@ def test_a_hop_on_cpu_uses_no_stream() -> None:
     buffer = torch.zeros(1, dtype=torch.uint8)
     ring = mock.Mock(spec=Ring)
     assert ring_pass.post_hop(ring, {1: buffer}, {}, 7) is ring.post.return_value
+
+
+def test_a_hop_that_nobody_waits_for_is_abandoned() -> None:
+    events: list[str] = []
+    stream: Any = Stream("hops", events)
+    ring_pass.StreamTransfer(Recorded(events, [], None), stream, []).abandon()
+    assert events == ["abandon"]
+
+
+def test_the_stream_of_hops_has_a_high_priority() -> None:
+    with mock.patch.object(torch.cuda, "Stream") as stream:
+        ring_pass._hop_stream.__wrapped__(DEVICE)
+    stream.assert_called_once_with(DEVICE, priority=-1)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kernel_cases import CPU, CUDA, CUDA_KERNELS
 
+from ring_backends import DilatedPattern, SequenceLayout
+from ring_backends.engine.call import kernels_of_call
 from ring_backends.kernels import (
     KernelInputs,
     auto_dtype,
     available_kernels,
+    explain_choice,
     kernel_names,
     kernels,
     resolve_dtype,
@@ -31,6 +39,7 @@ def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
         monkeypatch.setattr(torch.version, "hip", None)
@@ -83,26 +92,196 @@ def test_cuda_prefers_what_the_gpu_can_run(
     assert select_kernel("auto", KernelInputs(CUDA, dtype, head_dim, has_key_mask)).name == expected
 
 
-def test_cudnn_comes_after_flash_and_only_in_a_correct_version(
+def test_cudnn_comes_first_on_hopper_and_only_in_a_correct_version(
     gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=128)
-    gpu_of(9, 0, flash=False)
-    assert select_kernel("auto", inputs).name == "aten_cuda_cudnn"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    with pytest.raises(ValueError, match="deterministic"):
-        select_kernel("aten_cuda_cudnn", inputs)
-    gpu_of(9, 0, flash=False, cudnn=91002)
+    for capability, expected in (((9, 0), "cudnn"), ((8, 0), "flash"), ((10, 0), "flash"), ((12, 0), "flash")):
+        gpu_of(*capability)
+        assert select_kernel("auto", inputs).name == f"aten_cuda_{expected}"
+        gpu_of(*capability, flash=False)
+        assert select_kernel("auto", inputs).name == "aten_cuda_cudnn"
+    gpu_of(9, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert select_kernel("auto", inputs).name == "aten_cuda_flash"
+        with pytest.raises(ValueError, match="deterministic"):
+            select_kernel("aten_cuda_cudnn", inputs)
+    gpu_of(9, 0, cudnn=91002)
+    assert select_kernel("auto", inputs).name == "aten_cuda_flash"
     with pytest.raises(ValueError, match=r"cuDNN 9\.15\.1 .*91002"):
         select_kernel("aten_cuda_cudnn", inputs)
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert select_kernel("auto", inputs).name == "math"
 
 
+def kernel_times(path: Path, *times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> str:
+    """Write a file as ``info --probe`` does: (kernel, head_dim, rows, seconds of forward and backward together)."""
+    listed = [
+        {
+            "kernel": kernel,
+            "dtype": "bfloat16",
+            "head_dim": head_dim,
+            "rows": rows,
+            "rate": 1,
+            "forward_seconds": seconds / 4,
+            "backward_seconds": seconds * 3 / 4,
+            **change,
+        }
+        for kernel, head_dim, rows, seconds in times
+    ]
+    path.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
+    return str(path)
+
+
+def test_dilated_rows_may_have_a_kernel_of_their_own(
+    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    inputs = KernelInputs(CUDA, torch.bfloat16, 128)
+
+    def chosen(
+        lengths: list[int], rates: list[int], inputs: KernelInputs = inputs, ring_size: int = 1
+    ) -> tuple[str, str | None]:
+        layout = SequenceLayout(2**17, ring_size)
+        dense, in_place = kernels_of_call("auto", inputs, DilatedPattern(lengths, rates), layout)
+        assert all(rates[branch] > 1 for branch in in_place)
+        names = {kernel.name for kernel in in_place.values()}
+        assert len(names) <= 1
+        return dense.name, names.pop() if names else None
+
+    gpu_of(9, 0, triton=None)
+    assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", "triton_dilated")
+    assert chosen([2048, 2**17], [1, 4]) == ("aten_cuda_cudnn", None)  # 32,768 rows
+    assert chosen([2048, 2**17], [1, 4], ring_size=16) == ("aten_cuda_cudnn", "triton_dilated")  # 2,048 in each piece
+    assert chosen([2048, 8192, 2**17], [1, 4, 4]) == ("aten_cuda_cudnn", "triton_dilated")
+    assert chosen([2048], [1]) == ("aten_cuda_cudnn", None)
+    assert chosen([8192], [4]) == ("triton_dilated", None)
+    assert chosen([2048, 8192], [1, 4], replace(inputs, has_dropout=True)) == ("triton_dilated", None)
+    times = [("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001)]
+    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *times, rate=4))
+    assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
+    assert explain_choice(replace(inputs, is_dilated=True))[1].startswith("measured here")
+    gpu_of(9, 0)
+    assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
+
+
+TIMES = (
+    ("aten_cuda_flash", 128, 256, 0.003),
+    ("aten_cuda_cudnn", 128, 256, 0.004),
+    ("triton_dilated", 128, 256, 0.002),
+    ("aten_cuda_flash", 128, 8192, 0.002),
+    ("aten_cuda_cudnn", 128, 8192, 0.003),
+    ("triton_dilated", 128, 8192, 0.004),
+    ("aten_cuda_flash", 64, 8192, 0.005),
+    ("aten_cuda_cudnn", 64, 8192, 0.004),
+    ("triton_dilated", 64, 8192, 0.003),
+)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "expected"),
+    [
+        (128, None, "aten_cuda_flash"),  # the longest rows that were measured
+        (128, 8192, "aten_cuda_flash"),
+        (128, 100_000, "aten_cuda_flash"),
+        (128, 1449, "aten_cuda_flash"),  # closer to 8,192 than to 256 by ratio
+        (128, 1447, "triton_dilated"),
+        (128, 1, "triton_dilated"),
+        (64, 256, "triton_dilated"),
+        (72, None, "triton_dilated"),  # closest to 64
+        (104, None, "aten_cuda_flash"),
+    ],
+)
+def test_measured_times_decide(
+    gpu_of: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    head_dim: int,
+    rows: int | None,
+    expected: str,
+) -> None:
+    gpu_of(9, 0, triton=None)
+    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
+    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim, rows=rows)
+    assert select_kernel("auto", inputs).name == expected
+    name, why = explain_choice(inputs)
+    assert name == expected
+    assert why.startswith("measured here with head_dim")
+    # A kernel that cannot run the call is not chosen, however fast it was.
+    monkeypatch.setattr(triton_launch, "import_failure", lambda: "Triton is not installed")
+    assert select_kernel("auto", inputs).name != "triton_dilated"
+    # A measurement of other calls does not overrule what a kernel says of key masks.
+    monkeypatch.setattr(triton_launch, "import_failure", lambda: None)
+    assert select_kernel("auto", replace(inputs, has_key_mask=True)).name == "triton_dilated"
+
+
+def test_measured_times_in_words(gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpu_of(9, 0)
+    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
+    name, why = explain_choice(KernelInputs(CUDA, torch.bfloat16, 128, rows=256))
+    assert name == "aten_cuda_flash"
+    assert "head_dim 128, 256 rows: triton_dilated 2 ms, aten_cuda_flash 3 ms, aten_cuda_cudnn 4 ms" in why
+    assert "triton_dilated cannot: no Triton" in why
+
+
+def test_times_of_another_gpu_or_dtype_are_not_used(
+    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    gpu_of(9, 0)
+    file = tmp_path / "probe.json"
+    inputs = KernelInputs(CUDA, torch.bfloat16, 128)
+    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(file, *TIMES, device="NVIDIA A100"))
+    name, why = explain_choice(inputs)
+    assert name == "aten_cuda_cudnn"
+    assert "595" in why
+    assert "RING_BACKENDS_PROBE was measured on NVIDIA A100" in why
+    kernel_times(file, *TIMES, dtype="float16")  # the file is read again after a change
+    name, why = explain_choice(inputs)
+    assert name == "aten_cuda_cudnn"
+    assert "no times in torch.bfloat16" in why
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"kernel_times": {"device": "x"}}', "rows"])
+def test_a_file_without_times_is_an_error(
+    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
+) -> None:
+    file = tmp_path / "probe.json"
+    if content == "rows":
+        kernel_times(file, ("aten_cuda_flash", 128, 0, 1.0))
+    elif content is not None:
+        file.write_text(content)
+    monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
+    assert select_kernel("auto", KernelInputs(CPU, torch.float32, 64)).name == "aten_cpu_flash"  # not read
+    gpu_of(9, 0)
+    with pytest.raises(ValueError, match=r"RING_BACKENDS_PROBE = .*info --probe --json FILE.*unset"):
+        select_kernel("auto", KernelInputs(CUDA, torch.bfloat16, 64))
+
+
+@pytest.mark.parametrize(
+    ("capability", "inputs", "expected", "words"),
+    [
+        ((9, 0), {}, "aten_cuda_cudnn", "published 595 TFLOP/s of cuDNN against 370 .* not measured here$"),
+        ((8, 6), {}, "aten_cuda_flash", r"compute capability 8\.x.* not measured here$"),
+        ((10, 0), {}, "aten_cuda_flash", "no figures are known.* not measured here$"),
+        ((9, 0), {"head_dim": 256}, "aten_cuda_flash", "; aten_cuda_cudnn cannot: head_dim must be .*128$"),
+        ((9, 0), {"has_key_mask": True}, "triton_dilated", "^it computes key masks.* not measured here$"),
+        ((7, 5), {"dtype": torch.float16}, "aten_cuda_efficient", "^the first .*; aten_cuda_flash cannot: it needs"),
+    ],
+)
+def test_the_choice_in_words(
+    gpu_of: Callable[..., None], capability: tuple[int, int], inputs: dict[str, Any], expected: str, words: str
+) -> None:
+    gpu_of(*capability, triton=None)
+    call = KernelInputs(**{"device": CUDA, "dtype": torch.bfloat16, "head_dim": 128, **inputs})
+    name, why = explain_choice(call)
+    assert name == expected == select_kernel("auto", call).name
+    assert re.search(words, why), why
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, "aten_cuda_flash"),
+        ({}, "aten_cuda_cudnn"),
         ({"has_key_mask": True}, "triton_dilated"),
         ({"has_documents": True}, "triton_dilated"),
         ({"has_dropout": True}, "triton_dilated"),

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import Buffers
 from ring_backends.ring.transfer import Transfer, post_works
 
 
@@ -23,14 +24,14 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
     group, ranks = ring.group, ring.ranks
     assert group is not None
 
-    def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+    def post(outgoing: Buffers, incoming: Buffers) -> list[dist.Work]:
         # deepspeed.comm takes global ranks only.
-        receives = [comm.P2POp(comm.irecv, x, ranks[peer], group=group, tag=tag) for peer, x in incoming.items()]
-        sends = [comm.P2POp(comm.isend, x, ranks[peer], group=group, tag=tag) for peer, x in outgoing.items()]
+        receives = [comm.P2POp(comm.irecv, x, ranks[peer], group=group, tag=tag) for peer, x in incoming]
+        sends = [comm.P2POp(comm.isend, x, ranks[peer], group=group, tag=tag) for peer, x in outgoing]
         works: list[dist.Work] = comm.batch_isend_irecv([*receives, *sends])
         return works
 
-    return post_works(group, post, outgoing, incoming)
+    return post_works(group, post, outgoing, incoming, tag)
 
 
 def start_deepspeed() -> None:

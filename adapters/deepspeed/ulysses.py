@@ -220,8 +220,8 @@ class UlyssesAttention:
         if ring.layout_kind == "contiguous":
             return None
         layout, first = ring.layout(seq_len), ring.rank - ring.ulysses_rank
-        positions = torch.cat([layout.positions(rank) for rank in range(first, first + ring.ulysses_size)])
-        return positions.argsort().to(device)
+        positions = torch.cat([layout.positions(rank, device) for rank in range(first, first + ring.ulysses_size)])
+        return positions.argsort()
 
     def _of_group(self, marks: Tensor | None) -> Tensor | None:
         """All-gather a mask or document ids over the group, in the order of its ranks."""

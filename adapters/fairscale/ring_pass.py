@@ -11,6 +11,7 @@ from fairscale.nn.pipe.types import ACTIVATIONS_GRADS_QUEUE, PipeMessage
 from torch import Tensor
 
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import Buffers
 from ring_backends.ring.transfer import Transfer, post_works
 
 
@@ -18,7 +19,7 @@ from ring_backends.ring.transfer import Transfer, post_works
 class RingTransport(Transport):  # type: ignore[misc]
     """The messages of one hop, posted as one batch of ``isend`` and ``irecv``.
 
-    Messages have no header: both ends know source, destination and size from the schedule.
+    Messages have no header of FairScale's: both ends know source, destination and size from the schedule.
     """
 
     group: dist.ProcessGroup
@@ -47,15 +48,15 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
     assert group is not None
     device = next(iter([*outgoing.values(), *incoming.values()])).device
 
-    def post(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> list[dist.Work]:
+    def post(outgoing: Buffers, incoming: Buffers) -> list[dist.Work]:
         transport = RingTransport(None, device, group)
-        for peer, buffer in incoming.items():
+        for peer, buffer in incoming:
             transport.recv_message_tensors(_message(ring.ranks[peer], here, buffer, tag))
-        for peer, buffer in outgoing.items():
+        for peer, buffer in outgoing:
             transport.send_message(_message(here, ring.ranks[peer], buffer, tag), skip_header=True)
         return transport.post()
 
-    return post_works(group, post, outgoing, incoming)
+    return post_works(group, post, outgoing, incoming, tag)
 
 
 def _message(source: int, destination: int, buffer: Tensor, tag: int) -> PipeMessage:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
 
 
@@ -40,8 +41,8 @@ def post_hop(ring: Ring, outgoing: Mapping[int, Tensor], incoming: Mapping[int, 
 
 @cache
 def _hop_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream of all hops of this process on one device."""
-    return torch.cuda.Stream(device)
+    """The stream of all hops of this process on one device. Its high priority lets hops start before waiting tiles."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,16 @@ class StreamTransfer(Transfer):
     stream: torch.cuda.Stream
     buffers: Sequence[Tensor]
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> StreamHop | None:
         try:
             with torch.cuda.stream(self.stream):
-                self.transfer.wait(timeout)
+                hop = self.transfer.wait(timeout)
         except BaseException:
             for buffer in self.buffers:
                 buffer.record_stream(self.stream)
             raise
         torch.cuda.current_stream(self.stream.device).wait_stream(self.stream)
+        return hop
+
+    def abandon(self) -> None:
+        self.transfer.abandon()

@@ -38,7 +38,8 @@ def info_command(
         typer.Option(
             "--probe",
             help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
-            "`ring-backends plan --probe FILE` reads the file that --json writes.",
+            "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
+            "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
         ),
     ] = False,
     nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2,
@@ -61,9 +62,48 @@ def info_command(
         found = collect()
         if probe:
             found["probe"] = local_probe.measure(nproc_per_node, dtype, device)
+            kernel_times = _kernel_times(device)
+            if kernel_times is not None:
+                found["kernel_times"] = kernel_times
         _show(found)
         if json is not None:
             json.write_text(json_module.dumps(found, indent=2) + "\n")
+
+
+def _kernel_times(device: str) -> dict[str, Any] | None:
+    """Time the kernels of the current GPU. None without a GPU, or if the user asks for the CPU."""
+    import torch
+
+    from ring_backends.comparison.kernel_probe import measure_kernels
+
+    if device == "cpu" or not torch.cuda.is_available():
+        return None
+    return measure_kernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+def choices(device_name: str) -> list[dict[str, str]]:
+    """The kernels that ``"auto"`` takes on one device for some calls, and why."""
+    import torch
+
+    from ring_backends.kernels import KernelInputs, explain_choice
+
+    device, rows = torch.device(device_name), []
+    for dtype, head_dim, options in (
+        (torch.bfloat16, 64, ()),
+        (torch.bfloat16, 128, ()),
+        (torch.bfloat16, 128, ("is_dilated",)),
+        (torch.bfloat16, 256, ()),
+        (torch.float32, 64, ()),
+        (torch.bfloat16, 128, ("has_key_mask",)),
+        (torch.bfloat16, 128, ("has_documents",)),
+        (torch.bfloat16, 128, ("has_dropout",)),
+    ):
+        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(options, True))
+        name, why = explain_choice(inputs)
+        call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
+        call += "".join(f", {option.partition('_')[2].replace('_', ' ')}" for option in options)
+        rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
+    return rows
 
 
 def collect() -> dict[str, Any]:
@@ -93,6 +133,7 @@ def collect() -> dict[str, Any]:
         "kernels": {
             kernel.name: {"unusable": reasons[kernel.name], "unverified": kernel.unverified} for kernel in kernels()
         },
+        "kernel_choice": [row for device in devices for row in choices(device["device"])],
         "dtype_advice": [dict(zip(("device", "dtype", "why"), row, strict=True)) for row in DTYPE_ADVICE],
         "hops": dict(HOPS),
     }
@@ -123,12 +164,19 @@ def _show(found: dict[str, Any]) -> None:
     )
     console.print(
         _table(
-            "Kernels, in order of preference",
+            "Kernels",
             ("kernel", "usable here", "not covered by the tests"),
             [
                 (name, _usable(kernel["unusable"]), kernel["unverified"] or "-")
                 for name, kernel in found["kernels"].items()
             ],
+        )
+    )
+    console.print(
+        _table(
+            "What kernel='auto' takes here",
+            ("device", "call", "kernel", "why"),
+            [tuple(row.values()) for row in found["kernel_choice"]],
         )
     )
     console.print(
@@ -153,6 +201,26 @@ def _show(found: dict[str, Any]) -> None:
             f"{probe['kernel']}"
         )
         console.print(_table(title, ("constant", "measured"), _constants(probe)))
+    if "kernel_times" in found:
+        times = found["kernel_times"]
+        console.print(
+            _table(
+                f"Kernels with their copies and merges, {times['device']}",
+                ("dtype", "head dim", "rows", "rate", "kernel", "forward", "backward"),
+                [
+                    (
+                        time["dtype"],
+                        time["head_dim"],
+                        f"{time['rows']:,}",
+                        time["rate"],
+                        time["kernel"],
+                        f"{time['forward_seconds'] * 1e3:.3f} ms",
+                        f"{time['backward_seconds'] * 1e3:.3f} ms",
+                    )
+                    for time in times["times"]
+                ],
+            )
+        )
 
 
 def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:

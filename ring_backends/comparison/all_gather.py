@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.engine.autograd import attend
-from ring_backends.engine.backward import add_tile_grads
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import LocalRows
-from ring_backends.engine.tiles import TileRunner, merge_tile
+from ring_backends.engine.sums import BlockGrads, BlockOut, Result
+from ring_backends.engine.tiles import TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
@@ -78,27 +78,24 @@ class AllGatherExecutor:
         """Compute out (shaped as query), the LSE [batch, local seq, heads], a call number and the inputs."""
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        rows, tiles = LocalRows.of(inputs, None), TileRunner(self.call.kernel, self.call.scale)
+        out, lse = Result(query), query.new_full(query.shape[:3], -math.inf, dtype=dtype)
+        rows, tiles = LocalRows.of(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.forward_plans)
         for block in self.forward_plans[self.ring.rank].blocks:
-            here, block_lse = rows.block(block), lse[:, :, block.heads]
-            block_out = torch.zeros_like(here.query, dtype=dtype)
+            here, block_out = rows.block(block), BlockOut(out, lse, block)
             for tile in _tiles(block):
-                merge_tile(tile, block_out, block_lse, *tiles.forward(tile, here, collected))
-            out[:, :, block.heads] = block_out
-        return out, lse, 0, inputs
+                block_out.merge_tile(tile, *tiles.forward(tile, here, collected))
+            block_out.finish()
+        return out.tensor, lse, 0, inputs
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute the gradients of query, key and value."""
         query, key, value = inputs.query, inputs.key, inputs.value
-        grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         dtype = statistics_dtype(query.dtype)
-        grads = LocalRows(grad_query, torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype))
-        rows, tiles = LocalRows.of(inputs, None), TileRunner(self.call.kernel, self.call.scale)
+        grads = Result(query), Result(key, dtype), Result(value, dtype)
+        rows, tiles = LocalRows.of(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.backward_plans)
         _, grad_format = self._formats(key)
         size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
@@ -106,16 +103,16 @@ class AllGatherExecutor:
             grad_format, torch.zeros(size, dtype=torch.uint8, device=key.device), self.backward_plans
         )
         for block in self.backward_plans[self.ring.rank].blocks:
-            here, part = rows.block(block), grads.block(block)
+            here, block_grads = rows.block(block), BlockGrads(*grads, block)
             block_out, block_lse, block_grad_out = (x[:, :, block.heads] for x in (out, lse, grad_out))
-            sums = replace(part, query=torch.zeros_like(here.query, dtype=dtype))
             for tile in _tiles(block):
                 tile_grads = tiles.backward(tile, here, collected, block_out, block_lse, block_grad_out)
-                add_tile_grads(tile, tile_grads, sums, remote)
-            part.query.copy_(sums.query)
+                block_grads.add_tile(tile, tile_grads, remote)
+            block_grads.finish()
         del collected  # frees memory for the buffers of the reduce-scatter
-        self._reduce_grads(remote, grads)
-        return grad_query, grads.key.to(key.dtype), grads.value.to(value.dtype)
+        grad_query, grad_key, grad_value = (grad.tensor for grad in grads)
+        self._reduce_grads(remote, grad_key, grad_value)
+        return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
     def _collect(self, rows: LocalRows, plans: Sequence[RankPlan]) -> WireBuffer:
         """Collect the K and V rows of all ranks with one all-gather."""
@@ -130,18 +127,18 @@ class AllGatherExecutor:
             gather_into(value, here.value, parcel.source)
         return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
 
-    def _reduce_grads(self, remote: WireBuffer, grads: LocalRows) -> None:
-        """Sum dK and dV of this rank's rows over all ranks with one reduce-scatter. Add the sums to ``grads``."""
+    def _reduce_grads(self, remote: WireBuffer, grad_key: Tensor, grad_value: Tensor) -> None:
+        """Sum dK and dV of this rank's rows over all ranks with one reduce-scatter. Add the sums to the gradients."""
         if not remote.buffer.numel():
             return
         sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
         plan = self.backward_plans[self.ring.rank]
         own = _own(remote.row_format, sums.view(torch.uint8), plan)
         for index, parcel in _starting_at(plan):
-            here = grads.block(plan.blocks[index])
+            heads = plan.blocks[index].kv_heads
             key, value, _ = own.slices(parcel)
-            scatter_add(here.key, parcel.source, key)
-            scatter_add(here.value, parcel.source, value)
+            scatter_add(grad_key[:, :, heads], parcel.source, key)
+            scatter_add(grad_value[:, :, heads], parcel.source, value)
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
         """Return the row formats of K and V, and of dK and dV."""

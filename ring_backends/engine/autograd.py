@@ -69,11 +69,14 @@ class _Attend(torch.autograd.Function):
         ctx.executor, ctx.options = executor, options
         ctx.save_for_backward(*inputs.tensors, out, lse)
         ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # or autograd makes a gradient of zeros for the LSE in every backward
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         *tensors, out, lse = ctx.saved_tensors
+        if grad_out is None:  # the other ranks may need this rank's hops
+            grad_out = torch.zeros_like(out)
         inputs = AttentionInputs.of(tensors, ctx.options)
         with torch.no_grad(), without_autocast(out.device):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)

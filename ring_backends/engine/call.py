@@ -5,7 +5,8 @@ Rule: :meth:`AttentionCall.configuration` holds everything that the ranks have t
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 
 import torch
@@ -35,6 +36,7 @@ class AttentionCall:
         schedule: the schedule of the ring.
         rank: the ring rank.
         kernel: the kernel that computes the tiles.
+        in_place: the kernels that compute some dilated branches instead, by the branch's index.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.
@@ -46,6 +48,7 @@ class AttentionCall:
     scale: float
     dropout: Dropout | None = None
     grad_wire_dtype: torch.dtype | None = None
+    in_place: Mapping[int, StepKernel] = field(default_factory=dict)
 
     @property
     def layout(self) -> SequenceLayout:
@@ -66,6 +69,7 @@ class AttentionCall:
             backward=backward,
             device_type=query.device.type,
             tile_bytes=tile_bytes,
+            uncut=frozenset(self.in_place),
         )
 
     def configuration(self, inputs: AttentionInputs, module_number: str, *, needs_gradients: bool) -> Configuration:
@@ -111,7 +115,7 @@ def check_call(
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
-        dropout = Dropout(inputs.dropout_p, _cpu_positions(layout, ring.rank), ring.data_rank)
+        dropout = Dropout(inputs.dropout_p, ring.data_rank)
     needs = KernelInputs(
         query.device,
         query.dtype,
@@ -121,7 +125,30 @@ def check_call(
         has_documents=inputs.document_ids is not None,
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    return inputs, AttentionCall(schedule, ring.rank, select_kernel(kernel, needs), scale, dropout)
+    chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)
+    return inputs, AttentionCall(schedule, ring.rank, chosen, scale, dropout, in_place=in_place)
+
+
+def kernels_of_call(
+    name: str, needs: KernelInputs, pattern: DilatedPattern, layout: SequenceLayout
+) -> tuple[Kernel, dict[int, StepKernel]]:
+    """The kernel of a call. With ``"auto"``, possibly other ones for some dilated branches, by the branch's index."""
+    chunk = -(-layout.seq_len // layout.num_chunks)
+    rows = [
+        -(-min(pattern.segment_length(index, layout.seq_len), chunk) // rate)
+        for index, rate in enumerate(pattern.dilation_rates)
+    ]
+    dilated = [index for index, rate in enumerate(pattern.dilation_rates) if rate > 1]
+    is_dilated = len(dilated) == len(rows)
+    longest = max(x for index, x in enumerate(rows) if is_dilated or index not in dilated)
+    chosen = select_kernel(name, replace(needs, rows=longest, is_dilated=is_dilated))
+    in_place: dict[int, StepKernel] = {}
+    if name == "auto" and needs.device.type == "cuda" and not isinstance(chosen, StepKernel):
+        for index in dilated:
+            kernel = select_kernel(name, replace(needs, rows=rows[index], is_dilated=True))
+            if isinstance(kernel, StepKernel):
+                in_place[index] = kernel
+    return chosen, in_place
 
 
 def autocast(tensor: Tensor) -> Tensor:
@@ -133,11 +160,6 @@ def autocast(tensor: Tensor) -> Tensor:
     if not eligible or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     return tensor.to(torch.get_autocast_dtype(tensor.device.type))
-
-
-@untraced
-def _cpu_positions(layout: SequenceLayout, rank: int) -> Tensor:
-    return layout.positions(rank).to("cpu")
 
 
 @lru_cache(maxsize=256)

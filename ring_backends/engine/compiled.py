@@ -1,7 +1,10 @@
-"""Attention inside a compiled graph: every hop is an operator, so that a call does not break the graph.
+"""Attention inside a compiled graph: custom operators, so that a call does not break the graph.
 
-Under ``torch.compile`` a call of attention becomes a sequence of custom operators, both in the forward graph and in the
-backward graph:
+On one device, a call is one operator in the forward graph and one in the backward graph:
+``ring_backends::attend_forward`` and ``ring_backends::attend_backward``. Everything besides tensors is a constant of
+the graph, and no tensor is on the CPU. So a CUDA graph can contain the operators.
+
+On a ring, a call is a sequence of operators, both in the forward graph and in the backward graph:
 
 - ``ring_backends::begin_forward`` or ``begin_backward`` agrees with the other ranks and begins the computation.
 - ``ring_backends::post_hop`` posts the next hop, and computes tiles up to the hop after it. The graph has one such
@@ -9,10 +12,13 @@ backward graph:
 - ``ring_backends::end_forward`` or ``end_backward`` returns the result.
 
 Each operator takes a tensor that the operator before it returned. So no compiler pass drops, repeats or reorders them.
-The operators run the same code as a call outside of a graph. The number of the module is an input of the graph, not a
-constant, so that equal blocks share one graph. Sizes are constants, since the plan depends on them. A sequence of
-another length is compiled again. Arguments are checked during compilation. If a check fails, torch raises its own
-error, with this package's error as its cause.
+The number of the module is an input of the graph, not a constant, so that equal blocks share one graph. These operators
+work on the host in every call, so a CUDA graph must not contain them. A call with dropout on one device uses them too,
+since its seed is drawn on the host.
+
+All operators run the same code as a call outside of a graph. Sizes are constants, since the plan depends on them. A
+sequence of another length is compiled again. Arguments are checked during compilation. If a check fails, torch raises
+its own error, which quotes this package's error.
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -32,7 +39,7 @@ from ring_backends.engine.autograd import attend as attend_under_autograd
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import autocast, check_call
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import ByHops
+from ring_backends.engine.hops import ByHops, finish
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
@@ -73,40 +80,68 @@ def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: 
 
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def attend(
-    handle: Tensor, tensors: tuple[Tensor | None, ...], options: dict[str, Any], constants: dict[str, Any]
+    handle: Tensor | None, tensors: tuple[Tensor | None, ...], options: dict[str, Any], constants: dict[str, Any]
 ) -> Any:
     """Compute a call of attention while torch.compile traces it with fake tensors.
 
     Args:
-        handle: the tensor that :func:`register_module` returned.
+        handle: the tensor that :func:`register_module` returned; None on one device without dropout.
         tensors, options: the tensors and options of the call's :class:`AttentionInputs`.
         constants: the result of :func:`constants`.
     """
+    options, as_json = json.loads(_to_json(options)), _to_json(constants)
     inputs = AttentionInputs.of([None if x is None else _with_constant_sizes(x) for x in tensors], options)
     query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
-    # torch may pass these numbers as symbols. The graph holds them as constants.
-    seq_len = None if inputs.seq_len is None else int(inputs.seq_len)
-    dropout_p = float(inputs.dropout_p)
-    inputs = replace(inputs, query=query, key=key, value=value, seq_len=seq_len, dropout_p=dropout_p)
-    pattern = DilatedPattern(*constants["pattern"])
-    size, rank, layout = constants["ring"]
-    ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
+    inputs = replace(inputs, query=query, key=key, value=value)
     needs_gradients = inputs.needs_gradients
-    _, call = check_call(inputs, pattern, ring, constants["scale"], constants["kernel"])
+    _, call = check_call(inputs, *_arguments(as_json))
+    # The graph is for one length only, so it holds the length even if the caller did not pass seq_len.
+    constant_options = _to_json(replace(inputs, seq_len=call.layout.seq_len).options)
+    if handle is None:
+        return attend_under_autograd(inputs, _OneDeviceExecutor(constant_options, as_json))
     directions = (False, True) if needs_gradients else (False,)
     num_hops = [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
-    # The graph is for one length only, so it holds the length even if the caller did not pass seq_len.
-    constant_options = json.dumps(replace(inputs, seq_len=call.layout.seq_len).options)
-    return attend_under_autograd(inputs, _GraphExecutor(handle, constant_options, needs_gradients, num_hops))
+    return attend_under_autograd(inputs, _HopsExecutor(handle, constant_options, needs_gradients, num_hops))
+
+
+def _to_json(values: dict[str, Any]) -> str:
+    # torch may pass numbers as symbols. The graph holds them as constants.
+    return json.dumps(values, default=lambda number: int(number) if isinstance(number, torch.SymInt) else float(number))
+
+
+@lru_cache(maxsize=256)
+def _arguments(constants: str) -> tuple[DilatedPattern, Ring, float | None, str]:
+    """The arguments of :func:`check_call` besides the inputs."""
+    values = json.loads(constants)
+    size, rank, layout = values["ring"]
+    ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
+    return DilatedPattern(*values["pattern"]), ring, values["scale"], values["kernel"]
 
 
 def _with_constant_sizes(tensor: Tensor) -> Tensor:
     return tensor.view([int(size) for size in tensor.shape])
 
 
+@dataclass(frozen=True)
+class _OneDeviceExecutor:
+    """Computes a call by putting one operator per direction into the graph."""
+
+    options: str
+    constants: str
+
+    def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        return *attend_forward(inputs.tensors, self.options, self.constants), 0, inputs
+
+    def backward(
+        self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tensors = *inputs.tensors, out, lse, grad_out
+        return cast(tuple[Tensor, Tensor, Tensor], attend_backward(tensors, self.options, self.constants))
+
+
 @dataclass
-class _GraphExecutor:
-    """Computes a call by putting its operators into the graph."""
+class _HopsExecutor:
+    """Computes a call by putting the operators of its hops into the graph."""
 
     module: Tensor
     options: str
@@ -131,6 +166,38 @@ class _GraphExecutor:
         return cast(tuple[Tensor, Tensor, Tensor], end_backward(running, tensors))
 
 
+@custom_op("ring_backends::attend_forward", mutates_args=())
+def attend_forward(tensors: Sequence[Tensor | None], options: str, constants: str) -> tuple[Tensor, Tensor]:
+    """out and LSE of a call on one device.
+
+    Args:
+        tensors, options: the tensors of the call's inputs, and their options as JSON.
+        constants: the result of :func:`constants`, as JSON.
+    """
+    inputs = AttentionInputs.of(tensors, json.loads(options))
+    with without_autocast(inputs.query.device):
+        inputs, call = check_call(inputs, *_arguments(constants))
+        return finish(forward(call, inputs, None))
+
+
+@custom_op("ring_backends::attend_backward", mutates_args=())
+def attend_backward(tensors: Sequence[Tensor | None], options: str, constants: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of a call on one device.
+
+    Args:
+        tensors: the tensors of the call's inputs, then out, LSE and the gradient of out.
+        options, constants: as for the forward.
+    """
+    *of_inputs, out, lse, grad_out = tensors
+    assert out is not None
+    assert lse is not None
+    assert grad_out is not None
+    inputs = AttentionInputs.of(of_inputs, json.loads(options))
+    with without_autocast(out.device):
+        inputs, call = check_call(inputs, *_arguments(constants))
+        return finish(backward(call, inputs, out, lse, grad_out, None))
+
+
 class _Running:
     """A forward or backward that has been computed up to a hop."""
 
@@ -150,6 +217,9 @@ class _Running:
         assert self._result is not None, "the graph has fewer hops than the plan"
         return self._result
 
+
+# The other operators work on the host in every call. Inductor puts no operator with this tag into a CUDA graph.
+_ON_HOST = (torch.Tag.cudagraph_unsafe,)
 
 # Operators pass a computation on as a tensor of three numbers: the number of its module, its own number, and the number
 # of its call.
@@ -177,7 +247,7 @@ def _begin(module: int, by_hops: ByHops[Any], call_number: int, device: torch.de
     return torch.tensor([module, number, call_number], device="cpu")
 
 
-@custom_op("ring_backends::begin_forward", mutates_args=())
+@custom_op("ring_backends::begin_forward", mutates_args=(), tags=_ON_HOST)
 def begin_forward(module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool) -> Tensor:
     """Begin the forward of one call."""
     attention = _module(int(module))
@@ -187,7 +257,7 @@ def begin_forward(module: Tensor, tensors: Sequence[Tensor | None], options: str
     return _begin(int(module), forward(call, inputs, hops), call_number, inputs.query.device)
 
 
-@custom_op("ring_backends::begin_backward", mutates_args=())
+@custom_op("ring_backends::begin_backward", mutates_args=(), tags=_ON_HOST)
 def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: str) -> Tensor:
     """Begin the backward of a call.
 
@@ -207,7 +277,7 @@ def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: s
     return _begin(module, backward(call, inputs, out, lse, grad_out, hops), call_number, out.device)
 
 
-@custom_op("ring_backends::post_hop", mutates_args=())
+@custom_op("ring_backends::post_hop", mutates_args=(), tags=_ON_HOST)
 def post_hop(running: Tensor) -> Tensor:
     """Post the next hop, and compute up to the one after it."""
     number = int(running[1])
@@ -220,14 +290,14 @@ def post_hop(running: Tensor) -> Tensor:
 # The end operators take the tensors that the computation reads, so that the compiler does not reuse their memory early.
 
 
-@custom_op("ring_backends::end_forward", mutates_args=())
+@custom_op("ring_backends::end_forward", mutates_args=(), tags=_ON_HOST)
 def end_forward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """Return out and LSE of the forward, and the numbers that its backward needs."""
     out, lse = _running.pop(int(running[1])).result()
     return out, lse, running.clone()
 
 
-@custom_op("ring_backends::end_backward", mutates_args=())
+@custom_op("ring_backends::end_backward", mutates_args=(), tags=_ON_HOST)
 def end_backward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value."""
     return cast(tuple[Tensor, Tensor, Tensor], _running.pop(int(running[1])).result())
@@ -241,18 +311,29 @@ for _operator in (begin_forward, begin_backward, post_hop):
     _operator.register_fake(_fake_running)
 
 
-@end_forward.register_fake
-def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+@attend_forward.register_fake
+def _fake_results(tensors: Sequence[Tensor | None], *constants: str) -> tuple[Tensor, Tensor]:
     query = tensors[0]
     assert query is not None
     lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-    return query.new_empty(query.shape), lse, _fake_running(running)
+    return query.new_empty(query.shape), lse
 
 
-@end_backward.register_fake
-def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+@attend_backward.register_fake
+def _fake_grads(tensors: Sequence[Tensor | None], *constants: str) -> tuple[Tensor, Tensor, Tensor]:
     query, key, value = (x.new_empty(x.shape) for x in tensors[:3] if x is not None)
     return query, key, value
 
 
-END_FORWARD = torch.ops.ring_backends.end_forward.default
+@end_forward.register_fake
+def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_results(tensors), _fake_running(running)
+
+
+@end_backward.register_fake
+def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+    return cast(tuple[Tensor, Tensor, Tensor], _fake_grads(tensors))
+
+
+RESULT_OPERATORS = [torch.ops.ring_backends.end_forward.default, torch.ops.ring_backends.attend_forward.default]
+"""The operators that return out and LSE."""

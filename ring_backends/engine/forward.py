@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.hops import NOTHING, ByHops, Hops, post_keys, report_failure
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import LocalRows
-from ring_backends.engine.tiles import TileRunner, accumulator, merge_phantom
+from ring_backends.engine.sums import BlockOut, Result
+from ring_backends.engine.tiles import TileRunner
 from ring_backends.kernels.merge import statistics_dtype
 
 
@@ -24,23 +22,20 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
     """
     with report_failure(hops):
         query, plan = inputs.query, call.plan(inputs, backward=False)
-        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+        out = Result(query)
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-        rows, tiles = LocalRows.of(inputs, call.dropout), TileRunner(call.kernel, call.scale)
+        rows = LocalRows.of(call, inputs)
+        tiles = TileRunner(call.kernel, call.scale, call.in_place)
         arriving = NOTHING
         for index, (block, step) in enumerate(plan.steps):
             arrived, arriving = arriving.wait(), NOTHING
             arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
-            here, block_lse = rows.block(block), lse[:, :, block.heads]
             if step is block.steps[0]:
-                block_out = accumulator(out[:, :, block.heads])
-                if not block.is_opened:
-                    block_out.zero_()
-                    block_lse.fill_(-math.inf)
-            tiles.forward_into(step.tiles, here, arrived, block_out, block_lse)
+                block_out = BlockOut(out, lse, block)
+            tiles.forward_into(step.tiles, rows.block(block), arrived, block_out)
             for phantom in step.phantoms:
-                merge_phantom(block_out, block_lse, phantom)
+                block_out.merge_phantom(phantom)
             del arrived  # so that at most two received buffers exist when the next hop is posted
-            if step is block.steps[-1] and block_out.dtype != out.dtype:
-                out[:, :, block.heads] = block_out
-        return out, lse
+            if step is block.steps[-1]:
+                block_out.finish()
+        return out.tensor, lse

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
 from torch import Tensor
@@ -17,7 +17,8 @@ from torch.profiler import record_function
 
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
-from ring_backends.kernels.gather_rows import gather_into
+from ring_backends.kernels.gather_rows import gather_many
+from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.ring.agreement import Agreement, Call
 from ring_backends.ring.ring import Traffic
 from ring_backends.ring.transfer import Transfer
@@ -58,7 +59,7 @@ class _Nothing:
 NOTHING: Arrival = _Nothing()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Posted:
     """A posted hop. It keeps the outgoing buffers alive until they are sent."""
 
@@ -70,24 +71,31 @@ class _Posted:
 
     def wait(self) -> WireBuffer:
         started = time.perf_counter()
+        self.hops.posted.remove(self)
         try:
             with record_function(WAIT_SPAN), self.hops.agreement.waiting(self.hops.call):
-                self.transfer.wait(self.hops.call.time_left())
+                hop = self.transfer.wait(self.hops.call.time_left())
         except Exception as error:
             self.hops.agreement.fail(self.hops.call, self.description, error)
+        self.hops.agreement.follow(self.hops.call, self.description, hop)
         self.hops.traffic.wait_seconds += time.perf_counter() - started
         return self.incoming
 
 
 @dataclass(frozen=True)
 class Hops:
-    """Posts the hops of one forward or backward, tags them, counts their bytes, and describes them in errors."""
+    """Posts the hops of one forward or backward, tags them, counts their bytes, and describes them in errors.
+
+    Attributes:
+        posted: the hops that are posted and not waited for.
+    """
 
     rank: int
     ring_pass: RingPass
     call: Call
     agreement: Agreement
     traffic: Traffic
+    posted: list[_Posted] = field(default_factory=list)
 
     def post(
         self, index: int, name: str, outgoing: Mapping[int, Tensor], sends: tuple[Message, ...], incoming: WireBuffer
@@ -95,6 +103,7 @@ class Hops:
         if not outgoing and not incoming.by_peer:
             return NOTHING
         yield
+        self.agreement.check()
         description = (
             f"rank {self.rank} waited in step {index // 2} of {self.call.direction} for {name} "
             f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
@@ -106,7 +115,13 @@ class Hops:
             self.agreement.fail(self.call, description, error)
         self.traffic.messages += len(outgoing)
         self.traffic.bytes += sum(incoming.row_format.payload_bytes(message.parcels) for message in sends)
-        return _Posted(transfer, outgoing, incoming, description, self)
+        self.posted.append(_Posted(transfer, outgoing, incoming, description, self))
+        return self.posted[-1]
+
+    def abandon(self) -> None:
+        """Abandon the hops that nobody will wait for."""
+        while self.posted:
+            self.posted.pop().transfer.abandon()
 
 
 Start = Callable[[str], "Hops | None"]
@@ -117,9 +132,18 @@ def no_hops(direction: str) -> None:
     """The :data:`Start` of a ring of one."""
 
 
-def report_failure(hops: Hops | None) -> contextlib.AbstractContextManager[None]:
-    """Return a context manager that reports an exception on this rank to the other ranks."""
-    return contextlib.nullcontext() if hops is None else hops.agreement.report_errors(hops.call)
+@contextlib.contextmanager
+def report_failure(hops: Hops | None) -> Iterator[None]:
+    """After an exception on this rank, abandon the hops that are posted, and report it to the other ranks."""
+    if hops is None:
+        yield
+        return
+    with hops.agreement.report_errors(hops.call):
+        try:
+            yield
+        except BaseException:
+            hops.abandon()
+            raise
 
 
 def post_keys(
@@ -139,10 +163,14 @@ def post_keys(
         outgoing = {message.peer: arrived.stretch(message.parcels) for message in step.sends}
     else:
         buffer = WireBuffer(row_format, step.sends, own.key.device)
-        for parcel in buffer.parcels:
-            for destination, tensor in zip(buffer.slices(parcel), (own.key, own.value, own.key_marks), strict=True):
-                if destination is not None and tensor is not None:
-                    gather_into(destination, tensor, parcel.source)
+        gather_many(
+            [
+                Rows(tensor, parcel.source, destination)
+                for parcel in buffer.parcels
+                for destination, tensor in zip(buffer.slices(parcel), (own.key, own.value, own.key_marks), strict=True)
+                if destination is not None and tensor is not None
+            ]
+        )
         outgoing = buffer.by_peer
     incoming = WireBuffer(row_format, step.receives, own.key.device)
     return (yield from hops.post(2 * index, "K and V", outgoing, step.sends, incoming))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
+from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.schedule.rank_plan import HeadBlock
-from ring_backends.torch_internals import has_values
+from ring_backends.torch_internals import has_values, mode_of
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,10 @@ class LocalRows:
     key_words: Tensor | None = None
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, dropout: Dropout | None) -> LocalRows:
-        query, key, marks, documents = inputs.query, inputs.key, inputs.key_padding_mask, None
+    def of(cls, call: AttentionCall, inputs: AttentionInputs) -> LocalRows:
+        query, key, value, marks, documents = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, None
+        if marks is not None and call.kernel.reads_ignored_keys:
+            key, value = (x.masked_fill(marks[:, :, None, None], 0.0) for x in (key, value))
         if inputs.document_ids is not None:
             ids = inputs.document_ids
             ignored = ids < 0 if marks is None else marks | (ids < 0)
@@ -45,18 +47,16 @@ class LocalRows:
             documents = ids.masked_fill(ids < 0, -2).unsqueeze(2).expand(-1, -1, query.shape[2])
         if marks is not None:
             marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
+        dropout = call.dropout
         if dropout is None:
-            return cls(query, key, inputs.value, marks, documents)
-        if not has_values(query):
-            query_words, key_words = (
-                query.new_empty(shape, dtype=torch.int32) for shape in ((*query.shape[:3], 2), key.shape[:3])
-            )
-            return cls(query, key, inputs.value, marks, documents, dropout, 0, query_words, key_words)
+            return cls(query, key, value, marks, documents)
         assert inputs.dropout_seed is not None
-        seed = int(inputs.dropout_seed)
-        query_words = dropout.query_words(seed, query.shape[0], query.shape[2], query.device)
-        key_words = dropout.key_words(seed, dropout.positions).to(key.device)[:, None].expand(*key.shape[:3])
-        return cls(query, key, inputs.value, marks, documents, dropout, seed, query_words, key_words)
+        seed = int(inputs.dropout_seed) if has_values(inputs.dropout_seed) else 0  # it is on the CPU
+        with mode_of(query):
+            positions = call.layout.positions(call.rank, query.device)
+            query_words = dropout.query_words(seed, positions, query.shape[0], query.shape[2])
+            key_words = dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3])
+        return cls(query, key, value, marks, documents, dropout, seed, query_words, key_words)
 
     def block(self, block: HeadBlock) -> LocalRows:
         """The rows of the heads of one block."""

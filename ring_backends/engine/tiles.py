@@ -6,23 +6,24 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.kernels import Kernel, PairRule, pairwise
-from ring_backends.kernels.gather_rows import gather, gather_into, gathered_shape, scatter, scatter_merge
+from ring_backends.kernels.constants import constant
+from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import StepKernel
-from ring_backends.schedule.rank_plan import ParcelRows, Phantom, Tile
+from ring_backends.kernels.steps import StepKernel, parcel_key_words
+from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
-from ring_backends.torch_internals import has_values
 
 TILE_SPAN = "ring_backends::tile"
 """The name under which torch.profiler shows the computation of one tile, including its merge.
@@ -31,12 +32,36 @@ If the kernel computes all tiles of a step at once, it shows the step.
 """
 
 
-class TileRunner:
-    """Computes the tiles of one forward or backward with one kernel."""
+@dataclass(frozen=True)
+class SavedRows:
+    """What the backward of one block of heads takes from the forward, and the gradient of its out.
 
-    def __init__(self, kernel: Kernel, scale: float) -> None:
-        self.kernel, self.scale = kernel, scale
-        self._workspace = _Workspace(is_contiguous=kernel.prefers_contiguous)
+    Attributes:
+        out, grad_out: [batch, local seq, heads, head_dim].
+        lse: [batch, local seq, heads].
+    """
+
+    out: Tensor
+    lse: Tensor
+    grad_out: Tensor
+
+    def of(self, block: HeadBlock) -> SavedRows:
+        """The part of one block of heads."""
+        return SavedRows(*(x[:, :, block.heads] for x in (self.out, self.lse, self.grad_out)))
+
+
+class TileRunner:
+    """Computes the tiles of one forward or backward.
+
+    Args:
+        kernel: computes the tiles.
+        scale: factor on the scores.
+        in_place: the kernels that compute some branches instead, by the branch's index.
+    """
+
+    def __init__(self, kernel: Kernel, scale: float, in_place: Mapping[int, StepKernel] | None = None) -> None:
+        self.kernel, self.scale, self._in_place = kernel, scale, in_place or {}
+        self._workspace = _Workspace(kernel)
 
     def forward(self, tile: Tile, here: LocalRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
         """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
@@ -47,30 +72,55 @@ class TileRunner:
         return self.kernel.forward(*tensors, **self._options(rows))
 
     def forward_into(
-        self, tiles: Sequence[Tile], here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor
+        self, tiles: Sequence[Tile], here: LocalRows, arrived: WireBuffer | None, block_out: BlockOut
     ) -> None:
-        """Compute the tiles of one step, and merge them into ``out`` and ``lse`` of their block of heads."""
-        if isinstance(self.kernel, StepKernel):
-            with record_function(TILE_SPAN):
-                self.kernel.forward_into(tiles, here, arrived, out, lse, scale=self.scale)
-            return
-        for tile in tiles:
-            with record_function(TILE_SPAN):
-                merge_tile(tile, out, lse, *self.forward(tile, here, arrived))
+        """Compute the tiles of one step, and merge them into the results of their block of heads."""
+        for kernel, group in self._groups(tiles, block_out.block):
+            if isinstance(kernel, StepKernel):
+                with record_function(TILE_SPAN):
+                    kernel.forward_into(group, here, arrived, *block_out.of(group[0]), scale=self.scale)
+                continue
+            for tile in group:
+                with record_function(TILE_SPAN):
+                    block_out.merge_tile(tile, *self.forward(tile, here, arrived))
+
+    def backward_into(
+        self,
+        tiles: Sequence[Tile],
+        here: LocalRows,
+        arrived: WireBuffer | None,
+        saved: SavedRows,
+        grads: BlockGrads,
+        passed_on: WireBuffer,
+    ) -> None:
+        """Compute the gradients of the tiles of one step, and add them up."""
+        for kernel, group in self._groups(tiles, grads.block):
+            if isinstance(kernel, StepKernel):
+                given = here, arrived, saved.grad_out, saved.out, saved.lse
+                with record_function(TILE_SPAN):
+                    kernel.backward_into(group, *given, grads.of(group[0]), passed_on, scale=self.scale)
+                continue
+            for tile in group:
+                with record_function(TILE_SPAN):
+                    tile_grads = self.backward(tile, here, arrived, saved.out, saved.lse, saved.grad_out)
+                    grads.add_tile(tile, tile_grads, passed_on)
+
+    def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterator[tuple[Kernel, tuple[Tile, ...]]]:
+        """Split the tiles of a step by their kernel, and by whether their results have sums."""
+
+        def key(tile: Tile) -> tuple[bool, Kernel]:
+            return tile.branch == block.base, self._in_place.get(tile.branch, self.kernel)
+
+        for (_, kernel), group in groupby(tiles, key):
+            yield kernel, tuple(group)
 
     def backward(
         self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
-        rows = _TileRows.gather(tile, here, arrived, self._workspace)
-        tensors = (
-            self._workspace.gather("grad_out", grad_out, tile.queries),
-            rows.query,
-            rows.key,
-            rows.value,
-            self._workspace.gather("out", out, tile.queries),
-            self._workspace.gather("lse", lse, tile.queries),
-        )
+        rows = _TileRows.gather(tile, here, arrived, self._workspace, grad_out=grad_out, out=out, lse=lse)
+        its_grad_out, its_out, its_lse = rows.others
+        tensors = its_grad_out, rows.query, rows.key, rows.value, its_out, its_lse
         if rows.rule is not None:
             grads = pairwise.backward(self.kernel, rows.rule, *tensors, **self._options(rows))
         else:
@@ -82,41 +132,22 @@ class TileRunner:
         return {"is_causal": rows.tile.is_causal, "scale": self.scale, "key_mask": rows.key_mask}
 
 
-def accumulator(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` if it has the statistics dtype, else an empty tensor of its shape in the statistics dtype."""
-    dtype = statistics_dtype(tensor.dtype)
-    return tensor if tensor.dtype == dtype else torch.empty_like(tensor, dtype=dtype)
-
-
-def merge_tile(tile: Tile, out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> None:
-    """Merge a tile's out and LSE into those of its block of heads."""
-    if tile.opens_queries:
-        scatter(out, tile.queries, tile_out)
-        scatter(lse, tile.queries, tile_lse)
-    else:
-        scatter_merge(out, lse, tile.queries, tile_out, tile_lse)
-
-
-def merge_phantom(out: Tensor, lse: Tensor, phantom: Phantom) -> None:
-    """Merge the zero keys of a phantom into its queries: their scores and values are 0."""
-    rows = phantom.queries
-    shape = (out.shape[0] * rows.segments, rows.num_heads, rows.rows)
-    zeros = out.new_zeros(()).expand(*shape, out.shape[-1])
-    scatter_merge(out, lse, rows, zeros, lse.new_tensor(math.log(phantom.count)).expand(shape))
-
-
 class _Workspace:
     """Gathers the rows of tiles. If the kernel prefers contiguous rows, all tiles use the same memory."""
 
-    def __init__(self, *, is_contiguous: bool) -> None:
-        self._contiguous = is_contiguous
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
         self._buffers: dict[str, Tensor] = {}
         self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
 
-    def gather(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        """Return the rows. They are valid until other rows are gathered under this name."""
-        if not self._contiguous:
-            return gather(tensor, rows)
+    def gather(self, parts: dict[str, tuple[Tensor, DilatedRows]]) -> dict[str, Tensor]:
+        """Return the rows by name. They are valid until other rows are gathered under the same name."""
+        if self._kernel.prefers_contiguous:
+            return {name: self._gather_contiguous(name, *part) for name, part in parts.items()}
+        rows_outermost = self._kernel.gathers_rows_outermost
+        return dict(zip(parts, gather_all([*parts.values()], rows_outermost=rows_outermost), strict=True))
+
+    def _gather_contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
         if name in self._gathered:
             held_tensor, held_rows, gathered = self._gathered[name]
             if held_tensor is tensor and held_rows is rows:
@@ -147,55 +178,56 @@ class _TileRows:
     value: Tensor
     key_mask: Tensor | None
     rule: PairRule | None
+    others: tuple[Tensor, ...]
 
     @classmethod
-    def gather(cls, tile: Tile, here: LocalRows, arrived: WireBuffer | None, workspace: _Workspace) -> _TileRows:
+    def gather(
+        cls,
+        tile: Tile,
+        here: LocalRows,
+        arrived: WireBuffer | None,
+        workspace: _Workspace,
+        **of_queries: Tensor,
+    ) -> _TileRows:
+        """Gather the rows of a tile. ``of_queries`` are further tensors of the query rows, for ``others``."""
         marks: Tensor | None
         words: Tensor | None
+        own: dict[str, tuple[Tensor, DilatedRows]] = {"query": (here.query, tile.queries)}
         if isinstance(tile.keys, DilatedRows):
-            key = workspace.gather("key", here.key, tile.keys)
-            value = workspace.gather("value", here.value, tile.keys)
+            own |= {"key": (here.key, tile.keys), "value": (here.value, tile.keys)}
+        gathered = workspace.gather(own | {name: (tensor, tile.queries) for name, tensor in of_queries.items()})
+        if isinstance(tile.keys, DilatedRows):
+            key, value = gathered["key"], gathered["value"]
             marks, words = (None if x is None else gather(x, tile.keys) for x in (here.key_marks, here.key_words))
         else:
             assert arrived is not None
             key, value, marks = arrived.rows(tile.keys)
-            words = _key_words(here, tile.keys)
+            words = None if here.dropout is None else _key_words(here, tile.keys)
         if not tile.streams_are_grouped:
-            index = _stream_index(tile, key)
+            index = constant(tile.stream_of_head, key)
             key, value = key.index_select(1, index), value.index_select(1, index)
             marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
-        query = workspace.gather("query", here.query, tile.queries)
+        query, others = gathered["query"], tuple(gathered[name] for name in of_queries)
         if here.query_documents is None and here.dropout is None:
-            return cls(tile, query, key, value, marks, None)
+            return cls(tile, query, key, value, marks, None, others)
         documents, query_words = (
             None if x is None else gather(x, tile.queries) for x in (here.query_documents, here.query_words)
         )
         mask, key_documents = (marks, None) if documents is None else (None, marks)
         rule = PairRule(documents, key_documents, here.dropout, query_words, words)
-        return cls(tile, query, key, value, mask, rule)
+        return cls(tile, query, key, value, mask, rule, others)
 
     def sum_over_heads(self, grad: Tensor) -> Tensor:
         """Sum the gradients of the kernel's key/value heads to those of the streams."""
         if self.tile.streams_are_grouped:
             return grad
-        index = _stream_index(self.tile, grad)
+        index = constant(self.tile.stream_of_head, grad)
         grad = grad.to(statistics_dtype(grad.dtype))
         sums = grad.new_zeros((grad.shape[0], self.tile.keys.num_heads, *grad.shape[2:]))
         return sums.index_add_(1, index, grad)
 
 
-def _stream_index(tile: Tile, like: Tensor) -> Tensor:
-    """The stream of each query head of a tile, int64 [heads], on the device of ``like``."""
-    if not has_values(like):
-        return like.new_empty(len(tile.stream_of_head), dtype=torch.int64)
-    return torch.tensor(tile.stream_of_head, device=like.device)
-
-
-def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor | None:
+def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor:
     """The dropout words of keys from another rank, computed from the keys' positions: [B, streams, rows]."""
-    if here.dropout is None:
-        return None
-    first = torch.tensor(rows.parcel.first_positions, device=here.key.device)[rows.streams.start : rows.streams.stop]
-    indices = torch.arange(rows.row_range.start, rows.row_range.stop, device=here.key.device)
-    words = here.dropout.key_words(here.dropout_seed, first[:, None] + rows.parcel.source.rate * indices)
-    return words.expand(here.key.shape[0], -1, -1)
+    streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
+    return parcel_key_words(here, rows.parcel)[streams, row_range].expand(here.key.shape[0], -1, -1)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ring_backends.kernels.base import Kernel, KernelInputs, PairRule
 from ring_backends.kernels.dtype import auto_dtype, resolve_dtype
-from ring_backends.kernels.registry import available_kernels, kernel_names, kernels, select_kernel
+from ring_backends.kernels.registry import available_kernels, explain_choice, kernel_names, kernels, select_kernel
 
 __all__ = [
     "Kernel",
@@ -16,6 +16,7 @@ __all__ = [
     "PairRule",
     "auto_dtype",
     "available_kernels",
+    "explain_choice",
     "kernel_names",
     "kernels",
     "resolve_dtype",

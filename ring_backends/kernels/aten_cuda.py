@@ -5,8 +5,9 @@ memory layout of out and LSE, and expands key/value heads if the operator does n
 has an argument for the dropout state of the forward, which it reads only with dropout.
 
 The limits follow torch's own dispatcher (sdp_utils.cpp) and the operators' checks, for NVIDIA GPUs. A NaN or inf in a
-key or value may reach rows of the same block that do not see it. Unlike the CPU kernel, these kernels have no
-workaround.
+key or value may reach rows of the same block that do not see it, unless the key is ignored. Unlike the CPU kernel,
+these kernels have no workaround. They refuse documents: tiles would be cut at the ends of documents, and to know these,
+the host would have to wait for the GPU.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ from ring_backends.kernels.base import (
     sum_heads,
 )
 from ring_backends.kernels.math import MathKernel
+from ring_backends.torch_internals import has_values
 
 _HALF = (torch.bfloat16, torch.float16)
+_lse_dims: dict[tuple[torch.device, bool], int] = {}
 
 
 class _AtenCudaKernel(Kernel):
     """Base of the three kernels. A kernel needs its operators, and an NVIDIA GPU that supports the dtype."""
 
     device_types = ("cuda",)
+    reads_ignored_keys = True
     unverified = (
         "the project's tests have run it only with a CPU model of the operator; to test it on a machine with a GPU, "
         "run pytest -m gpu"
@@ -41,6 +45,8 @@ class _AtenCudaKernel(Kernel):
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
+        if inputs.has_documents:
+            reasons.append("with documents, the host would wait for the GPU at every tile")
         if inputs.device.type != "cuda":
             return reasons
         if torch.version.hip is not None:
@@ -63,6 +69,7 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
     """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
 
     name = "aten_cuda_flash"
+    gathers_rows_outermost = True  # its backward would copy out and grad_out to this layout
     dtypes = _HALF
     operators = ("flash_attention", "flash_attention_backward")
     min_capability = (8, 0)
@@ -142,6 +149,7 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
     """``aten::_scaled_dot_product_efficient_attention``. It also supports fp32, key masks and older GPUs."""
 
     name = "aten_cuda_efficient"
+    gathers_rows_outermost = True  # its backward would copy out and grad_out to this layout
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     operators = ("efficient_attention", "efficient_attention_backward")
     min_capability = (5, 0)
@@ -289,10 +297,6 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
             )
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         unused = _unused_dropout_state(query)
-        # The backward takes the LSE in the shape that the forward returns, [B, H, S] or [B, H, S, 1], which depends on
-        # the torch release.
-        probe = query.new_zeros(1, 1, 64, 64)
-        has_unit_dim = self._run_forward(probe, probe, probe, False, 1.0)[1].dim() == 4
         row_lse = lse_for_backward(lse).contiguous()
         grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             _dense(grad_out.to(query.dtype)),
@@ -300,7 +304,7 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
             _dense(expand_heads(key, num_heads)),
             _dense(expand_heads(value, num_heads)),
             _dense(out.to(query.dtype)),
-            row_lse.unsqueeze(-1) if has_unit_dim else row_lse,
+            row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
             unused,
             unused,
             None,
@@ -313,6 +317,14 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
             scale=scale,
         )
         return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
+
+    def _lse_has_unit_dim(self, query: Tensor) -> bool:
+        """Whether the operator's LSE is [B, H, S, 1], and not [B, H, S]. This depends on the release of torch."""
+        known = query.device, has_values(query)
+        if known not in _lse_dims:
+            probe = query.new_zeros(1, 1, 64, 64)
+            _lse_dims[known] = self._run_forward(probe, probe, probe, False, 1.0)[1].dim()
+        return _lse_dims[known] == 4
 
     def _run_forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float

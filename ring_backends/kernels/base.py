@@ -32,6 +32,9 @@ class KernelInputs:
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
         has_documents: whether the call has document ids.
+        rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It decides which
+            kernel is fastest, and not which can run.
+        is_dilated: whether the kernel is for branches with a dilation rate above 1. It decides the same.
     """
 
     device: torch.device
@@ -41,6 +44,8 @@ class KernelInputs:
     needs_grad: bool = True
     has_dropout: bool = False
     has_documents: bool = False
+    rows: int | None = None
+    is_dilated: bool = False
 
     def __str__(self) -> str:
         mask = "with" if self.has_key_mask else "without"
@@ -89,7 +94,11 @@ class Kernel(ABC):
         operators: the private operators of torch that it calls, as in :mod:`ring_backends.kernels.operators`.
         unverified: a sentence about what the project's tests have not run; None if they run everything.
         prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first.
+        gathers_rows_outermost: whether copies of strided rows get the memory layout [B, S, H, D], if it does not prefer
+            contiguous ones.
         has_dropout: whether it can run calls with dropout.
+        reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
+            ignored keys and values to 0.
     """
 
     name: ClassVar[str]
@@ -98,7 +107,9 @@ class Kernel(ABC):
     operators: ClassVar[tuple[str, ...]] = ()
     unverified: ClassVar[str | None] = None
     prefers_contiguous: ClassVar[bool] = False
+    gathers_rows_outermost: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
+    reads_ignored_keys: ClassVar[bool] = False
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         """Return the reasons why this kernel cannot run such a call, one sentence each; empty if it can.

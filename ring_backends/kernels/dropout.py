@@ -22,18 +22,16 @@ _SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
 _PAIR_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Dropout:
     """Dropout of one rank's calls.
 
     Attributes:
         p: probability that a weight is dropped, 0 < p < 1. The other weights are divided by 1 − p.
-        positions: int64 [local seq], the global positions of this rank's rows, on the CPU.
         replica: the number of this rank's ring (``Ring.data_rank``). Different rings hold different sequences.
     """
 
     p: float
-    positions: Tensor
     replica: int
 
     @property
@@ -46,18 +44,20 @@ class Dropout:
         """The factor on the weights that are kept."""
         return 1 / (1 - self.p)
 
-    def query_words(self, seed: int, batch: int, num_heads: int, device: torch.device) -> Tensor:
-        """Compute the two words of each query for the hash: int32 [batch, local seq, heads, 2]."""
-        of_rows = torch.arange(batch, dtype=torch.int64, device="cpu")[:, None, None]
-        of_heads = torch.arange(num_heads, dtype=torch.int64, device="cpu")
-        start = _mix(torch.tensor(_signed(seed + self.replica * _GOLDEN, 64), device="cpu"))
-        words = _mix(_mix(_mix(start + of_rows) + of_heads) + self.positions[:, None])
-        return words.to(device).unsqueeze(3).view(torch.int32)
+    def query_words(self, seed: int, positions: Tensor, batch: int, num_heads: int) -> Tensor:
+        """Compute the two words of each query for the hash: int32 [batch, local seq, heads, 2].
+
+        Args:
+            positions: int64 [local seq], the global positions of the queries.
+        """
+        of_rows = torch.arange(batch, dtype=torch.int64, device=positions.device)[:, None, None]
+        of_heads = torch.arange(num_heads, dtype=torch.int64, device=positions.device)
+        words = _mix(_mix(_mix(of_rows + _start(seed + self.replica * _GOLDEN)) + of_heads) + positions[:, None])
+        return words.unsqueeze(3).view(torch.int32)
 
     def key_words(self, seed: int, positions: Tensor) -> Tensor:
         """Compute the word of the key at each position for the hash: int32, shaped as ``positions``."""
-        start = _mix(torch.tensor(_signed(~seed, 64), device="cpu"))
-        return _mix(positions + start.to(positions.device)).to(torch.int32)
+        return _mix(positions + _start(~seed)).to(torch.int32)
 
     def weights(self, query_words: Tensor, key_words: Tensor, dtype: torch.dtype) -> Tensor:
         """The factor on the weight of every pair, 0 or 1 / (1 − p).
@@ -96,6 +96,14 @@ def _mix(word: Tensor) -> Tensor:
     for shift, multiplier in _SPLITMIX:
         word = (word ^ _shifted(word, shift)) * _signed(multiplier, 64)
     return word ^ _shifted(word, 31)
+
+
+def _start(number: int) -> int:
+    """One step of SplitMix64, as :func:`_mix`, on a number. A tensor of one number would have to be copied to a GPU."""
+    word = (number + _GOLDEN) % 2**64
+    for shift, multiplier in _SPLITMIX:
+        word = (word ^ (word >> shift)) * multiplier % 2**64
+    return _signed(word ^ (word >> 31), 64)
 
 
 def _shifted(word: Tensor, bits: int) -> Tensor:

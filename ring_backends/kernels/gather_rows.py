@@ -1,19 +1,22 @@
 """Gather dilated rows from tensors of any memory layout, and scatter them back, through strided views.
 
 The rows of all heads of one lattice (:class:`~ring_backends.schedule.rows.HeadRun`) are one strided view. So a gather
-makes one copy or none. A scatter writes through the same view. Tensors need not be contiguous.
+makes one copy or none. A scatter writes through the same view. Tensors need not be contiguous. On CUDA devices,
+Triton's kernels (``triton_rows.py``) take the place of the views, if they can be used.
 
 Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads, rows, …].
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from ring_backends.kernels import triton_rows_launch
 from ring_backends.kernels.merge import merge_
-from ring_backends.schedule.rows import DilatedRows
+from ring_backends.kernels.triton_rows_launch import ADD, GATHER, STORE, Rows
+from ring_backends.schedule.rows import DilatedRows, HeadRun
 
 ROWS_AT_ONCE = 512
 """How many dilated rows of a head are copied on the CPU before the next head. Their pages fit into the TLB."""
@@ -48,38 +51,146 @@ def gathered_shape(tensor: Tensor, rows: DilatedRows) -> tuple[int, ...]:
 
 def gather(tensor: Tensor, rows: DilatedRows) -> Tensor:
     """The rows, as [batch * segments, heads, rows, …]: a view where the tensor's strides allow one, else a copy."""
-    shape = gathered_shape(tensor, rows)
-    if len(rows.runs) == 1:
-        ((_, view),) = views(tensor, rows)
-        return view.reshape(shape)
-    gathered = tensor.new_empty(shape)
-    gather_into(gathered, tensor, rows)
+    return gather_all([(tensor, rows)])[0]
+
+
+def gather_all(parts: Sequence[tuple[Tensor, DilatedRows]], *, rows_outermost: bool = False) -> list[Tensor]:
+    """Gather rows of several tensors, as :func:`gather` does. All copies are made together.
+
+    Args:
+        rows_outermost: whether copies have the memory layout [batch * segments, rows, heads, …].
+    """
+    copies, gathered = [], []
+    for tensor, rows in parts:
+        shape = gathered_shape(tensor, rows)
+        found = _view(tensor, rows, shape)
+        if found is None:
+            groups, heads, num_rows, *rest = shape
+            found = (
+                tensor.new_empty(groups, num_rows, heads, *rest).transpose(1, 2)
+                if rows_outermost
+                else tensor.new_empty(shape)
+            )
+            copies.append(Rows(tensor, rows, found))
+        gathered.append(found)
+    gather_many(copies)
     return gathered
+
+
+def _view(tensor: Tensor, rows: DilatedRows, shape: tuple[int, ...]) -> Tensor | None:
+    """The rows as a view of this shape; None if the tensor's strides do not allow one."""
+    if len(rows.runs) > 1:
+        return None
+    ((_, view),) = views(tensor, rows)
+    try:
+        return view.view(shape)
+    except (RuntimeError, ValueError):  # a FakeTensor raises ValueError
+        return None
 
 
 def gather_into(destination: Tensor, tensor: Tensor, rows: DilatedRows) -> None:
     """Copy the rows into ``destination``, [batch * segments, heads, rows, …]."""
-    for view, part in _paired(tensor, rows, destination):
-        part.copy_(view)
+    gather_many([Rows(tensor, rows, destination)])
+
+
+def gather_many(parts: Sequence[Rows]) -> None:
+    """Copy the rows of several tensors into their ``values``: on CUDA devices in one launch, if Triton is installed."""
+    _move([(part, GATHER) for part in parts])
 
 
 def scatter(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
     """Copy ``values``, [batch * segments, heads, rows, …], into the rows of ``tensor``."""
-    for view, part in _paired(tensor, rows, values):
-        view.copy_(part)
+    scatter_many([Rows(tensor, rows, values)])
 
 
 def scatter_add(tensor: Tensor, rows: DilatedRows, values: Tensor) -> None:
     """Add ``values``, [batch * segments, heads, rows, …], to the rows of ``tensor``, in place."""
-    for view, part in _paired(tensor, rows, values):
-        view.add_(part)
+    scatter_many(added=[Rows(tensor, rows, values)])
+
+
+def scatter_many(stored: Sequence[Rows] = (), added: Sequence[Rows] = ()) -> None:
+    """Copy the ``values`` of ``stored`` into their rows, and add those of ``added``, as :func:`gather_many` does.
+
+    No two of them may write the same row of a tensor.
+    """
+    _move([*((part, STORE) for part in stored), *((part, ADD) for part in added)])
 
 
 def scatter_merge(out: Tensor, lse: Tensor, rows: DilatedRows, tile_out: Tensor, tile_lse: Tensor) -> None:
     """Merge a tile's out and LSE into the rows of ``out``, and of ``lse`` [batch, seq, heads], in place."""
+    if triton_rows_launch.can_launch(out, lse, tile_out, tile_lse):
+        triton_rows_launch.merge_rows(out, lse, rows, tile_out, tile_lse)
+        return
     pairs = zip(_paired(out, rows, tile_out), _paired(lse, rows, tile_lse), strict=True)
     for (out_view, out_part), (lse_view, lse_part) in pairs:
         merge_(out_view, lse_view, out_part, lse_part)
+
+
+def merge_rows(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor, rows: DilatedRows) -> None:
+    """Merge the rows of ``other_out`` and ``other_lse`` into the same rows of ``out`` and ``lse``, in place."""
+    if triton_rows_launch.can_launch(out, lse, other_out, other_lse):
+        triton_rows_launch.merge_rows(out, lse, rows, other_out, other_lse, same_rows=True)
+        return
+    for (_, out_view), (_, lse_view), (_, other), (_, other_lse_view) in zip(
+        *(views(x, rows) for x in (out, lse, other_out, other_lse)), strict=True
+    ):
+        merge_(out_view, lse_view, other, other_lse_view)
+
+
+def add_rows(parts: Sequence[Rows]) -> None:
+    """Add the rows of each part's ``values`` to the same rows of its tensor.
+
+    No two parts may hold the same row of a tensor. Unlike elsewhere, ``values`` are not gathered. They are in the same
+    places of a tensor [batch, seq, heads, …].
+    """
+    if all(triton_rows_launch.can_launch(part.tensor, part.values) for part in parts):
+        triton_rows_launch.move_rows([(part, ADD) for part in parts], same_rows=True)
+        return
+    for tensor, rows, values in parts:
+        for (_, view), (_, other) in zip(views(tensor, rows), views(values, rows), strict=True):
+            view.add_(other)
+
+
+def fill_rows(parts: Sequence[tuple[Tensor, DilatedRows]], value: float) -> None:
+    """Set all elements of the rows of each tensor to ``value``."""
+    if parts and all(triton_rows_launch.can_launch(tensor) for tensor, _ in parts):
+        values = parts[0][0].new_full((), value)
+        filled = [Rows(x, rows, values.expand(gathered_shape(x, rows))) for x, rows in parts]
+        triton_rows_launch.move_rows([(part, STORE) for part in filled])
+        return
+    for tensor, rows in parts:
+        for _, view in views(tensor, rows):
+            view.fill_(value)
+
+
+def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | None:
+    """The values of gathered rows as a contiguous [batch, seq, heads, …]: a view, or None if that needs a copy.
+
+    Args:
+        rows: the rows that ``values``, [batch * segments, heads, rows, …], were computed for.
+        shape: the shape of the whole tensor.
+    """
+    _, seq, heads, *_ = shape
+    runs_over_heads = rows.runs == (HeadRun(0, 0, inner=heads, inner_head=1 if heads > 1 else 0),)
+    all_rows = rows.rate == 1 and rows.start == 0 and rows.segments * rows.rows == seq
+    if not (runs_over_heads and all_rows and rows.segment_stride in (0, rows.rows)):
+        return None
+    by_rows = values.transpose(1, 2)
+    return by_rows.reshape(shape) if by_rows.is_contiguous() else None
+
+
+def _move(moves: Sequence[tuple[Rows, int]]) -> None:
+    if all(triton_rows_launch.can_launch(part.tensor, part.values) for part, _ in moves):
+        triton_rows_launch.move_rows(moves)
+        return
+    for part, move in moves:
+        for view, values in _paired(*part):
+            if move == GATHER:
+                values.copy_(view)
+            elif move == STORE:
+                view.copy_(values)
+            else:
+                view.add_(values)
 
 
 def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

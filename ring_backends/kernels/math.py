@@ -252,13 +252,16 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
         x: [B, Hk, k, D].
         hidden: bool, broadcasts to ``weights``; None if nothing is hidden.
     """
-    if hidden is None or not has_values(x):
+    if hidden is None:
         return weights @ x
     finite = x.isfinite()
-    if bool(finite.all()):
+    # On a GPU, the host would have to wait for the answer.
+    if x.device.type == "cpu" and has_values(x) and bool(finite.all()):
         return weights @ x
     seen = (~hidden).to(x.dtype).expand(weights.shape)
     product = weights @ x.masked_fill(~finite, 0.0)
-    for number, found in ((torch.nan, x.isnan()), (torch.inf, x == torch.inf), (-torch.inf, x == -torch.inf)):
-        product = product + torch.zeros_like(product).masked_fill(seen @ found.to(x.dtype) > 0, number)
+    found = torch.cat([x.isnan(), x == torch.inf, x == -torch.inf], -1).to(x.dtype)
+    numbers = torch.nan, torch.inf, -torch.inf
+    for number, has_seen in zip(numbers, ((seen @ found) > 0).chunk(3, -1), strict=True):
+        product = product + torch.zeros_like(product).masked_fill(has_seen, number)
     return product

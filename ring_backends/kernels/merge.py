@@ -22,10 +22,14 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
     """Merge another result into ``out`` and ``lse``, in place. A key in both sets of keys counts twice.
 
     Args:
-        out, other_out: [..., head_dim]; ``out`` in the statistics dtype.
+        out, other_out: [..., head_dim]. They are merged in the statistics dtype.
         lse, other_lse: [...], in the statistics dtype; −inf where a set has no key.
     """
     merged = torch.logaddexp(lse, other_lse)
     weight = torch.exp(other_lse - merged).masked_fill(merged == -math.inf, 0.0)
     lse.copy_(merged)
-    out.lerp_(other_out.to(out.dtype), weight.unsqueeze(-1))
+    weight = weight.unsqueeze(-1)
+    if out.dtype == weight.dtype:
+        out.lerp_(other_out.to(out.dtype), weight)
+    else:
+        out.copy_(out.to(weight.dtype).lerp_(other_out.to(weight.dtype), weight))

@@ -5,7 +5,9 @@ whose queries and keys have no document in common is skipped. A part with severa
 the other kernels need not support documents, and hidden parts cost nothing. With dropout, the whole tile goes to the
 math kernel.
 
-On device "meta" the documents are unknown, so the whole tile goes to the math kernel.
+Cuts depend on the values of the document numbers. To read them on a GPU, the host would have to wait for it at every
+tile, and on device "meta" they have no values. So only tensors on the CPU are cut. Elsewhere the whole tile goes to the
+math kernel.
 """
 
 from __future__ import annotations
@@ -104,7 +106,7 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
     assert rule.query_documents is not None
     assert rule.key_documents is not None
     everything = slice(None)
-    if not has_values(rule.query_documents):
+    if rule.query_documents.device.type != "cpu" or not has_values(rule.query_documents):
         yield everything, everything, everything, is_causal, True
         return
     for batch, is_of_one in _batch_parts(rule.query_documents, rule.key_documents):
@@ -151,7 +153,7 @@ def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, 
     If documents change often, the blocks have equal sizes instead.
 
     Returns:
-        The lowest document number of each block, the highest, both on the CPU, and the blocks.
+        The lowest document number of each block, the highest, and the blocks.
     """
     length = documents.shape[2]
     changes = torch.stack([(x[:, :, 1:] != x[:, :, :-1]).flatten(0, 1).any(0) for x in all_documents]).any(0)
@@ -159,10 +161,10 @@ def _bounds(documents: Tensor, *all_documents: Tensor) -> tuple[Tensor, Tensor, 
     if len(cuts) * MIN_MEAN_RUN > length:
         cuts = [*range(BLOCK, length, BLOCK)]
         ends = [torch.stack(block.aminmax()) for block in documents.split(BLOCK, dim=2)]
-        first, last = torch.stack(ends).cpu().unbind(1)
+        first, last = torch.stack(ends).unbind(1)
     else:  # each head has one document per block
-        starts = torch.tensor([0, *cuts], device=documents.device)
-        first, last = (bound.cpu() for bound in documents.index_select(2, starts).flatten(0, 1).aminmax(dim=0))
+        starts = torch.tensor([0, *cuts], device="cpu")
+        first, last = documents.index_select(2, starts).flatten(0, 1).aminmax(dim=0)
     return first, last, [slice(start, stop) for start, stop in pairwise([0, *cuts, length])]
 
 

@@ -1,7 +1,7 @@
-"""All kernels in order of preference. ``"auto"`` takes the first kernel that can run a call.
+"""All kernels. ``"auto"`` takes the first kernel that can run a call.
 
 Each kernel judges device, dtype and options in its own ``not_supported_reasons``. Its ``auto_order`` may move it to the
-front for some calls.
+front for some calls. On a GPU, :mod:`ring_backends.kernels.choice` orders the others by their speed.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaCudnnKernel, AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.base import Kernel, KernelInputs
+from ring_backends.kernels.choice import NO_PREFERENCE, preference
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 
@@ -25,7 +26,7 @@ _KERNELS: tuple[Kernel, ...] = (
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in order of preference."""
+    """All kernels, in the order in which ``"auto"`` tries them if nothing speaks for another order."""
     return _KERNELS
 
 
@@ -63,12 +64,39 @@ def select_kernel(name: str, inputs: KernelInputs) -> Kernel:
 
 def _in_order(inputs: KernelInputs) -> list[Kernel]:
     """The kernels in the order in which ``"auto"`` tries them."""
-    orders = {kernel: kernel.auto_order(inputs) for kernel in _KERNELS}
-    return sorted(_KERNELS, key=lambda kernel: (orders[kernel] is None, orders[kernel] or 0))
+    names = preference(inputs).names
+    places = {name: place for place, name in enumerate(names)}
+
+    def place(kernel: Kernel) -> tuple[bool, int, int]:
+        order = kernel.auto_order(inputs)
+        return order is None, order or 0, places.get(kernel.name, len(names))
+
+    return sorted(_KERNELS, key=place)
+
+
+def explain_choice(inputs: KernelInputs) -> tuple[str, str]:
+    """The name of the kernel that ``"auto"`` takes for a call, and why, in words.
+
+    Raises:
+        ValueError: as :func:`select_kernel`.
+    """
+    chosen, preferred = select_kernel("auto", inputs), preference(inputs)
+    if chosen.auto_order(inputs) == 0:
+        return chosen.name, "it computes key masks, documents and dropout in the same launch; not measured here"
+    names = preferred.names
+    is_preferred = chosen.name in names
+    reason = preferred.reason if is_preferred else NO_PREFERENCE.reason
+    earlier = names[: names.index(chosen.name)] if is_preferred else names
+    refusals = [
+        f"{kernel.name} cannot: {', '.join(kernel.not_supported_reasons(inputs))}"
+        for kernel in _KERNELS
+        if kernel.name in earlier
+    ]
+    return chosen.name, "; ".join([reason, *refusals])
 
 
 def available_kernels() -> dict[str, str | None]:
-    """Map each kernel, in order of preference, to None if this machine can run it, else to the reasons.
+    """Map each kernel, in the order of ``kernels()``, to None if this machine can run it, else to the reasons.
 
     Each kernel is asked about its first device type, its first dtype, and a head dim of 64.
     """

@@ -3,7 +3,7 @@
 A kernel of this kind reads the rows of a step where they lie and adds its results to the sums of a block of heads. So
 nothing is gathered, scattered or merged outside of the kernel, and tiles are not cut.
 
-Tensors are [batch, local seq, heads, head_dim]; LSE and deltas are [batch, local seq, heads]. Keys that arrived from
+Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]. Keys that arrived from
 another rank lie in one buffer of packed parcels (:class:`PackedParcels`).
 """
 
@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.base import Kernel
+from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.schedule.rank_plan import Parcel, Tile
+from ring_backends.torch_internals import mode_of
 
 
 class StepRows(Protocol):
@@ -98,18 +100,14 @@ class StepKernel(Kernel):
         """
 
     @abstractmethod
-    def row_deltas(self, out: Tensor, grad_out: Tensor) -> Tensor:
-        """Compute the sum of ``out * grad_out`` over the head dim, in the statistics dtype. A backward does so once."""
-
-    @abstractmethod
     def backward_into(
         self,
         tiles: Sequence[Tile],
         rows: StepRows,
         arrived: PackedParcels | None,
         grad_out: Tensor,
+        out: Tensor,
         lse: Tensor,
-        deltas: Tensor,
         sums: GradSums,
         passed_on: PackedParcels | None,
         *,
@@ -121,7 +119,7 @@ class StepKernel(Kernel):
 
         Args:
             tiles, rows, arrived, scale: as in :meth:`forward_into`.
-            grad_out, lse, deltas: those of the global softmax, of the block's heads.
+            grad_out, out, lse: those of the global softmax, of the block's heads.
             sums: the gradients of this rank's rows.
             passed_on: the parcels of dK and dV; None if no tile has remote keys.
         """
@@ -130,6 +128,7 @@ class StepKernel(Kernel):
 def parcel_key_words(rows: StepRows, parcel: Parcel) -> Tensor:
     """Compute the words of a parcel's keys that dropout hashes, from their positions: int32 [streams, rows]."""
     assert rows.dropout is not None
-    first = torch.tensor(parcel.first_positions, device="cpu")[:, None]
-    positions = first + parcel.source.rate * torch.arange(parcel.rows, device="cpu")
+    first = constant(parcel.first_positions, rows.key)[:, None]
+    with mode_of(first):
+        positions = first + parcel.source.rate * torch.arange(parcel.rows, device=first.device)
     return rows.dropout.key_words(rows.dropout_seed, positions)

@@ -1,8 +1,9 @@
-"""The backward of dilated attention in Triton: one kernel for dQ, one for dK and dV, and one for the deltas of rows.
+"""The backward of dilated attention in Triton: one kernel for dQ, and one for dK and dV.
 
 Each program owns one block of rows: queries for dQ, keys for dK and dV. It recomputes the weights P = exp(S − LSE) from
 the LSE over all keys. So the gradients of all launches add up, no atomic operation is needed, and results are the same
-in every run. This module imports Triton, so it is imported only when a kernel is launched.
+in every run. The kernel for dQ stores the sum of out × grad_out of each row, its delta, for the other. This module
+imports Triton, so it is imported only when a kernel is launched.
 """
 
 from __future__ import annotations
@@ -30,34 +31,11 @@ from ring_backends.kernels.triton_blocks import (
 )
 
 
-@triton.jit(do_not_specialize=["seq_len", "num_heads", "num_rows"])
-def delta_kernel(
-    out,
-    grad_out,
-    deltas,
-    out_strides,
-    grad_out_strides,
-    seq_len,
-    num_heads,
-    num_rows,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-):
-    """The sum of out × grad_out over the head dim. ``deltas`` is contiguous, [batch, seq, heads]."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    is_row = rows < num_rows
-    head, position, batch = rows % num_heads, rows // num_heads % seq_len, rows // num_heads // seq_len
-    o = load_rows(out, row_offsets(batch, head, position, out_strides), out_strides[3], is_row, HEAD_DIM, BLOCK_D)
-    at = row_offsets(batch, head, position, grad_out_strides)
-    do = load_rows(grad_out, at, grad_out_strides[3], is_row, HEAD_DIM, BLOCK_D)
-    tl.store(deltas + rows, tl.sum(o.to(tl.float32) * do.to(tl.float32), 1), mask=is_row)
-
-
 @triton.jit
 def load_query_block(
     query,
     grad_out,
+    out,
     lse,
     deltas,
     query_documents,
@@ -68,6 +46,7 @@ def load_query_block(
     is_row,
     query_strides,
     grad_out_strides,
+    out_strides,
     lse_strides,
     delta_strides,
     document_strides,
@@ -76,8 +55,9 @@ def load_query_block(
     BLOCK_D: tl.constexpr,
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
+    STORES_DELTAS: tl.constexpr,
 ):
-    """Load a block of queries with all that a backward needs of them.
+    """Load a block of queries with all that a backward needs of them. Their deltas are computed and stored, or loaded.
 
     A row with LSE −inf is not read: q, dO and delta are 0, and the LSE becomes +inf, so that its weights are 0.
     """
@@ -89,7 +69,14 @@ def load_query_block(
     )
     at = row_offsets(batch, head, positions, grad_out_strides)
     do = load_rows(grad_out, at, grad_out_strides[3], is_row, HEAD_DIM, BLOCK_D)
-    delta = tl.load(deltas + row_offsets(batch, head, positions, delta_strides), mask=is_row, other=0.0)
+    delta_at = deltas + row_offsets(batch, head, positions, delta_strides)
+    if STORES_DELTAS:
+        at = row_offsets(batch, head, positions, out_strides)
+        o = load_rows(out, at, out_strides[3], is_row, HEAD_DIM, BLOCK_D)
+        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+        tl.store(delta_at, delta, mask=is_row)
+    else:
+        delta = tl.load(delta_at, mask=is_row, other=0.0)
     documents = load_documents(query_documents, batch, head, positions, is_row, document_strides, MARKS)
     first_words, second_words = load_query_words(query_words, batch, head, positions, is_row, word_strides, DROPOUT)
     return q, do, row_lse, delta, documents, first_words, second_words, is_row
@@ -101,6 +88,7 @@ def grad_query_kernel(
     key,
     value,
     grad_out,
+    out,
     lse,
     deltas,
     grad_query,
@@ -117,6 +105,7 @@ def grad_query_kernel(
     key_strides,
     value_strides,
     grad_out_strides,
+    out_strides,
     lse_strides,
     delta_strides,
     grad_query_strides,
@@ -144,6 +133,7 @@ def grad_query_kernel(
     q, do, row_lse, delta, documents, first_words, second_words, has_grad = load_query_block(
         query,
         grad_out,
+        out,
         lse,
         deltas,
         query_documents,
@@ -154,6 +144,7 @@ def grad_query_kernel(
         rows < num_rows,
         query_strides,
         grad_out_strides,
+        out_strides,
         lse_strides,
         delta_strides,
         document_strides,
@@ -162,6 +153,7 @@ def grad_query_kernel(
         BLOCK_D,
         MARKS,
         DROPOUT,
+        True,
     )
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
@@ -209,7 +201,7 @@ def grad_query_kernel(
 
     grad = tl.where(has_grad[:, None], grad * scale, 0.0)
     at = row_offsets(batch, head, positions, grad_query_strides)
-    store_rows(grad_query, at, grad_query_strides[3], rows < num_rows, grad, opens, HEAD_DIM, BLOCK_D)
+    store_rows(grad_query, at, grad_query_strides[3], rows < num_rows, grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
@@ -218,6 +210,7 @@ def grad_key_value_kernel(
     key,
     value,
     grad_out,
+    out,
     lse,
     deltas,
     grad_key,
@@ -235,6 +228,7 @@ def grad_key_value_kernel(
     key_strides,
     value_strides,
     grad_out_strides,
+    out_strides,
     lse_strides,
     delta_strides,
     grad_key_strides,
@@ -293,6 +287,7 @@ def grad_key_value_kernel(
             q, do, row_lse, delta, documents, first_words, second_words, has_grad = load_query_block(
                 query,
                 grad_out,
+                out,
                 lse,
                 deltas,
                 query_documents,
@@ -303,6 +298,7 @@ def grad_key_value_kernel(
                 rows < num_rows,
                 query_strides,
                 grad_out_strides,
+                out_strides,
                 lse_strides,
                 delta_strides,
                 document_strides,
@@ -311,6 +307,7 @@ def grad_key_value_kernel(
                 BLOCK_D,
                 MARKS,
                 DROPOUT,
+                False,
             )
             # Scores, weights and their gradients are transposed here: [keys, rows].
             seen = is_key[:, None] & has_grad[None, :]
@@ -337,12 +334,11 @@ def grad_key_value_kernel(
     if PACKED:
         at = packed_rows(keys, entry, batch, positions) * HEAD_DIM
         key_at, value_at = packed_offset(keys, entry, 4, 4) + at, packed_offset(keys, entry, 5, 4) + at
-        store_rows(grad_key, key_at, 1, indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D)
-        store_rows(grad_value, value_at, 1, indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D)
+        store_rows(grad_key, key_at, 1, indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
+        store_rows(grad_value, value_at, 1, indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
     else:
         key_at = row_offsets(batch, head, positions, grad_key_strides)
         value_at = row_offsets(batch, head, positions, grad_value_strides)
-        store_rows(grad_key, key_at, grad_key_strides[3], indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D)
-        store_rows(
-            grad_value, value_at, grad_value_strides[3], indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D
-        )
+        key_step, value_step = grad_key_strides[3], grad_value_strides[3]
+        store_rows(grad_key, key_at, key_step, indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
+        store_rows(grad_value, value_at, value_step, indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)

@@ -64,7 +64,7 @@ def packed_rows(keys, entry, batch, indices):
 @triton.jit
 def load_rows(pointer, offsets, dim_stride, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load rows [rows, BLOCK_D]. Rows that are not wanted, and the padding of the head dim, are 0."""
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
     at = pointer + offsets[:, None] + dims[None, :] * dim_stride
     if BLOCK_D == HEAD_DIM:
         return tl.load(at, mask=is_row[:, None], other=0.0)
@@ -72,13 +72,23 @@ def load_rows(pointer, offsets, dim_stride, is_row, HEAD_DIM: tl.constexpr, BLOC
 
 
 @triton.jit
-def store_rows(pointer, offsets, dim_stride, is_row, rows, opens, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def store_rows(
+    pointer,
+    offsets,
+    dim_stride,
+    is_row,
+    rows,
+    opens,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
     """Store rows [rows, BLOCK_D] if this launch opens them. Otherwise, add them to what is there."""
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
     at = pointer + offsets[:, None] + dims[None, :] * dim_stride
     wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     rows += tl.load(at, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
-    tl.store(at, rows.to(pointer.dtype.element_ty), mask=wanted)
+    tl.store(at, rounded(rows, pointer.dtype.element_ty, UPCAST), mask=wanted)
 
 
 @triton.jit
@@ -176,8 +186,32 @@ def dropout_factors(first_words, second_words, key_words, threshold, weight):
 
 
 @triton.jit
+def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
+    """fp32 rounded to another dtype. ``UPCAST`` is for Triton's interpreter, which truncates to bf16."""
+    if UPCAST and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        bits += 0x7FFF + ((bits >> 16) & 1)
+        x = bits.to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def product(a, b, UPCAST: tl.constexpr):
     """Matrix product with fp32 sums. ``UPCAST`` is for Triton's interpreter, whose products of bf16 are wrong."""
     if UPCAST:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
+
+
+@triton.jit
+def merged_result(out, lse, other_out, other_lse):
+    """Merge two results, as :mod:`ring_backends.kernels.merge` does. All are in fp32."""
+    largest = tl.maximum(lse, other_lse)
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.exp2((lse - shift) * LOG2_E)
+    other_weight = tl.exp2((other_lse - shift) * LOG2_E)
+    total = weight + other_weight
+    divisor = tl.where(total == 0.0, 1.0, total)
+    merged = (out * weight[:, None] + other_out * other_weight[:, None]) / divisor[:, None]
+    merged_lse = tl.where(total == 0.0, float("-inf"), shift + tl.log2(divisor) * LN_2)
+    return merged, merged_lse

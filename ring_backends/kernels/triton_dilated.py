@@ -22,13 +22,12 @@ from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.steps import GradSums, PackedParcels, StepKernel, StepRows
-from ring_backends.kernels.triton_launch import DELTA_ROWS, Launch, strides
+from ring_backends.kernels.triton_launch import Launch, strides
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values
 
 MAX_HEAD_DIM = 256
-MIN_CAPABILITY = (8, 0)
 
 
 class TritonDilatedKernel(StepKernel):
@@ -51,7 +50,7 @@ class TritonDilatedKernel(StepKernel):
         if inputs.head_dim > MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}")
         if device.type == "cuda":
-            reasons.extend(_device_reasons(device))
+            reasons.extend(triton_launch.device_reasons(device))
         if not reasons and (is_interpreted or device.type == "cuda"):
             failure = triton_launch.import_failure()
             if failure is not None:
@@ -101,8 +100,7 @@ class TritonDilatedKernel(StepKernel):
         grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
         sums = _OneTile.of(grad_query, grad_key, grad_value, None)
         grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
-        deltas = self.row_deltas(out, grad_out)
-        self.backward_into(rows.tiles(is_causal), rows, None, grad_out, lse, deltas, sums, None, scale=scale)
+        self.backward_into(rows.tiles(is_causal), rows, None, grad_out, out, lse, sums, None, scale=scale)
         return grad_query, grad_key, grad_value
 
     def forward_into(
@@ -121,33 +119,14 @@ class TritonDilatedKernel(StepKernel):
         for launch in Launch.of_step(tiles, rows, arrived, None):
             launch.run("forward", rows, sums, scale)
 
-    def row_deltas(self, out: Tensor, grad_out: Tensor) -> Tensor:
-        deltas = out.new_empty(out.shape[:3], dtype=torch.float32)
-        if deltas.numel() and has_values(out):
-            with triton_launch.on_device(out):
-                triton_launch.kernels().deltas[(-(-deltas.numel() // DELTA_ROWS),)](
-                    out,
-                    grad_out,
-                    deltas,
-                    strides(out),
-                    strides(grad_out),
-                    out.shape[1],
-                    out.shape[2],
-                    deltas.numel(),
-                    HEAD_DIM=out.shape[3],
-                    BLOCK_D=triton_launch.padded_head_dim(out.shape[3]),
-                    BLOCK_Q=DELTA_ROWS,
-                )
-        return deltas
-
     def backward_into(
         self,
         tiles: Sequence[Tile],
         rows: StepRows,
         arrived: PackedParcels | None,
         grad_out: Tensor,
+        out: Tensor,
         lse: Tensor,
-        deltas: Tensor,
         sums: GradSums,
         passed_on: PackedParcels | None,
         *,
@@ -155,9 +134,12 @@ class TritonDilatedKernel(StepKernel):
     ) -> None:
         if not has_values(grad_out):
             return
+        deltas = lse.new_empty(lse.shape)
         saved = {
             "grad_out": grad_out,
             "grad_out_strides": strides(grad_out),
+            "out": out,
+            "out_strides": strides(out),
             "lse": lse,
             "lse_strides": strides(lse),
             "deltas": deltas,
@@ -208,14 +190,3 @@ def _tile(seq_q: int, num_heads: int, seq_k: int, num_kv_heads: int, is_causal: 
     )
     streams = tuple(head // (num_heads // num_kv_heads) for head in range(num_heads))
     return Tile(0, queries, keys, streams, is_causal, opens_queries=True, opens_keys=True)
-
-
-def _device_reasons(device: torch.device) -> list[str]:
-    if torch.version.hip is not None:
-        return ["its block sizes are those of NVIDIA's GPUs, and this torch was built for ROCm"]
-    if not torch.cuda.is_available():
-        return [f"torch {torch.__version__} sees no CUDA device here"]
-    capability = torch.cuda.get_device_capability(device)
-    if capability < MIN_CAPABILITY:
-        return [f"it needs compute capability 8.0, this is {capability[0]}.{capability[1]}"]
-    return []

@@ -22,8 +22,10 @@ from ring_backends.kernels.triton_blocks import (
     load_key_block,
     load_query_words,
     load_rows,
+    merged_result,
     owned_block,
     product,
+    rounded,
     row_offsets,
 )
 
@@ -134,19 +136,12 @@ def forward_kernel(
     tile_lse = tl.where(is_blind, float("-inf"), (maximum + tl.log2(tl.where(is_blind, 1.0, total))) * LN_2)
 
     # Merge. Memory that this launch opens holds no numbers yet, so it is not read.
-    dims = tl.arange(0, BLOCK_D)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
     lse_at = lse + row_offsets(batch, head, positions, lse_strides)
     out_at = out + row_offsets(batch, head, positions, out_strides)[:, None] + dims[None, :] * out_strides[3]
     wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     old_lse = tl.load(lse_at, mask=is_row & (opens == 0), other=float("-inf"))
     old_out = tl.load(out_at, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
-    largest = tl.maximum(old_lse, tile_lse)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)
-    old_weight = tl.exp2((old_lse - shift) * LOG2_E)
-    tile_weight = tl.exp2((tile_lse - shift) * LOG2_E)
-    sum_of_weights = old_weight + tile_weight
-    divisor = tl.where(sum_of_weights == 0.0, 1.0, sum_of_weights)
-    merged = (old_out * old_weight[:, None] + tile_out * tile_weight[:, None]) / divisor[:, None]
-    merged_lse = tl.where(sum_of_weights == 0.0, float("-inf"), shift + tl.log2(divisor) * LN_2)
-    tl.store(out_at, merged.to(out.dtype.element_ty), mask=wanted)
+    merged, merged_lse = merged_result(old_out, old_lse, tile_out, tile_lse)
+    tl.store(out_at, rounded(merged, out.dtype.element_ty, UPCAST), mask=wanted)
     tl.store(lse_at, merged_lse, mask=is_row)

@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ring_backends.kernels.constants import keep_if_captured
 from ring_backends.kernels.steps import GradSums, PackedParcels, StepRows, parcel_key_words
 from ring_backends.kernels.tile_table import Offsets, Owners, TileTable, launches, parcels, tile_table
 from ring_backends.schedule.rank_plan import Parcel, Tile
 
 NO_MARKS, MASK, DOCUMENTS = range(3)
-DELTA_ROWS = 64
+MIN_CAPABILITY = (8, 0)
 
 
 class Kernels(NamedTuple):
@@ -29,7 +30,8 @@ class Kernels(NamedTuple):
     forward: Any
     grad_query: Any
     grad_key_value: Any
-    deltas: Any
+    move_rows: Any
+    merge_rows: Any
     is_interpreted: bool
 
 
@@ -39,9 +41,16 @@ def kernels() -> Kernels:
     triton = importlib.import_module("triton")
     forward = importlib.import_module("ring_backends.kernels.triton_forward")
     backward = importlib.import_module("ring_backends.kernels.triton_backward")
+    rows = importlib.import_module("ring_backends.kernels.triton_rows")
     is_interpreted = not isinstance(forward.forward_kernel, triton.JITFunction)
-    of_backward = backward.grad_query_kernel, backward.grad_key_value_kernel, backward.delta_kernel
-    return Kernels(forward.forward_kernel, *of_backward, is_interpreted)
+    return Kernels(
+        forward.forward_kernel,
+        backward.grad_query_kernel,
+        backward.grad_key_value_kernel,
+        rows.move_rows_kernel,
+        rows.merge_rows_kernel,
+        is_interpreted,
+    )
 
 
 @cache
@@ -56,6 +65,18 @@ def import_failure() -> str | None:
     except Exception as error:  # a later release may lack anything that the kernels use
         return f"the installed release of Triton cannot be used: {type(error).__name__}: {error}"
     return None
+
+
+def device_reasons(device: torch.device) -> list[str]:
+    """The reasons why the kernels cannot run on a CUDA device; empty if they can."""
+    if torch.version.hip is not None:
+        return ["its block sizes are those of NVIDIA's GPUs, and this torch was built for ROCm"]
+    if not torch.cuda.is_available():
+        return [f"torch {torch.__version__} sees no CUDA device here"]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < MIN_CAPABILITY:
+        return [f"it needs compute capability 8.0, this is {capability[0]}.{capability[1]}"]
+    return []
 
 
 class Blocks(NamedTuple):
@@ -82,7 +103,7 @@ _PAIRWISE_HALF_BLOCKS = {
 """Blocks with documents or dropout, which need more registers for each pair."""
 
 _FP32_BLOCKS = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 4, 1), 256: Blocks(16, 16, 8, 1)}
-_INTERPRETED_BLOCKS = Blocks(16, 32, 4, 1)
+_INTERPRETED_BLOCKS = Blocks(16, 8, 4, 1)
 """Blocks of the interpreter. Both sizes differ, so that tests notice if they are mixed up."""
 
 
@@ -130,8 +151,9 @@ class Launch:
                 marks = None if marks is None else arrived.buffer.view(marks.dtype)
                 words = None
                 if rows.dropout is not None:
-                    words = torch.cat([parcel_key_words(rows, parcel).flatten() for parcel in sent]).to(key.device)
-            yield cls(tile_table(group, offsets, key.device), key, value, marks, words)
+                    words = torch.cat([parcel_key_words(rows, parcel).flatten() for parcel in sent])
+            table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
+            yield cls(table, key, value, marks, words)
 
     def run(self, name: str, rows: StepRows, arguments: dict[str, Any], scale: float) -> None:
         """Run the kernel called ``name``, a field of :class:`Kernels`, with ``arguments`` that others do not have."""

@@ -7,6 +7,9 @@ wait fails, every rank publishes its latest calls. The reports show which ranks 
 
 A rank whose arguments are invalid raises before its first hop, and its peers would wait until the timeout. It therefore
 publishes this refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
+
+Over NCCL only a CUDA stream waits for a hop (:mod:`ring_backends.ring.stream_hops`). The ring follows the hop until it
+is over. A hop that fails closes the ring, and the host's next use of the ring raises the error.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import threading
 import time
 import zlib
 from collections import deque
@@ -28,10 +32,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.differences import all_equal, describe_differences
+from ring_backends.ring.reports import REFUSED, Report, error_of_reports
+from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop, StreamHopError
 from ring_backends.ring.watchdog import call_with_timeout
-
-REFUSED = "refused"
-"""The field under which a rank publishes why it refuses a call, in place of a configuration."""
 
 
 def grace(timeout: timedelta) -> float:
@@ -103,7 +106,9 @@ class Agreement:
         store: shared by the ranks of this ring only.
         rank, size: ring rank and ring size.
         timeout: the longest time from a call's first wait for a peer until it returns or raises.
-        abort: closes the ring's connections, which ends the waits of peers for this rank.
+        abort: closes the ring's connections, which ends the waits of peers for this rank. Over NCCL it also ends hops
+            on streams.
+        has_error: whether the transport knows that a hop on a stream cannot end.
     """
 
     store: Store
@@ -111,15 +116,21 @@ class Agreement:
     size: int
     timeout: timedelta
     abort: Callable[[], None]
+    has_error: Callable[[], bool] = lambda: False
     _agreed: set[bytes] = field(default_factory=set)
     _num_calls: int = 0
     _num_modules: int = 0
     _num_waits: int = 0
     _waiting: tuple[Call, Callable[[], None]] | None = None
-    _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=16))
+    _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
     _failure: str | None = None
+    _report: Report | None = None
+    _closing: Any = field(default_factory=threading.RLock)
+    _followed: FollowedHops = field(default_factory=FollowedHops)
+    _examined: FollowedHop | None = None
+    _stream_failure: tuple[FollowedHop, BaseException] | None = None
 
     @property
     def _patience(self) -> float:
@@ -153,8 +164,7 @@ class Agreement:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
             RingPeerError: a rank did not publish its configuration in time, or an earlier call of this ring failed.
         """
-        if self._failure is not None:
-            raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
+        self.check()
         timeout = self.timeout if timeout is None else timeout
         end = time.monotonic() + timeout.total_seconds()
         call = Call(self._num_calls, configuration, direction, end, timeout, name)
@@ -257,6 +267,8 @@ class Agreement:
     def fail(self, call: Call, what: str, cause: BaseException) -> NoReturn:
         """Close the ring after a failed wait, collect the other ranks' reports, and raise the error that they show.
 
+        If a hop on a stream has failed before, the error is that hop's.
+
         Args:
             what: the wait that failed, for the message.
 
@@ -264,35 +276,81 @@ class Agreement:
             RingMismatchError: another rank made a different call under the same number, or refused to make it.
             RingPeerError: otherwise.
         """
-        reports = {self.rank: self._close(what)}
-        seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
+        with self._closing:
+            reports = {self.rank: self._close(what)}
+            seconds = max(0.1, min(grace(call.timeout), call.end - time.monotonic()))
+            if self._stream_failure is not None:
+                followed, cause = self._stream_failure
+                call, what, self._stream_failure = followed.call, followed.what, None
+                seconds = max(1.0, grace(call.timeout))  # the others look at the store twice a second
         call_with_timeout(
             seconds, lambda: self._collect_failures(reports, call, time.monotonic() + seconds), default=None
         )
-        ends = dict(reports)  # a copy: the thread that asks a slow store may still add reports
-        for number in ends[self.rank]["calls"]:
-            positions = {rank: end["calls"][number] for rank, end in sorted(ends.items()) if number in end["calls"]}
-            if not all_equal(positions.values()):
-                raise RingMismatchError(f"in call {number} of the ring " + describe_differences(positions)) from cause
-        made = {rank: {*end["calls"]} for rank, end in ends.items()}
-        refusals = [
-            f"rank {rank} {text}"
-            for rank, end in sorted(ends.items())
-            for number, text in end[REFUSED].items()
-            if any(number in calls for other, calls in made.items() if other != rank)
-        ]
-        if refusals:
-            raise RingMismatchError(
-                f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it. The ring is closed; "
-                "make a new one with initialize()."
-            ) from cause
-        raised = [f"rank {rank} raised {end['raised']}" for rank, end in sorted(ends.items()) if end["raised"]]
-        if raised:
-            raise RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.") from cause
-        raise RingPeerError(
-            f"{what}, and the wait failed within the ring's timeout of {call.timeout.total_seconds():g} s: {cause}. A "
-            "rank has died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
-        ) from cause
+        # A copy: the thread that asks a slow store may still add reports.
+        raise error_of_reports(dict(reports), self.rank, what, call.timeout, cause) from cause
+
+    def follow(self, call: Call, what: str, hop: StreamHop | None) -> None:
+        """Follow a hop that a stream waits for, until it is over. ``hop`` is the result of the transfer's ``wait``.
+
+        Raises:
+            RingMismatchError, RingPeerError: an earlier hop has failed.
+        """
+        if hop is not None:
+            seconds = call.timeout.total_seconds() - grace(call.timeout)
+            self._followed.add(FollowedHop(hop, call, what, seconds))
+            self.check()
+
+    def check(self) -> None:
+        """Raise if the ring is closed, or a hop on a stream is known to have failed. Does not wait.
+
+        Raises:
+            RingMismatchError, RingPeerError: the error of the hop at first, and RingPeerError afterwards.
+        """
+        self._examine_finished()
+        if self._stream_failure is not None:
+            followed, cause = self._stream_failure
+            self.fail(followed.call, followed.what, cause)
+        if self._failure is not None:
+            raise RingPeerError(f"this ring was closed when {self._failure}; make a new one with initialize().")
+
+    def synchronize(self) -> None:
+        """Wait until all followed hops are over, and raise if one has failed. Their deadlines bound the wait."""
+        self.check()
+        while self._followed:
+            time.sleep(0.001)
+            self.check()
+
+    def examine_stream(self) -> None:
+        """Close the ring if a followed hop has failed, or will not end. Called from the watchdog's thread."""
+        self._examine_finished()
+        oldest = self._followed.oldest
+        if self._failure is None and oldest is not None and oldest is self._examined:
+            for key in ("failed", f"refused/{oldest.call.number}"):
+                if call_with_timeout(self._patience, partial(self.store.check, [key]), default=False):
+                    self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
+                    break
+        self._examined = oldest
+
+    def _examine_finished(self) -> None:
+        with self._closing:  # so that no thread sees a hop removed before its failure is known
+            oldest = self._followed.oldest
+            if oldest is None or self._failure is not None:
+                return
+            is_lost = self.has_error()
+            failure = (oldest, StreamHopError("NCCL reported an error")) if is_lost else self._followed.first_failure()
+            if failure is not None:
+                self._fail_on_stream(*failure)
+
+    def _fail_on_stream(self, followed: FollowedHop, cause: Exception) -> None:
+        """Close the ring, so that the stream continues. The host raises the error at its next use of the ring."""
+        with self._closing:
+            if self._failure is None:
+                self._stream_failure = followed, cause
+                self._latest = deque([followed.call, *self._latest])  # appendleft might drop the newest call
+                # Any other error is one of CUDA in this process, which the other ranks cannot know.
+                raised = None if isinstance(cause, StreamHopError) else f"{type(cause).__name__}: {cause}"
+                self._close(followed.what, raised)
+                self._followed.clear()
 
     def _collect_failures(self, reports: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:
         """Add the other ranks' reports to ``reports``, until all have arrived or ``deadline`` has passed."""
@@ -322,17 +380,21 @@ class Agreement:
         if self._failure is None:
             self._close(f"rank {self.rank} raised in {what}", f"{type(error).__name__}: {error}")
 
-    def _close(self, what: str, raised: str | None = None) -> dict[str, Any]:
+    def _close(self, what: str, raised: str | None = None) -> Report:
         """Publish a report of this rank's latest calls and its error, close the ring, and return the report."""
-        self._failure = what
-        calls = {latest.number: latest.position for latest in self._latest}
-        end = json.dumps({"calls": calls, "raised": raised, REFUSED: self._refused})
+        with self._closing:
+            if self._report is None:
+                self._failure = what
+                # Copies: the thread of a failed hop on a stream is not the thread that makes calls.
+                calls = {latest.number: latest.position for latest in list(self._latest)}
+                end = json.dumps({"calls": calls, "raised": raised, REFUSED: dict(self._refused)})
 
-        def publish() -> None:
-            self.store.set(f"failed/{self.rank}", end)
-            self.store.set("failed", str(self.rank))
+                def publish() -> None:
+                    self.store.set(f"failed/{self.rank}", end)
+                    self.store.set("failed", str(self.rank))
 
-        call_with_timeout(self._patience, publish, default=None)
-        self.abort()
-        published: dict[str, Any] = json.loads(end)
-        return published
+                call_with_timeout(self._patience, publish, default=None)
+                self.abort()
+                self._report = json.loads(end)
+            assert self._report is not None
+            return self._report

@@ -67,6 +67,7 @@ def agree(
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
     gathered = _all_gather(ring, call, mine).tolist()
+    ring.synchronize()  # numbers from a GPU are garbage if a hop has failed
     if any(row[0] != digest for row in gathered):
         ring.agreement.begin(compared, check_again=True)
     return [row[1 : 1 + len(numbers)] for row in gathered]
@@ -92,6 +93,7 @@ def gather_texts(
     call = _begin(ring, f"texts of {name}", timeout)
     assert call is not None
     gathered = _all_gather(ring, call, padded).cpu()
+    ring.synchronize()
     return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
 
 

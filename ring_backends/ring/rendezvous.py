@@ -11,9 +11,10 @@ import os
 import socket
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.ring import Ring, Traffic
-from ring_backends.ring.watchdog import WATCHDOG
+from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.torch_internals import internal
 
@@ -31,6 +32,14 @@ START_TIMEOUT = timedelta(seconds=300)
 
 RING_GROUP_PREFIX = "ring_backends/"
 """The beginning of the description of every ring's process group."""
+
+_NCCL_MARGIN = timedelta(hours=1)
+"""How much longer than the ring the watchdog of torch waits for a hop. It counts from when the host posts the hop."""
+
+_ABORT_TIMEOUT = 10.0
+"""Seconds to wait until NCCL has closed a communicator. Its kernels end before that."""
+
+_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 _num_rings: Counter[tuple[int, ...]] = Counter()  # how many rings of each set of ranks this process has joined
 
@@ -158,9 +167,11 @@ def connect(
     assert world is not None
     store = PrefixStore(name, world.get_group_store())
     group = _new_group(ranks, store, name, max(timeout, START_TIMEOUT))
-    _open_connections(group)
-    group.set_timeout(timeout)
-    agreement = Agreement(store, rank, size, timeout, partial(abort, group))
+    _open_connections(group, max(timeout, START_TIMEOUT))
+    over_nccl = _nccl_device(group) is not None
+    group.set_timeout(timeout + _NCCL_MARGIN if over_nccl else timeout)
+    has_error = partial(_nccl_has_error, group) if over_nccl else _never
+    agreement = Agreement(store, rank, size, timeout, partial(abort, group), has_error)
     WATCHDOG.add(agreement)
     return Ring(
         size=size,
@@ -216,24 +227,71 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     assert world is not None
     backend, world_store = groups.pg_map[world]
     group: dist.ProcessGroup
-    options = {"timeout": timeout, "group_desc": name, "device_id": world.bound_device_id}
-    group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, **options)
+    options = {"timeout": timeout, "group_desc": name}
+    over_nccl = "cuda:nccl" in dist.get_backend_config(world)
+    with _unbound(world), _errors_leave_process() if over_nccl else contextlib.nullcontext():
+        backend_options = _nccl_options(timeout) if over_nccl else None  # other backends in the group ignore them
+        group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, backend_options, **options)
+    group.bound_device_id = world.bound_device_id
     groups.pg_group_ranks[group] = {member: index for index, member in enumerate(ranks)}
     return group
 
 
-def _open_connections(group: dist.ProcessGroup) -> None:
+def _nccl_options(timeout: timedelta) -> object:
+    """Options for a communicator whose kernels start before waiting kernels of other streams, such as tiles."""
+    nccl: Any = internal(dist, "ProcessGroupNCCL", "a ring over NCCL")
+    options = nccl.Options(is_high_priority_stream=True)
+    options._timeout = timeout  # torch warns if it is not that of the group
+    return options
+
+
+@contextlib.contextmanager
+def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
+    """Let torch make a new communicator for a group, if the world is bound to a device.
+
+    Otherwise torch splits the world's communicator, which waits for all ranks of the world, lost ones too.
+    """
+    device = world.bound_device_id
+    if device is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = device
+
+
+@contextlib.contextmanager
+def _errors_leave_process() -> Iterator[None]:
+    """Let the watchdog of torch abort a group after an error of NCCL, and not end the process, unless the user chose.
+
+    A group reads the variable when it is made.
+    """
+    if _ERROR_HANDLING in os.environ or "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
+        yield
+        return
+    os.environ[_ERROR_HANDLING] = "2"
+    try:
+        yield
+    finally:
+        del os.environ[_ERROR_HANDLING]
+
+
+def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> None:
     """Open the connections between all ranks of the group, before a hop in which some of them take no part.
 
     NCCL makes a group's communicator at the group's first operation, and all ranks must join that. In a group of gloo
     and NCCL, ``barrier`` uses gloo, so an operation on the GPU follows. The exchange opens the connections of the hops,
-    nearly all of which go to a neighbour.
+    nearly all of which go to a neighbour. A wait with a timeout blocks the host over NCCL too.
     """
     dist.barrier(group)
     device = _nccl_device(group)
     if device is None:
         return
-    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    work = dist.all_reduce(torch.zeros(1, device=device), group=group, async_op=True)
+    assert work is not None
+    work.wait(timeout)
     rank, size = group.rank(), group.size()
     neighbours = {(rank - 1) % size, (rank + 1) % size}
     works = dist.batch_isend_irecv(
@@ -244,7 +302,7 @@ def _open_connections(group: dist.ProcessGroup) -> None:
         ]
     )
     for work in works:
-        work.wait()
+        work.wait(timeout)
 
 
 def _nccl_device(group: dist.ProcessGroup) -> torch.device | None:
@@ -254,13 +312,29 @@ def _nccl_device(group: dist.ProcessGroup) -> torch.device | None:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def _nccl_has_error(group: dist.ProcessGroup) -> bool:
+    """Whether the watchdog of torch has found an error of NCCL, such as the lost connection of a peer."""
+    purpose = "a ring over NCCL"
+    errors = internal(torch._C._distributed_c10d, "ErrorType", purpose)
+    backend = internal(group, "_get_backend", purpose)(torch.device("cuda"))
+    # With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is wrapped.
+    backend = getattr(backend, "wrapped_pg", backend)
+    return bool(backend.get_error() != errors.SUCCESS)
+
+
+def _never() -> bool:
+    return False
+
+
 def abort(group: dist.ProcessGroup) -> None:
     """Close the group's connections, which ends the waits of other ranks for this one.
 
     gloo's own abort does nothing, but a wait that times out closes all connections of the group. Therefore this
     function waits briefly for a message with tag 0, which no rank is expected to send.
+
+    NCCL's abort ends the group's kernels, so that their streams continue.
     """
-    group.abort()
+    call_with_timeout(_ABORT_TIMEOUT, group.abort, default=None)
     if "gloo" in dist.get_backend_config(group):
         for peer in set(range(group.size())) - {group.rank()}:
             with contextlib.suppress(RuntimeError):  # the timeout, or the peer is gone already

@@ -183,6 +183,7 @@ class Ring:
             RingMismatchError, RingPeerError: a peer made another call, or did not come in time.
         """
         assert self.agreement is not None
+        hop = None
         what = (
             f"rank {self.rank} waited in {call.position['order of calls']} ({call.direction}) for tensors from ranks "
             f"{[*incoming]} and to ranks {[*outgoing]}"
@@ -192,9 +193,10 @@ class Ring:
             if outgoing or incoming:
                 transfer = self.post(outgoing, incoming, call.tag(index))
                 with self.agreement.waiting(call):
-                    transfer.wait(call.time_left())
+                    hop = transfer.wait(call.time_left())
         except Exception as error:
             self.agreement.fail(call, what, error)
+        self.agreement.follow(call, what, hop)
 
     def all_gather(self, call: Call, tensor: Tensor, index: int) -> Tensor:
         """All-gather tensors of one shape into one of [size, …]. Attention never all-gathers K or V."""
@@ -208,7 +210,19 @@ class Ring:
         """Send and receive flat uint8 buffers with torch.distributed. There is at least one buffer."""
         assert self.group is not None
         group = self.group
-        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming)
+        return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming, tag)
+
+    def synchronize(self) -> None:
+        """Wait until the GPU has finished all hops that this rank has waited for, and raise if one has failed.
+
+        Over NCCL a call returns before its hops are over, and an error of a hop is raised by a later call of the ring.
+        After this method, the results of all calls so far are known to be right. Over gloo it returns at once.
+
+        Raises:
+            RingMismatchError, RingPeerError: a hop failed, or the ring is closed.
+        """
+        if self.agreement is not None:
+            self.agreement.synchronize()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ring:
         return self

@@ -16,41 +16,73 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Post = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], Sequence[dist.Work]]
-"""(outgoing, incoming) -> the works that send and receive these buffers. Both map ring ranks to buffers."""
+from ring_backends.ring.stream_hops import Buffers, Headers, StreamHop, follow, keep_until_over, waits_block_host
+
+Post = Callable[[Buffers, Buffers], Sequence[dist.Work]]
+"""(outgoing, incoming) -> the works that receive and send these buffers, posted as one batch in their order."""
 
 
 class Transfer(ABC):
     """A ring pass that has been posted: buffers that are being sent and received."""
 
     @abstractmethod
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> StreamHop | None:
         """Return when all buffers are sent and received. Called exactly once, since gloo hangs on a second wait.
+
+        Returns:
+            None; or, if only a CUDA stream waits for the buffers, the hop that the ring has to follow.
 
         Raises:
             Exception: whatever the transport raises when a peer is gone or ``timeout`` has passed.
         """
+
+    def abandon(self) -> None:  # noqa: B027 - most transports need nothing
+        """Called in place of ``wait`` after an error: keeps the buffers' memory unused while a device may use it."""
 
 
 @dataclass(frozen=True)
 class WorkTransfer(Transfer):
     """The works of one hop, with one deadline.
 
-    ``buffers`` are kept alive until the works are done. For CUDA buffers ``wait`` blocks the current stream, not the
-    host.
+    For CUDA buffers over NCCL, ``wait`` blocks the current stream, not the host. Memory is safe for these reasons:
+
+    - The works run on NCCL's own stream. Before they start, that stream waits for the stream on which they are posted.
+      So outgoing buffers are filled, and earlier uses of the memory of incoming buffers have ended.
+    - ``buffers`` are referenced until ``wait`` has ordered the current stream after the works. From then on the
+      allocator may reuse their memory in the order of that stream, on which they were allocated.
+    - Where no stream is ordered after the works, because of an error, ``abandon`` records a stream that is.
+
+    Attributes:
+        headers: the headers that the works send and receive too; None if they have none.
     """
 
     works: Sequence[dist.Work]
     buffers: Sequence[Tensor]
+    headers: Headers | None = None
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> StreamHop | None:
         end = time.monotonic() + timeout.total_seconds()
-        on_stream = any(buffer.is_cuda for buffer in self.buffers)
-        for work in self.works:
-            if on_stream:
-                work.wait()
-            else:
-                work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+        device = stream_device(self.buffers)
+        try:
+            for work in self.works:
+                if device is not None and not waits_block_host():
+                    work.wait()
+                else:
+                    work.wait(timedelta(seconds=max(0.001, end - time.monotonic())))
+            return None if device is None else follow(self.works, self.headers, device)
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        device = stream_device(self.buffers)
+        if device is not None:
+            keep_until_over(self.works, self.buffers, device)
+
+
+def stream_device(buffers: Sequence[Tensor]) -> torch.device | None:
+    """The GPU on whose streams the works of these buffers run; None for host memory."""
+    return next((buffer.device for buffer in buffers if buffer.is_cuda), None)
 
 
 @dataclass(frozen=True)
@@ -81,25 +113,39 @@ def through_host(
 
 
 def post_works(
-    group: dist.ProcessGroup, post: Post, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]
+    group: dist.ProcessGroup,
+    post: Post,
+    outgoing: Mapping[int, Tensor],
+    incoming: Mapping[int, Tensor],
+    tag: int | None = None,
 ) -> Transfer:
-    """Post a hop with ``post``, through host memory if the group cannot send device buffers."""
+    """Post a hop with ``post``, through host memory if the group cannot send device buffers.
+
+    Args:
+        tag: the hop's tag. If the group sends device buffers itself, as NCCL does, every message follows a header with
+            this tag. None sends no headers.
+    """
 
     def post_transfer(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor]) -> Transfer:
-        return WorkTransfer(post(outgoing, incoming), [*outgoing.values(), *incoming.values()])
+        return post_pairs([*outgoing.items()], [*incoming.items()], None)
 
-    device = next(iter([*outgoing.values(), *incoming.values()])).device
-    if needs_host(group, device):
+    def post_pairs(outgoing: Buffers, incoming: Buffers, headers: Headers | None) -> Transfer:
+        return WorkTransfer(post(outgoing, incoming), [x for _, x in (*outgoing, *incoming)], headers)
+
+    buffers = [*outgoing.values(), *incoming.values()]
+    if needs_host(group, buffers[0].device):
         return through_host(post_transfer, outgoing, incoming)
-    return post_transfer(outgoing, incoming)
+    device = stream_device(buffers)
+    if device is None or tag is None:
+        return post_transfer(outgoing, incoming)
+    headers = Headers.of(tag, incoming, buffers[0].device)
+    return post_pairs(*headers.before([*outgoing.items()], [*incoming.items()]), headers)
 
 
-def post_batch(
-    group: dist.ProcessGroup, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int
-) -> list[dist.Work]:
+def post_batch(group: dist.ProcessGroup, outgoing: Buffers, incoming: Buffers, tag: int) -> list[dist.Work]:
     """Post receives and sends as one batch of torch.distributed. Peers are group ranks."""
-    receives = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=peer) for peer, x in incoming.items()]
-    sends = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=peer) for peer, x in outgoing.items()]
+    receives = [dist.P2POp(dist.irecv, x, group=group, tag=tag, group_peer=peer) for peer, x in incoming]
+    sends = [dist.P2POp(dist.isend, x, group=group, tag=tag, group_peer=peer) for peer, x in outgoing]
     return dist.batch_isend_irecv([*receives, *sends])
 
 

@@ -58,6 +58,9 @@ class Waiting(Protocol):
     def end_vain_wait(self) -> None:
         """End the wait if the store shows that the peer will not come."""
 
+    def examine_stream(self) -> None:
+        """Close the ring if a hop that a CUDA stream waits for has failed, or will not end."""
+
 
 class Watchdog:
     """A thread that examines the long waits of this process."""
@@ -87,14 +90,14 @@ class Watchdog:
             rings = list(self._rings)
         waits = {}
         for ring in rings:
-            wait = ring.wait_number()
-            if wait is None:
-                continue
-            waits[id(ring)] = wait
-            if wait != seen.get(id(ring)):
-                continue
             try:
-                ring.end_vain_wait()
+                ring.examine_stream()
+                wait = ring.wait_number()
+                if wait is None:
+                    continue
+                waits[id(ring)] = wait
+                if wait == seen.get(id(ring)):
+                    ring.end_vain_wait()
             except Exception:  # the store may be gone; the wait then ends by its own timeout
                 with self._lock:
                     self._rings.discard(ring)

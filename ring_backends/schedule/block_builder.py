@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.pattern import num_covered
-from ring_backends.schedule.rank_plan import HeadBlock, Message, Parcel, ParcelRows, Phantom, Step, Tile
+from ring_backends.schedule.rank_plan import BranchRows, HeadBlock, Message, Parcel, ParcelRows, Phantom, Step, Tile
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.rows import DilatedRows, head_runs
-from ring_backends.schedule.tiling import cut
+from ring_backends.schedule.tiling import cut, cuts_rows
 
 
 @dataclass(frozen=True)
@@ -78,18 +78,43 @@ class BlockBuilder:
         ]
         self.drafts = [_Draft() for _ in range(1 + schedule.num_steps * shares)]
 
-    def block(self, max_tile_rows: int | None) -> HeadBlock:
+    def block(
+        self, max_tile_rows: int | None, *, cuts_base: bool, uncut: frozenset[int], rounds_sums: bool
+    ) -> HeadBlock:
+        """Build the block.
+
+        Args:
+            max_tile_rows: maximum number of query rows of a tile; None does not cut tiles.
+            cuts_base: whether this also applies to the base branch.
+            uncut: branches to which it does not apply.
+            rounds_sums: whether results have a lower precision than sums.
+        """
         num_heads = self.query_heads.stop - self.query_heads.start
         branches = [branch for branch in self.schedule.branches if self.heads[branch.index]]
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
-        for branch in sorted(branches, key=lambda branch: branch is not opening):
-            self._local(branch, opens=branch is opening)
+        branches.sort(key=lambda branch: (branch is not opening, branch.rate))
+        base = None
+        if opening is not None and self._is_base(opening, max_tile_rows if cuts_base else None):
+            base = opening.index
+        rows = []
+        for index, branch in enumerate(branches):
+            opens_sums = index == 1 and base is not None and rounds_sums
+            rows.append(self._local(branch, opens=branch is opening or opens_sums))
             self._remote(branch)
-        steps = tuple(draft.finish(max_tile_rows) for draft in self.drafts)
-        return HeadBlock(self.query_heads, self.kv_heads, steps, is_opened=opening is not None)
+        if base is not None and not cuts_base:
+            uncut |= {base}
+        steps = tuple(draft.finish(max_tile_rows, uncut) for draft in self.drafts)
+        others = tuple(rows[1:]) if base is not None and rounds_sums else ()
+        return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, others)
 
-    def _local(self, branch: BranchSchedule, *, opens: bool) -> None:
-        """Add the tiles with local keys.
+    def _is_base(self, branch: BranchSchedule, max_tile_rows: int | None) -> bool:
+        """Whether each row of an opening branch is in one tile only, after a cut to ``max_tile_rows``."""
+        if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
+            return False
+        return max_tile_rows is None or not cuts_rows(branch.segment_length, max_tile_rows)
+
+    def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
+        """Add the tiles with local keys, and return the branch's rows.
 
         The queries and keys of a tile are the same whole segments, the same piece, or two pieces of one segment.
 
@@ -98,10 +123,13 @@ class BlockBuilder:
         """
         draft = self.drafts[0]
         is_causal = self.schedule.is_causal
-        crossing = [piece for piece in self._pieces(branch, self.rank) if piece.rank == self.rank]
-        for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]:
-            for tile in self._tiles(branch, span, span, is_causal=is_causal):
-                draft.tiles.append(replace(tile, opens_queries=opens, opens_keys=opens))
+        crossing = self._own_pieces(branch)
+        own = [
+            replace(tile, opens_queries=opens, opens_keys=opens)
+            for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]
+            for tile in self._tiles(branch, span, span, is_causal=is_causal)
+        ]
+        draft.tiles += own
         for query in crossing:
             for key in crossing:
                 same_segment = branch.crossing.segment_start[query.index] == branch.crossing.segment_start[key.index]
@@ -109,6 +137,8 @@ class BlockBuilder:
                     draft.tiles += self._tiles(branch, query.span, key.span, is_causal=False)
         if self.schedule.pattern.padding == "zeros" and not is_causal:
             draft.phantoms += self._phantoms(branch, crossing)
+        keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
+        return BranchRows(tuple(tile.queries for tile in own), keys)
 
     def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
         """Yield the segments within one chunk: full segments as one span, and the sequence's short last segment."""
@@ -180,7 +210,7 @@ class BlockBuilder:
 
     def _remote(self, branch: BranchSchedule) -> None:
         """Add every parcel whose route passes through this rank to the steps."""
-        pieces = self._pieces(branch, self.rank)
+        pieces = self._pieces(branch)
         own = [piece for piece in pieces if piece.rank == self.rank]
         segment_start = branch.crossing.segment_start
         for piece in pieces:
@@ -247,10 +277,14 @@ class BlockBuilder:
                     ),
                 )
 
-    def _pieces(self, branch: BranchSchedule, rank: int) -> list[_Piece]:
-        """All pieces of the segments that ``rank`` holds a piece of."""
+    def _own_pieces(self, branch: BranchSchedule) -> list[_Piece]:
+        """The pieces of crossing segments that this rank holds."""
+        return [piece for piece in self._pieces(branch) if piece.rank == self.rank]
+
+    def _pieces(self, branch: BranchSchedule) -> list[_Piece]:
+        """All pieces of the segments that this rank holds a piece of."""
         crossing = branch.crossing
-        segments = crossing.segment_start[crossing.rank == rank]
+        segments = crossing.segment_start[crossing.rank == self.rank]
         indices = torch.isin(crossing.segment_start, segments).nonzero().squeeze(1)
         columns = (crossing.rank, crossing.chunk, crossing.segment_start, crossing.start, crossing.stop)
         rows = zip(indices.tolist(), *(column[indices].tolist() for column in columns), strict=True)
@@ -287,10 +321,11 @@ class _Draft:
     tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
-    def finish(self, max_tile_rows: int | None) -> Step:
+    def finish(self, max_tile_rows: int | None, uncut: Set[int]) -> Step:
+        """The step, with its tiles cut, except those of the branches ``uncut``."""
         tiles = self.tiles
         if max_tile_rows is not None:
-            tiles = [part for tile in tiles for part in cut(tile, max_tile_rows)]
+            tiles = [part for tile in tiles for part in ([tile] if tile.branch in uncut else cut(tile, max_tile_rows))]
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),

@@ -80,7 +80,7 @@ class SequenceLayout:
         """How many positions ``rank`` holds."""
         return sum(self.chunk_start(chunk + 1) - self.chunk_start(chunk) for chunk in self.chunks(rank))
 
-    def positions(self, rank: int) -> Tensor:
+    def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """The global position of each local row of ``rank``: int64 [local seq]."""
         bounds = [(self.chunk_start(chunk), self.chunk_start(chunk + 1)) for chunk in self.chunks(rank)]
-        return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in bounds])
+        return torch.cat([torch.arange(start, stop, device=device) for start, stop in bounds])

@@ -17,17 +17,20 @@ class Limits:
             and fp16, the sums of a backward take more bytes than the gradients, and blocks of heads keep the sums
             small. None: heads are not cut for the sums. A forward never needs this cut, because it holds no gradients.
         min_tile_bytes: minimum size of the query of one kernel call.
+        cuts_base: whether the tiles of a base branch are cut. If not, the result of one kernel call can become a result
+            of the whole call without a copy.
     """
 
     communication_share: float
     min_hop_bytes: int
     min_block_bytes: int | None
     min_tile_bytes: int
+    cuts_base: bool
 
 
-ON_CPU = Limits(0.05, 256 * 2**10, 4 * 2**20, 256 * 2**10)
+ON_CPU = Limits(0.05, 2 * 2**20, 4 * 2**20, 2**20, cuts_base=True)
 
-ON_ACCELERATOR = Limits(0.10, 8 * 2**20, None, 64 * 2**20)
+ON_ACCELERATOR = Limits(0.10, 8 * 2**20, None, 64 * 2**20, cuts_base=False)
 """On an accelerator, launches and latencies would dominate the time of smaller hops and tiles."""
 
 

@@ -29,6 +29,7 @@ def rank_plan(
     backward: bool = False,
     device_type: str = "cpu",
     tile_bytes: int | None = None,
+    uncut: frozenset[int] = frozenset(),
 ) -> RankPlan:
     """The steps of ``rank`` in a forward, or in a backward.
 
@@ -36,6 +37,7 @@ def rank_plan(
         batch, head_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank. They decide
             into how many parts heads and hops are cut.
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
+        uncut: branches whose tiles are not cut.
     """
     if batch == 0:
         return RankPlan(rank, ())
@@ -44,7 +46,10 @@ def rank_plan(
     num_blocks, shares = num_cuts(schedule, **sizes, backward=backward, device_type=device_type)
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
-    *blocks, last_block = (builder.block(max_tile_rows) for builder in builders)
+    cuts_base, rounds_sums = limits_of(device_type).cuts_base, itemsize < statistics_itemsize(itemsize)
+    *blocks, last_block = (
+        builder.block(max_tile_rows, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
+    )
     if backward and schedule.num_steps:
         last_block = _hide_last_hop(last_block)
     return RankPlan(rank, (*blocks, last_block))

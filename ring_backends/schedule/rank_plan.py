@@ -91,8 +91,8 @@ class Tile:
 
     Attributes:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
-        opens_queries: whether this is the first tile of the block for its query rows. The results of a first tile are
-            stored, and not merged or added.
+        opens_queries: whether this is the first tile for its query rows. The results of a first tile are stored, and
+            not merged or added. If the block has ``others``, tiles of its base do not count for those of the others.
         opens_keys: the same for its key rows.
     """
 
@@ -155,18 +155,31 @@ class Step:
 
 
 @dataclass(frozen=True)
+class BranchRows:
+    """The rows of one branch on this rank, each once."""
+
+    queries: tuple[DilatedRows, ...]
+    keys: tuple[DilatedRows, ...]
+
+
+@dataclass(frozen=True)
 class HeadBlock:
     """A range of query heads, their key/value heads, and the steps that compute them.
 
     Attributes:
         is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum
             is filled with zeros first.
+        base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
+        others: if there is a base and results are rounded (bf16, fp16), the rows of each other branch, by rate; else
+            empty. Tiles open the rows of the first of them.
     """
 
     heads: slice
     kv_heads: slice
     steps: tuple[Step, ...]
     is_opened: bool
+    base: int | None = None
+    others: tuple[BranchRows, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -22,18 +22,23 @@ MAX_TILE_BYTES = 4 * 1024 * 1024
 """Maximum size of the query of one kernel call on the CPU, for each thread."""
 
 FORWARD_TILE_SHARE, BACKWARD_TILE_SHARE = 1 / 16, 1 / 32
-"""Size of the query of one kernel call, as a share of the size of this rank's query.
+"""Size of the query of one kernel call on the CPU, as a share of the size of this rank's query.
 
 In a backward, a kernel call takes nine tensors of this size, while the gradients exist too.
 """
 
+ACCELERATOR_TILE_SHARE = 1 / 8
+"""The same on an accelerator, where more launches would cost more than memory."""
+
 
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
     """Maximum size of the query of one kernel call, if this rank's whole query has ``query_bytes`` bytes."""
-    share = int(query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE))
     if device.type == "cpu":
+        share = query_bytes * (BACKWARD_TILE_SHARE if backward else FORWARD_TILE_SHARE)
         share = min(share, MAX_TILE_BYTES * torch.get_num_threads())
-    return max(limits_of(device.type).min_tile_bytes, share)
+    else:
+        share = query_bytes * ACCELERATOR_TILE_SHARE
+    return max(limits_of(device.type).min_tile_bytes, int(share))
 
 
 def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
@@ -46,6 +51,8 @@ def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
     longest = max(queries.rows, keys.rows)
     rows = min(longest, max(MIN_TILE_ROWS, max_rows))
     groups_at_once = max(1, max_rows // (rows * tile.heads_per_group))
+    if tile.opens_keys and not tile.streams_are_grouped:
+        groups_at_once = queries.num_heads  # two parts might open the keys of one stream
     segments_at_once = max(1, max_rows // (rows * queries.num_heads))
     for segments in _ranges(queries.segments, segments_at_once):
         for groups in _ranges(queries.num_heads // tile.heads_per_group, groups_at_once):
@@ -66,6 +73,11 @@ def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
                         opens_queries=tile.opens_queries and key_cut.start == 0,
                         opens_keys=tile.opens_keys and meets_first_query,
                     )
+
+
+def cuts_rows(rows: int, max_rows: int) -> bool:
+    """Whether :func:`cut` divides the rows of one head in one segment."""
+    return rows > max(MIN_TILE_ROWS, max_rows)
 
 
 def _ranges(total: int, at_most: int) -> list[range]:

@@ -261,28 +261,32 @@ def check_rounding(
     *,
     device: str = "cpu",
 ) -> None:
-    """Run cases of lower precision. No error may exceed twice the error of plain attention in the same dtype.
+    """Run cases of lower precision, and check them as :func:`check_rounded` does."""
+    answers = run_cases(world, adapter, rings, layout, cases, device=device)
+    for case, by_ring in zip(cases, answers, strict=True):
+        for index, ring_answers in enumerate(by_ring):
+            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
+            check_rounded(got, case_of_results(case, index, ring_answers), f"ring {index}")
+
+
+def check_rounded(got: Results, case: AttentionCase, what: str = "") -> None:
+    """Check results of lower precision. No error may exceed twice the error of plain attention in the same dtype.
 
     With few numbers, both errors can be small by chance. The bound therefore allows one rounding of the largest
     number. A flash backward recomputes the weights from the LSE. The rounding of the LSE is a relative error of the
     weights that grows with the LSE.
     """
-    answers = run_cases(world, adapter, rings, layout, cases, device=device)
-    for case, by_ring in zip(cases, answers, strict=True):
-        for index, ring_answers in enumerate(by_ring):
-            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            answered = case_of_results(case, index, ring_answers)
-            exact, yardstick = expected(answered), plain(answered)
-            lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
-            for name, tensor in got._asdict().items():
-                assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"
-                wanted = getattr(exact, name)
-                floor = lse_rounding
-                if name != "lse":
-                    floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * _largest(wanted)
-                bound = 2 * difference(getattr(yardstick, name), wanted) + floor
-                gap = difference(tensor, wanted)
-                assert gap <= bound, f"{case} on ring {index}: {name} has error {gap}, which exceeds {bound}"
+    exact, yardstick = expected(case), plain(case)
+    lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
+    for name, tensor in got._asdict().items():
+        assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"
+        wanted = getattr(exact, name)
+        floor = lse_rounding
+        if name != "lse":
+            floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * _largest(wanted)
+        bound = 2 * difference(getattr(yardstick, name), wanted) + floor
+        gap = difference(tensor, wanted)
+        assert gap <= bound, f"{case} {what}: {name} has error {gap}, which exceeds {bound}"
 
 
 def _largest(tensor: Tensor) -> float:

@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ring_backends.engine.call
 from ring_backends.kernels import select_kernel
+from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan
@@ -107,9 +108,9 @@ class _RecordedTransfer(Transfer):
     recording: Recording
     tag: int
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, timeout: timedelta) -> StreamHop | None:
         self.recording.wait(self.tag)
-        self.transfer.wait(timeout)
+        return self.transfer.wait(timeout)
 
 
 @dataclass(frozen=True)
@@ -117,9 +118,8 @@ class _RecordedKernel:
     kernel: Any
     recording: Recording
 
-    @property
-    def prefers_contiguous(self) -> bool:
-        return bool(self.kernel.prefers_contiguous)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.recording.tile("forward")

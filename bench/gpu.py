@@ -1,0 +1,135 @@
+"""Models and measures attention on a GPU.
+
+Without a command, prints the modelled table on a machine without a GPU, and runs `all` on a machine with one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import gpu_parts
+import torch
+import typer
+from gpu_cases import ONE_GPU, RINGS
+from gpu_clock import Budget, Clock
+from gpu_model import CONSTANTS, modelled_rows, show, show_markdown
+from options import Json, Shrink
+from report import Row, report, write
+
+app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+
+Part = Callable[[Clock, Budget, int], list[Row]]
+PARTS: dict[str, Part] = {
+    "kernels": gpu_parts.kernels_alone,
+    "one-device": gpu_parts.one_device,
+    "rivals": gpu_parts.rivals,
+    "ring": gpu_parts.ring_ranks,
+    "syncs": gpu_parts.synchronizations,
+}
+
+Device = Annotated[str, typer.Option(metavar="cuda|cpu", help="cpu: only to test the command, with --shrink.")]
+Minutes = Annotated[float, typer.Option(min=0, help="Cases that would begin later in a part are left out.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed calls, after two warm-up calls.")]
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    context: typer.Context,
+    model: Annotated[bool, typer.Option("--model", help="Print the modelled table, which needs no GPU.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --model, print the table as Markdown.")] = False,
+    json: Json = None,
+) -> None:
+    """Model and measure attention on a GPU."""
+    if context.invoked_subcommand is not None:
+        return
+    if torch.cuda.is_available() and not model:
+        if json is not None:
+            raise typer.BadParameter(
+                "--json: with a GPU, use `gpu.py all --directory DIR`, which writes a file per part."
+            )
+        all_command(Path())
+        return
+    if not model:
+        print("No CUDA device; this is the modelled table.")
+    rows = modelled_rows((*ONE_GPU, *RINGS))
+    (show_markdown if markdown else show)(rows)
+    if json is not None:
+        write("modelled", {"constants": CONSTANTS}, rows, json)
+
+
+def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, json: Path | None) -> None:
+    if device == "cuda" and not torch.cuda.is_available():
+        print(
+            "No CUDA device. `gpu.py --model` prints the modelled table; --device cpu --shrink 256 tests the command."
+        )
+        raise typer.Exit(1)
+    options = {"device": device, "shrink": shrink, "repeats": repeats, "minutes": minutes}
+    budget = Budget(minutes)
+    rows = PARTS[name](Clock(torch.device(device), repeats), budget, shrink)
+    if not rows:
+        print(f"{name}: no case fits into {minutes} minutes; raise --minutes.")
+        raise typer.Exit(1)
+    report(f"gpu {name}", options, rows, json)
+    if budget.is_spent:
+        print(f"The {minutes:g} minutes of this part are over; later cases were left out.")
+
+
+@app.command("kernels")
+def kernels_command(
+    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 7, minutes: Minutes = 9, json: Json = None
+) -> None:
+    """Time each kernel alone: forward and backward, 256 to 32,768 rows, head_dim 64 and 128, two memory layouts."""
+    _measure("kernels", device, shrink, repeats, minutes, json)
+
+
+@app.command("one-device")
+def one_device_command(
+    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
+) -> None:
+    """Time `dilated_attention` relative to its bare kernel calls, with 131,072 and 1,048,576 tokens."""
+    _measure("one-device", device, shrink, repeats, minutes, json)
+
+
+@app.command("rivals")
+def rivals_command(
+    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
+) -> None:
+    """Time `dilated_attention` against flex_attention and against the method of LongNet, on the same pattern."""
+    _measure("rivals", device, shrink, repeats, minutes, json)
+
+
+@app.command("ring")
+def ring_command(
+    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
+) -> None:
+    """Replay one rank of rings of 2 to 64: time per tile, share of time without a kernel, peak memory."""
+    _measure("ring", device, shrink, repeats, minutes, json)
+
+
+@app.command("syncs")
+def syncs_command(device: Device = "cuda", shrink: Shrink = 1, minutes: Minutes = 9, json: Json = None) -> None:
+    """Count how often a call makes the host wait for the GPU."""
+    _measure("syncs", device, shrink, 1, minutes, json)
+
+
+@app.command("all")
+def all_command(
+    directory: Annotated[
+        Path | None, typer.Option(file_okay=False, exists=True, help="Write gpu-PART.json into this directory.")
+    ] = None,
+    device: Device = "cuda",
+    shrink: Shrink = 1,
+    repeats: Repeats = 5,
+    minutes: Minutes = 9,
+) -> None:
+    """Run all parts, one after the other."""
+    for name in PARTS:
+        print(f"{name}: at most {minutes:g} minutes, and the case that is running then")
+        file = None if directory is None else directory / f"gpu-{name}.json"
+        _measure(name, device, shrink, repeats, minutes, file)
+
+
+if __name__ == "__main__":
+    app()

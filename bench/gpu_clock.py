@@ -1,0 +1,119 @@
+"""Times calls on one device, and measures their memory and the gaps between their kernels."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ring_backends.cost.machine import peak_memory_bytes, reset_peak_memory, synchronize
+
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass
+class Budget:
+    """The time that a part may take. Cases that would begin later are left out."""
+
+    minutes: float
+    started: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.started = time.monotonic()
+
+    @property
+    def is_spent(self) -> bool:
+        return time.monotonic() - self.started > 60 * self.minutes
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls on ``device``: by CUDA events on a GPU, else by the process's clock.
+
+    Attributes:
+        repeats: timed calls, after two warm-up calls.
+    """
+
+    device: torch.device
+    repeats: int
+
+    def seconds(self, call: Callable[..., Any], setup: Callable[[], Any] | None = None) -> float:
+        """Median seconds of ``call``. With ``setup``, the call takes its result, and its time does not count."""
+        for _ in range(2):
+            self._once(call, setup)
+        return statistics.median(self._once(call, setup) for _ in range(self.repeats))
+
+    def _once(self, call: Callable[..., Any], setup: Callable[[], Any] | None) -> float:
+        arguments = () if setup is None else (setup(),)
+        synchronize(self.device)
+        if self.device.type != "cuda":
+            started = time.perf_counter()
+            call(*arguments)
+            return time.perf_counter() - started
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call(*arguments)
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def peak_bytes(self, call: Callable[[], Any]) -> int:
+        """The peak memory while ``call`` runs, including what exists before."""
+        synchronize(self.device)
+        reset_peak_memory(self.device)
+        call()
+        synchronize(self.device)
+        return peak_memory_bytes(self.device)
+
+    def idle_share(self, call: Callable[[], Any]) -> float | None:
+        """The share of a call's time in which no kernel runs on the GPU. None on the CPU."""
+        if self.device.type != "cuda":
+            return None
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            call()
+            synchronize(self.device)
+        spans = [
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
+        return gaps_share(spans)
+
+
+def gaps_share(spans: Iterable[tuple[float, float]]) -> float | None:
+    """The share of the time from the first span's start to the last one's end that lies in no span.
+
+    None without spans.
+    """
+    ordered = sorted(spans)
+    if not ordered:
+        return None
+    first = reached = ordered[0][0]
+    busy = 0.0
+    for start, end in ordered:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return 1 - busy / (reached - first)
+
+
+def free() -> None:
+    """Free the memory of earlier cases."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def unless_out_of_memory(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``measure`` returns, or only a note if the GPU has too little memory for it."""
+    try:
+        return measure()
+    except torch.cuda.OutOfMemoryError:
+        return {"note": OUT_OF_MEMORY}
+    finally:
+        free()

@@ -1,0 +1,119 @@
+"""Runs one rank's part of a ring on one device, with hops that reach no other rank.
+
+The values of a replayed call mean nothing. Its launches, copies and memory are those of the rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from case import Case
+from torch import Tensor
+from torch.distributed import HashStore
+
+from ring_backends import RingSchedule, SequenceLayout
+from ring_backends.cost.tiles import TileCounts
+from ring_backends.engine.autograd import RingExecutor, attend
+from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.hops import Hops, RingPass, Start, no_hops
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels import resolve_dtype
+from ring_backends.ring.agreement import Agreement, Configuration
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer
+
+_TIMEOUT = timedelta(hours=1)
+
+
+class _Finished(Transfer):
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+def no_pass(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+    """A ring pass that moves nothing."""
+    return _Finished()
+
+
+def local_copies(outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
+    """A ring pass that fills the incoming buffers from the outgoing ones, as far as these go, and else with zeros."""
+    sent = iter([*outgoing.values()])
+    for buffer in incoming.values():
+        source = next(sent, buffer[:0])[: buffer.numel()]
+        buffer[: source.numel()].copy_(source)
+        buffer[source.numel() :].zero_()
+    return _Finished()
+
+
+@dataclass(frozen=True)
+class Replay:
+    """One rank's call. ``backward`` takes the result of ``forward``.
+
+    Attributes:
+        start: begins a forward or a backward.
+        grad_out: the gradient of out.
+    """
+
+    call: AttentionCall
+    inputs: AttentionInputs
+    ring: Ring
+    start: Start
+    grad_out: Tensor
+
+    @classmethod
+    def of(
+        cls, case: Case, device: torch.device, *, rank: int = 0, kernel: str = "auto", ring_pass: RingPass = no_pass
+    ) -> Replay:
+        """Make the call of ``rank``, with inputs on ``device``."""
+        ring = Ring(case.ring_size, rank, ranks=tuple(range(case.ring_size)), layout_kind=case.layout)  # type: ignore[arg-type]
+        rows, dtype = ring.layout(case.seq_len).local_len(rank), resolve_dtype(case.dtype, device)
+        query, key, value, grad_out = (
+            torch.randn(1, rows, heads, case.head_dim, device=device, dtype=dtype)
+            for heads in (case.num_heads, case.kv_heads, case.kv_heads, case.num_heads)
+        )
+        tensors = (x.requires_grad_() for x in (query, key, value))
+        given = AttentionInputs(*tensors, is_causal=case.causal, seq_len=case.seq_len)
+        inputs, call = check_call(given, case.pattern, ring, None, kernel)
+        return cls(call, inputs, ring, _start(call, inputs, ring, ring_pass), grad_out)
+
+    def forward(self) -> Tensor:
+        out: Tensor = attend(self.inputs, RingExecutor(self.call, self.start))
+        return out
+
+    def backward(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, (self.inputs.query, self.inputs.key, self.inputs.value), self.grad_out)
+
+    def num_tiles(self, *, backward: bool) -> int:
+        return sum(len(step.tiles) for _, step in self.call.plan(self.inputs, backward=backward).steps)
+
+    def flops(self, *, backward: bool) -> int:
+        """FLOPs of the visible pairs of query and key. A forward has two matrix products, a backward five."""
+        forward = self.call.schedule.tile_flops(self.call.rank, batch=1, head_dim=self.inputs.query.shape[3])
+        return forward * 5 // 2 if backward else forward
+
+
+def busiest_rank(case: Case) -> int:
+    """The rank with the most visible pairs of query and key, and of these the one with the most tiles before cuts."""
+    layout = SequenceLayout(case.seq_len, case.ring_size, case.layout)  # type: ignore[arg-type]
+    schedule = RingSchedule(case.pattern, layout, case.num_heads, case.kv_heads, case.causal)
+    own, other = TileCounts(schedule).num_tiles
+    tiles = (own + other).tolist()
+    return max(range(case.ring_size), key=lambda rank: (schedule.pairs[rank], tiles[rank]))
+
+
+def _start(call: AttentionCall, inputs: AttentionInputs, ring: Ring, ring_pass: RingPass) -> Start:
+    if ring.size == 1:
+        return no_hops
+    alone = Agreement(HashStore(), 0, 1, _TIMEOUT, lambda: None)
+    configuration = call.configuration(inputs, "0", needs_gradients=True)
+    return partial(_hops, alone, configuration, ring, ring_pass)
+
+
+def _hops(agreement: Agreement, configuration: Configuration, ring: Ring, ring_pass: Any, direction: str) -> Hops:
+    call = agreement.begin(configuration, direction=direction)
+    return Hops(ring.rank, ring_pass, call, agreement, ring.traffic)

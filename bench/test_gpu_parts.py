@@ -1,0 +1,180 @@
+"""The parts of gpu.py run on the CPU with tiny calls, and the rival methods compute the same attention."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import gpu
+import gpu_parts
+import pytest
+import torch
+from flex_method import flex_method
+from gpu_clock import Budget, Clock, gaps_share, unless_out_of_memory
+from longnet_method import longnet_method
+from typer.testing import CliRunner
+
+from ring_backends.testing.reference import reference_attention
+
+CPU = torch.device("cpu")
+CLOCK = Clock(CPU, 1)
+BRANCHES = ((16, 1), (32, 2), (64, 8))  # rates below and above the number of heads
+
+
+def tensors(num_heads: int, kv_heads: int) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(0)
+    return tuple(torch.randn(2, 64, heads, 16) for heads in (num_heads, kv_heads, kv_heads))
+
+
+def expected(query: Any, key: Any, value: Any, is_causal: bool) -> torch.Tensor:
+    lengths, rates = zip(*BRANCHES, strict=True)
+    return reference_attention(query, key, value, lengths, rates, is_causal=is_causal)[0]
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_longnet_method_agrees_with_the_reference(heads: tuple[int, int], is_causal: bool) -> None:
+    query, key, value = tensors(*heads)
+    out = longnet_method(query, key, value, BRANCHES, is_causal=is_causal)
+    torch.testing.assert_close(out.double(), expected(query, key, value, is_causal), atol=1e-6, rtol=1e-5)
+
+
+def test_longnet_method_with_one_branch_has_the_exact_gradient() -> None:
+    # With one branch its weight is 1, so a weight without a gradient changes nothing.
+    query, key, value = (x.requires_grad_() for x in tensors(4, 2))
+    reference = tuple(x.detach().double().requires_grad_() for x in (query, key, value))
+    grad = torch.randn_like(query)
+    out = longnet_method(query, key, value, ((32, 2),), is_causal=True)
+    exact = reference_attention(*reference, [32], [2], is_causal=True)[0]
+    found = torch.autograd.grad(out, (query, key, value), grad)
+    for ours, theirs in zip(found, torch.autograd.grad(exact, reference, grad.double()), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-4)
+
+
+def test_longnet_method_refuses_uneven_segments() -> None:
+    with pytest.raises(ValueError, match=r"\(48, 1\) does not divide 64 tokens"):
+        longnet_method(*tensors(4, 4), [(48, 1)], is_causal=True)
+    with pytest.raises(ValueError, match="4 heads: must be a multiple of the rate 3"):
+        longnet_method(*(x[:, :48] for x in tensors(4, 4)), [(48, 3)], is_causal=True)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_flex_method_agrees_with_the_reference(is_causal: bool) -> None:
+    query, key, value = tensors(4, 2)
+    attend = flex_method(BRANCHES, 4, 64, is_causal=is_causal, device=CPU, is_compiled=False)
+    torch.testing.assert_close(
+        attend(query, key, value).double(), expected(query, key, value, is_causal), atol=1e-6, rtol=1e-5
+    )
+
+
+def test_gaps_share() -> None:
+    assert gaps_share([]) is None
+    assert gaps_share([(0, 4), (1, 2), (3, 6)]) == 0
+    assert gaps_share([(6, 8), (0, 2), (1, 4)]) == pytest.approx(2 / 8)
+
+
+def test_out_of_memory_is_a_note() -> None:
+    def fail() -> dict[str, Any]:
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+    assert unless_out_of_memory(fail) == {"note": "out of memory"}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_parts, "ROWS", (256, 1024))
+    monkeypatch.setattr(gpu_parts, "ROWS_IN_ALL", 1024)
+    monkeypatch.setattr(gpu_parts, "RING_SIZES", (2, 4))
+    monkeypatch.setattr(gpu_parts, "RIVAL_LENGTHS", (16_384,))
+
+
+def test_kernels_alone() -> None:
+    rows = gpu_parts.kernels_alone(CLOCK, Budget(9), 64)
+    assert [(row["rows"], row["head_dim"], row["layout"]) for row in rows] == [
+        *itertools.product((4, 16), (64, 128), ("contiguous", "rows 4 apart"))
+    ]
+    for row in rows:
+        flops = 4 * 16 * 16 * row["head_dim"] * (row["rows"] + 1) / 2
+        assert row["forward_TFLOPs"] == pytest.approx(flops / row["forward_ms"] * 1e3 / 1e12)
+        assert row["backward_TFLOPs"] == pytest.approx(2.5 * flops / row["backward_ms"] * 1e3 / 1e12)
+
+
+def test_strided_tiles_have_the_shape_of_contiguous_ones() -> None:
+    contiguous, strided = (gpu_parts._tile(CPU, 2, 8, 64, is_strided) for is_strided in (False, True))
+    assert contiguous.shape == strided.shape == (2, 16, 8, 64)
+    assert strided.stride() == (32 * 16 * 64, 64, 4 * 16 * 64, 1)
+
+
+def test_one_device() -> None:
+    rows = gpu_parts.one_device(CLOCK, Budget(9), 1024)
+    assert [(row["tokens"], row["head_dim"]) for row in rows] == [(128, 64), (128, 128), (1024, 128), (1024, 64)]
+    for row in rows:
+        assert row["forward_ratio"] == pytest.approx(row["forward_ms"] / row["bare_kernels_forward_ms"])
+        assert row["peak_bytes"] > 0
+
+
+def test_rivals() -> None:
+    rows = gpu_parts.rivals(CLOCK, Budget(9), 64)
+    assert [row["rival"] for row in rows] == ["LongNet's method", "flex_attention"] * 2
+    for longnet, flex in itertools.pairwise(rows[:2]):
+        assert longnet["backward_ratio"] > 0
+        assert flex["backward_ratio"] is None
+        assert flex["note"] == "rival: no backward on the CPU"
+
+
+def test_ring_ranks() -> None:
+    rows = gpu_parts.ring_ranks(CLOCK, Budget(9), 512)
+    assert [(row["tokens"], row["ranks"]) for row in rows[::2]] == [*itertools.product((256, 2048), (2, 4))]
+    for row in rows:
+        assert row["us_per_tile"] == pytest.approx(row["ms"] * 1e3 / row["tiles"])
+        assert row["idle_share"] is None
+
+
+def test_synchronizations() -> None:
+    rows = gpu_parts.synchronizations(CLOCK, Budget(9), 512)
+    names = ["plain", "key_padding_mask", "document_ids", "dropout", "one rank of 8"]
+    assert [row["call"] for row in rows] == names
+
+
+def test_only_warnings_of_synchronizations_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def call() -> None:
+        for _ in range(2):
+            gpu_parts.warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
+        gpu_parts.warnings.warn("something else", stacklevel=1)
+
+    found = gpu_parts.sync_warnings(call)
+    assert len(found) == 2
+    assert all(__file__ in where for where in found)
+    assert modes == ["warn", "default"]
+
+
+@pytest.mark.parametrize("name", [*gpu.PARTS])
+def test_without_a_gpu_a_part_says_so(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    shown = CliRunner().invoke(gpu.app, [name])
+    assert shown.exit_code == 1
+    assert "No CUDA device" in shown.output
+
+
+def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(gpu, "PARTS", {name: lambda *_: [{"ms": 1.0}] for name in ("kernels", "ring")})
+    shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu", "--directory", str(tmp_path), "--shrink", "8"])
+    assert shown.exit_code == 0, shown.output
+    for name in ("kernels", "ring"):
+        written = json.loads((tmp_path / f"gpu-{name}.json").read_text())
+        assert written["claim"] == f"gpu {name}"
+        assert written["options"]["shrink"] == 8
+        assert written["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_a_spent_budget_leaves_cases_out() -> None:
+    assert gpu_parts.one_device(CLOCK, Budget(0), 1024) == []
+    shown = CliRunner().invoke(gpu.app, ["ring", "--device", "cpu", "--shrink", "512", "--minutes", "0"])
+    assert shown.exit_code == 1
+    assert "no case fits" in shown.output

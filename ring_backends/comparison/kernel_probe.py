@@ -1,0 +1,118 @@
+"""Times the kernels of one GPU, so that ``"auto"`` can prefer the fastest (:mod:`ring_backends.kernels.choice`).
+
+A measured call computes one branch with dilation rate 1 or 4. It includes what a tile needs besides the kernel:
+gathering rows, and merging or adding results. A kernel that reads rows in place needs neither.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_backends.cost.machine import device_name, synchronize
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.sums import BlockGrads, BlockOut, Result
+from ring_backends.engine.tiles import SavedRows, TileRunner
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.kernels import Kernel, KernelInputs, kernels
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.schedule.rank_plan import HeadBlock, Tile
+from ring_backends.schedule.rows import DilatedRows, head_runs
+
+ROWS = (256, 1024, 4096, 16384)
+HEAD_DIMS = (64, 128)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+RATES = (1, 4)
+HEADS = 16
+
+_CALLS_AT_ONCE = {"cuda": 8}  # calls per clock reading, which waits for the device
+_ROUNDS = 5
+
+
+def measure_kernels(
+    device: torch.device,
+    *,
+    all_rows: Sequence[int] = ROWS,
+    head_dims: Sequence[int] = HEAD_DIMS,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> dict[str, Any]:
+    """Time each kernel that ``device`` can run, except ``math``.
+
+    Args:
+        all_rows: the numbers of rows per head in a segment, w / r. Every call has ``max(all_rows)`` rows per head.
+
+    Returns:
+        A dict. ``device`` is the name of the device. ``times`` is a list of dicts with ``kernel``, ``dtype``,
+        ``head_dim``, ``rows``, ``rate``, and the medians ``forward_seconds`` and ``backward_seconds``.
+    """
+    times = []
+    for dtype, head_dim, rows, rate in itertools.product(dtypes, head_dims, all_rows, RATES):
+        branch = _Branch.of(device, dtype, head_dim, rows, max(all_rows) // rows, rate)
+        case = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "rows": rows, "rate": rate}
+        for kernel in kernels():
+            if kernel.name == "math" or kernel.not_supported_reasons(KernelInputs(device, dtype, head_dim)):
+                continue
+            forward, backward = (_seconds(call, device) for call in branch.calls(kernel))
+            times.append({"kernel": kernel.name, **case, "forward_seconds": forward, "backward_seconds": backward})
+    return {"device": device_name(device), "times": times}
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """One branch over a sequence: its tile, its inputs, and the sums that results are merged into and added to."""
+
+    tile: Tile
+    inputs: LocalRows
+    grad_out: Tensor
+    out: BlockOut
+    grads: BlockGrads
+
+    @classmethod
+    def of(
+        cls, device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, segments: int, rate: int
+    ) -> _Branch:
+        length = rows * rate
+        runs = head_runs(range(HEADS), [head % rate for head in range(HEADS)])
+        lattice = DilatedRows(0, segments, length, rate, rows, runs)
+        shape = (1, segments * length, HEADS, head_dim)
+        query, key, value, grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+        stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), is_opened=False)
+        return cls(
+            Tile(0, lattice, lattice, tuple(range(HEADS)), is_causal=True),
+            LocalRows(query, key, value),
+            grad_out,
+            BlockOut(Result(query, stats), torch.empty(shape[:3], device=device, dtype=stats), block),
+            BlockGrads(Result(query, stats), Result(key, stats), Result(value, stats), block),
+        )
+
+    def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:
+        """The forward and backward with a kernel. The backward takes the results so far."""
+        tiles, runner = (self.tile,), TileRunner(kernel, self.grad_out.shape[3] ** -0.5)
+        out, lse = self.out.sums
+        saved = SavedRows(out.to(self.grad_out.dtype), lse, self.grad_out)
+        none_sent = WireBuffer(RowFormat(1, self.grad_out.shape[3], out.dtype), (), out.device)
+        return (
+            lambda: runner.forward_into(tiles, self.inputs, None, self.out),
+            lambda: runner.backward_into(tiles, self.inputs, None, saved, self.grads, none_sent),
+        )
+
+
+def _seconds(call: Callable[[], None], device: torch.device) -> float:
+    """Median seconds of a call, after a warm-up call."""
+    call()
+    synchronize(device)
+    at_once, found = _CALLS_AT_ONCE.get(device.type, 1), []
+    for _ in range(_ROUNDS):
+        begun = time.perf_counter()
+        for _ in range(at_once):
+            call()
+        synchronize(device)
+        found.append((time.perf_counter() - begun) / at_once)
+    return statistics.median(found)

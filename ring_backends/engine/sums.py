@@ -1,0 +1,195 @@
+"""Collects the results of the tiles of one block of heads.
+
+Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the results of the
+call themselves. For bf16 and fp16 inputs there are separate sums, which are rounded once at the end. If the plan has a
+base branch (:class:`~ring_backends.schedule.rank_plan.HeadBlock`), the results of its tiles are stored in the results
+of the call, and only the rows of the other branches have sums.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ring_backends.engine.wire_buffers import WireBuffer
+from ring_backends.kernels.gather_rows import (
+    add_rows,
+    fill_rows,
+    merge_rows,
+    scatter,
+    scatter_many,
+    scatter_merge,
+    whole,
+)
+from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.triton_rows_launch import Rows
+from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
+from ring_backends.schedule.rows import DilatedRows
+
+
+class Result:
+    """A contiguous result of the call, allocated when it is first used."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
+        self._like, self.dtype = like, dtype or like.dtype
+        self._tensor: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        if self._tensor is None:
+            self._tensor = torch.empty_like(self._like, dtype=self.dtype, memory_format=torch.contiguous_format)
+        return self._tensor
+
+    def store(self, heads: slice, rows: DilatedRows, values: Tensor) -> None:
+        """Store the values of rows of some heads. If they are the whole result in its memory layout, nothing moves."""
+        if self._tensor is None and values.dtype == self.dtype:
+            self._tensor = whole(values, rows, self._like.shape)
+            if self._tensor is not None:
+                return
+        scatter(self.tensor[:, :, heads], rows, values)
+
+
+class Merged(NamedTuple):
+    """A result of attention, [batch, local seq, heads, head_dim], and its LSE, [batch, local seq, heads]."""
+
+    out: Tensor
+    lse: Tensor
+
+
+class BlockOut:
+    """out and LSE of one block of heads."""
+
+    def __init__(self, out: Result, lse: Tensor, block: HeadBlock) -> None:
+        self.block, self._out, self._lse = block, out, lse[:, :, block.heads]
+
+    @property
+    def results(self) -> Merged:
+        return Merged(self._out.tensor[:, :, self.block.heads], self._lse)
+
+    @cached_property
+    def sums(self) -> Merged:
+        results, block = self.results, self.block
+        lse = torch.full_like(results.lse, -math.inf) if block.others else results.lse
+        if not block.is_opened:
+            lse.fill_(-math.inf)
+        return Merged(_sums(results.out, block, [branch.queries for branch in block.others]), lse)
+
+    def of(self, tile: Tile) -> Merged:
+        """What the result of a tile is merged into."""
+        return self.results if tile.branch == self.block.base else self.sums
+
+    def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
+        if tile.branch == self.block.base:
+            self._out.store(self.block.heads, tile.queries, tile_out)
+            scatter(self._lse, tile.queries, tile_lse)
+        elif tile.opens_queries:
+            out, lse = self.sums
+            scatter_many([Rows(out, tile.queries, tile_out), Rows(lse, tile.queries, tile_lse)])
+        else:
+            scatter_merge(*self.sums, tile.queries, tile_out, tile_lse)
+
+    def merge_phantom(self, phantom: Phantom) -> None:
+        """Merge zero keys into their queries: their scores and values are 0."""
+        rows, (out, lse) = phantom.queries, self.sums
+        shape = (out.shape[0] * rows.segments, rows.num_heads, rows.rows)
+        zeros = out.new_zeros(()).expand(*shape, out.shape[-1])
+        scatter_merge(out, lse, rows, zeros, lse.new_full((), math.log(phantom.count)).expand(shape))
+
+    def finish(self) -> None:
+        """Merge the sums into the results."""
+        for branch in reversed(self.block.others):
+            for rows in branch.queries:
+                merge_rows(*self.results, *self.sums, rows)
+            if branch is not self.block.others[0]:  # a row of several branches is merged once
+                fill_rows([(self.sums.lse, rows) for rows in branch.queries], -math.inf)
+        if self.block.base is None and self.sums.out.dtype != self._out.dtype:
+            self.results.out.copy_(self.sums.out)
+
+
+class Grads(NamedTuple):
+    """Gradients of query, key and value."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class BlockGrads:
+    """The gradients of one block of heads."""
+
+    def __init__(self, query: Result, key: Result, value: Result, block: HeadBlock) -> None:
+        self.block = block
+        self._results = ((query, block.heads), (key, block.kv_heads), (value, block.kv_heads))
+
+    @property
+    def results(self) -> Grads:
+        return Grads(*(result.tensor[:, :, heads] for result, heads in self._results))
+
+    @cached_property
+    def sums(self) -> Grads:
+        sides = [branch.queries for branch in self.block.others], [branch.keys for branch in self.block.others]
+        rows = sides[0], sides[1], sides[1]
+        return Grads(*(_sums(result, self.block, of) for result, of in zip(self.results, rows, strict=True)))
+
+    def of(self, tile: Tile) -> Grads:
+        """What the gradients of a tile are added to."""
+        return self.results if tile.branch == self.block.base else self.sums
+
+    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer) -> None:
+        """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
+        if tile.branch == self.block.base:
+            assert isinstance(tile.keys, DilatedRows)
+            rows = tile.queries, tile.keys, tile.keys
+            for (result, heads), of_result, grad in zip(self._results, rows, tile_grads, strict=True):
+                result.store(heads, of_result, grad)
+            return
+        grad_query, grad_key, grad_value = tile_grads
+        queries = [Rows(self.sums.query, tile.queries, grad_query)]
+        keys = []
+        if isinstance(tile.keys, DilatedRows):
+            keys = [Rows(self.sums.key, tile.keys, grad_key), Rows(self.sums.value, tile.keys, grad_value)]
+        else:
+            parcel_key, parcel_value, _ = parcels.rows(tile.keys)
+            parcel_key += grad_key
+            parcel_value += grad_value
+        both = (queries, tile.opens_queries), (keys, tile.opens_keys)
+        stored = [part for parts, opens in both for part in parts if opens]
+        scatter_many(stored, [part for parts, opens in both for part in parts if not opens])
+
+    def finish(self) -> None:
+        """Add the sums to the results."""
+        for branch in reversed(self.block.others):
+            sides = branch.queries, branch.keys, branch.keys
+            parts = [
+                Rows(result, rows, sums)
+                for result, side, sums in zip(self.results, sides, self.sums, strict=True)
+                for rows in side
+            ]
+            add_rows(parts)
+            if branch is not self.block.others[0]:  # a row of several branches is added once
+                fill_rows([(sums, rows) for _, rows, sums in parts], 0.0)
+        if self.block.base is None:
+            for result, sums in zip(self.results, self.sums, strict=True):
+                if sums.dtype != result.dtype:
+                    result.copy_(sums)
+
+
+def _sums(result: Tensor, block: HeadBlock, others: Sequence[tuple[DilatedRows, ...]]) -> Tensor:
+    """The sums of a result: the result itself if possible, else new memory. They are 0 where tiles only add.
+
+    Args:
+        others: the rows of each of ``block.others``. Tiles open those of the first.
+    """
+    dtype = statistics_dtype(result.dtype)
+    is_separate = bool(block.others) or result.dtype != dtype
+    sums = torch.empty_like(result, dtype=dtype) if is_separate else result
+    if not block.is_opened:
+        return sums.zero_()
+    _, *added = others or [()]
+    fill_rows([(sums, rows) for side in added for rows in side], 0.0)
+    return sums

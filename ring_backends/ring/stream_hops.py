@@ -1,0 +1,234 @@
+"""Hops over NCCL: their headers, the memory they use, and the end of each hop on the GPU.
+
+NCCL's ``wait`` only orders CUDA streams, and returns to the host at once. NCCL also ignores message tags, and pairs
+messages by their order. Therefore every message follows a header with the hop's tag, in the same batch. When the host
+has waited for a hop, a stream of this module's own waits for it too, copies the received headers to pinned memory and
+records an event. The ring's thread and the watchdog query these events and compare the headers. They never synchronize.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ring_backends.ring.agreement import Call
+
+Buffers = Sequence[tuple[int, Tensor]]
+"""Pairs of a ring rank and a flat uint8 buffer, in the order in which they are posted."""
+
+_MARK = 0x52494E47 << 31
+"""The upper 33 bits of a header, in which it differs from most other data. The lower 31 bits are the tag."""
+
+
+class StreamHopError(RuntimeError):
+    """A hop on a stream has failed, or will not end."""
+
+
+class HeaderMismatchError(StreamHopError):
+    """A peer sent the message of another hop."""
+
+
+@dataclass(frozen=True)
+class Headers:
+    """The headers of one hop, on the device of its buffers.
+
+    Attributes:
+        value: the header that this rank sends, and expects to receive.
+        own, received: int64 [1] and int64 [number of sources].
+        sources: the ring ranks of the received headers.
+    """
+
+    value: int
+    own: Tensor
+    received: Tensor
+    sources: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tag: int, sources: Iterable[int], device: torch.device) -> Headers:
+        value, sources = _MARK | tag, tuple(sources)
+        own = torch.full((1,), value, dtype=torch.int64, device=device)
+        return cls(value, own, torch.empty(len(sources), dtype=torch.int64, device=device), sources)
+
+    def before(self, outgoing: Buffers, incoming: Buffers) -> tuple[Buffers, Buffers]:
+        """Put a header before each message. Both ends of a hop order their messages in this way."""
+        own = self.own.view(torch.uint8)
+        received = self.received.view(torch.uint8).split(self.own.itemsize)
+        return (
+            [(peer, part) for peer, buffer in outgoing for part in (own, buffer)],
+            [
+                (peer, part)
+                for (peer, buffer), header in zip(incoming, received, strict=False)
+                for part in (header, buffer)
+            ],
+        )
+
+    def difference(self, received: Sequence[int]) -> str | None:
+        """Describe the received headers that differ from the expected one; None if there are none."""
+        differing = [
+            f"rank {source} sent {_describe(header)}"
+            for source, header in zip(self.sources, received, strict=True)
+            if header != self.value
+        ]
+        return f"{'; '.join(differing)}; expected was {_describe(self.value)}" if differing else None
+
+
+def _describe(header: int) -> str:
+    if header >> 31 != _MARK >> 31:
+        return "no header, but bytes of another message"
+    return f"hop {header & 0xFFFF} of the call with hash {(header & 0x7FFF_0000) >> 16:#06x}"
+
+
+@dataclass(frozen=True)
+class StreamHop:
+    """A hop that a stream waits for, while the host continues.
+
+    It keeps the headers alive until the event is over, because the stream that copies them is not the stream that
+    allocated them.
+
+    Attributes:
+        event: recorded after the hop and after the copy of its headers.
+        arrived: the received headers in host memory. They are valid when the event is over.
+    """
+
+    event: torch.cuda.Event
+    device: torch.device
+    headers: Headers | None
+    arrived: Tensor | None
+
+    def is_over(self) -> bool:
+        # In a thread that has chosen no device, a call to CUDA may create a context on device 0.
+        with torch.cuda.device(self.device):
+            return bool(self.event.query())
+
+    def difference(self) -> str | None:
+        """Describe how the headers differ from the expected one. Called when the hop is over."""
+        if self.headers is None or self.arrived is None:
+            return None
+        return self.headers.difference(self.arrived.tolist())
+
+
+def follow(works: Sequence[dist.Work], headers: Headers | None, device: torch.device) -> StreamHop | None:
+    """Follow works that the current stream waits for. Returns None while a CUDA graph is captured.
+
+    The works are waited for a second time, on another stream. NCCL allows this. So the end of a hop does not depend on
+    what the current stream computes afterwards, and the current stream copies no headers.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    stream = _watching_stream(device)
+    arrived = None
+    with torch.cuda.stream(stream):
+        for work in works:
+            work.wait()
+        if headers is not None:
+            arrived = _host_numbers(len(headers.sources))
+            arrived.copy_(headers.received, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(stream)
+    return StreamHop(event, device, headers, arrived)
+
+
+def keep_until_over(works: Sequence[dist.Work], buffers: Iterable[Tensor], device: torch.device) -> None:
+    """Let the allocator reuse ``buffers`` only after ``works``, for works that no stream will wait for.
+
+    NCCL's own stream cannot be named in ``record_stream``. So another stream waits for the works, and is recorded.
+    """
+    stream = _watching_stream(device)
+    with torch.cuda.stream(stream):
+        for work in works:
+            with contextlib.suppress(RuntimeError):  # a failed work orders the streams before it raises
+                if waits_block_host():
+                    work.wait(timedelta(milliseconds=1))
+                else:
+                    work.wait()
+    for buffer in buffers:
+        buffer.record_stream(stream)
+
+
+def waits_block_host() -> bool:
+    """Whether the environment makes NCCL's ``wait`` block the host until the work is over."""
+    names = "TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT"
+    setting = next((os.environ[name] for name in names if name in os.environ), "0")
+    return setting.lower() in ("1", "t", "true", "y", "yes")
+
+
+@cache
+def _watching_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def _host_numbers(count: int) -> Tensor:
+    return torch.empty(count, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+
+
+@dataclass(eq=False)
+class FollowedHop:
+    """A hop that is followed, with its call and the text for an error.
+
+    Attributes:
+        seconds: how long it may be the oldest unfinished hop of its ring. A hop cannot end before the one before it.
+        since: when it became the oldest, by ``time.monotonic``.
+    """
+
+    hop: StreamHop
+    call: Call
+    what: str
+    seconds: float
+    since: float = 0.0
+
+
+class FollowedHops:
+    """The unfinished hops of one ring, oldest first. The ring's thread and the watchdog's thread use it."""
+
+    def __init__(self) -> None:
+        self._hops: deque[FollowedHop] = deque()
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._hops)
+
+    @property
+    def oldest(self) -> FollowedHop | None:
+        with self._lock:
+            return self._hops[0] if self._hops else None
+
+    def add(self, followed: FollowedHop) -> None:
+        with self._lock:
+            followed.since = time.monotonic()
+            self._hops.append(followed)
+
+    def clear(self) -> None:
+        with self._lock:
+            self._hops.clear()
+
+    def first_failure(self) -> tuple[FollowedHop, Exception] | None:
+        """Remove the hops that are over. Return the first one that failed, and why; None if none has."""
+        with self._lock:
+            while self._hops:
+                oldest = self._hops[0]
+                try:
+                    if not oldest.hop.is_over():
+                        is_late = time.monotonic() - oldest.since > oldest.seconds
+                        return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
+                except Exception as error:  # an error of CUDA, which every call to CUDA raises from now on
+                    return oldest, error
+                self._hops.popleft()
+                if self._hops:
+                    self._hops[0].since = time.monotonic()
+                difference = oldest.hop.difference()
+                if difference is not None:
+                    return oldest, HeaderMismatchError(difference)
+        return None

@@ -1,0 +1,272 @@
+"""A simulated NCCL communicator with simulated CUDA streams and events. Threads are the ranks.
+
+The simulated communicator pairs messages by their order, as NCCL does. Its ``wait`` returns at once. A wait and what
+follows it on a simulated stream are carried out when the hop has arrived, or when the communicator is aborted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.ring import stream_hops, transfer
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.transfer import Transfer, post_works
+from ring_backends.ring.watchdog import Watchdog
+
+DEVICE = torch.device("cpu")
+
+
+class Stream:
+    """A CUDA stream: operations that are carried out in order, each when it is ready."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self._operations: deque[tuple[Callable[[], bool], Callable[[], object]]] = deque()
+        self._lock = threading.RLock()
+
+    def add(self, ready: Callable[[], bool], action: Callable[[], object] = lambda: None) -> None:
+        with self._lock:
+            self._operations.append((ready, action))
+        self.run()
+
+    def run(self) -> None:
+        with self._lock:
+            while self._operations and self._operations[0][0]():
+                self._operations.popleft()[1]()
+
+
+class Event:
+    """A CUDA event. It can be recorded and queried, and nothing else."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.is_over = False
+
+    def record(self, stream: Stream) -> None:
+        self.stream = stream
+        stream.events.append("record")
+        stream.add(lambda: True, lambda: setattr(self, "is_over", True))
+
+    def query(self) -> bool:
+        self.stream.run()
+        return self.is_over
+
+    def synchronize(self) -> None:
+        raise AssertionError("the host must not wait for an event")
+
+
+class HostNumbers:
+    """A pinned tensor, which a stream fills when it gets there."""
+
+    def __init__(self, count: int) -> None:
+        self.values = [0] * count
+
+    def copy_(self, source: Tensor, non_blocking: bool) -> None:
+        assert non_blocking
+        stream = current_streams()[-1]
+        stream.events.append("copy headers")
+        stream.add(lambda: True, lambda: setattr(self, "values", source.tolist()))
+
+    def tolist(self) -> list[int]:
+        return self.values
+
+
+_thread = threading.local()
+
+
+def current_streams() -> list[Stream]:
+    """The streams that the running thread has entered, innermost last."""
+    if not hasattr(_thread, "streams"):
+        _thread.streams = []
+    streams: list[Stream] = _thread.streams
+    return streams
+
+
+class Cuda:
+    """The streams of every thread, each of which is a rank."""
+
+    def __init__(self) -> None:
+        self._watching: dict[int, Stream] = {}
+        self.events: defaultdict[int, list[str]] = defaultdict(list)
+
+    def watching_stream(self, device: torch.device) -> Stream:
+        rank = threading.get_ident()
+        return self._watching.setdefault(rank, Stream(self.events[rank]))
+
+    @contextlib.contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        streams = current_streams()
+        streams.append(stream)
+        try:
+            yield
+        finally:
+            streams.pop()
+
+
+@contextlib.contextmanager
+def simulated_cuda() -> Iterator[Cuda]:
+    """Replace CUDA and its streams by the simulated ones."""
+    fake = Cuda()
+    with (
+        mock.patch.object(transfer, "stream_device", return_value=DEVICE),
+        mock.patch.object(stream_hops, "_watching_stream", fake.watching_stream),
+        mock.patch.object(stream_hops, "_host_numbers", HostNumbers),
+        mock.patch.object(torch.cuda, "stream", fake.stream),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "Event", Event),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+    ):
+        yield fake
+
+
+class Communicator:
+    """Connects the ranks of a simulated ring. Messages between two ranks are paired by their order alone.
+
+    Args:
+        blocks: whether ``wait`` waits for the arrival. Otherwise results of calls are garbage, since the CPU does not
+            wait for a stream.
+    """
+
+    def __init__(self, size: int, blocks: bool = False) -> None:
+        self.size, self.blocks = size, blocks
+        self.store = HashStore()
+        self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
+        self._lock = threading.Lock()
+
+    def send(self, source: int, destination: int, buffer: Tensor) -> None:
+        with self._lock:
+            self._sent[source, destination].append(buffer.clone())
+
+    def receive_all(self, rank: int, incoming: list[tuple[int, Tensor]]) -> bool:
+        """Fill these buffers if the next messages are there and have the same sizes. NCCL hangs if sizes differ."""
+        with self._lock:
+            counts: defaultdict[int, int] = defaultdict(int)
+            found = []
+            for source, buffer in incoming:
+                queue = self._sent[source, rank]
+                if len(queue) <= counts[source] or queue[counts[source]].shape != buffer.shape:
+                    return False
+                found.append(queue[counts[source]])
+                counts[source] += 1
+            for (source, buffer), message in zip(incoming, found, strict=True):
+                buffer.copy_(message)
+                self._sent[source, rank].popleft()
+            return True
+
+
+class Work:
+    """The work of one hop on one rank. It starts when the rank's work before it is over, in the order of a stream.
+
+    After an abort it is over without having received anything.
+    """
+
+    def __init__(self, ring: SimulatedRing, outgoing: Any, incoming: Any) -> None:
+        self.ring, self.outgoing, self.incoming = ring, [*outgoing], [*incoming]
+        self.has_arrived = False
+        self.before: Work | None = ring.works[-1] if ring.works else None
+        ring.works.append(self)
+        self.is_over()
+
+    def is_over(self) -> bool:
+        if self.ring.aborted.is_set():
+            return True
+        if self.before is not None and not self.before.is_over():
+            return False
+        with self.ring.lock:
+            self.before = None
+            while self.outgoing:
+                self.ring.communicator.send(self.ring.rank, *self.outgoing.pop(0))
+            if not self.has_arrived:
+                self.has_arrived = self.ring.communicator.receive_all(self.ring.rank, self.incoming)
+            return self.has_arrived
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        assert timeout is None, "with a timeout, NCCL blocks the host"
+        streams = current_streams()
+        if streams:
+            streams[-1].events.append("wait for the hop")
+            streams[-1].add(self.is_over)
+        elif self.ring.communicator.blocks:
+            while not self.is_over():
+                time.sleep(0.001)
+
+
+class SimulatedRing(Ring):
+    """A ring over the simulated communicator, with the package's own headers, agreement and watchdog."""
+
+    communicator: Communicator
+    aborted: threading.Event
+    works: list[Work]
+    lock: threading.RLock
+    num_aborts: list[int]
+
+    @classmethod
+    def of(cls, communicator: Communicator, rank: int, seconds: float) -> SimulatedRing:
+        aborted, num_aborts = threading.Event(), [0]
+
+        def abort() -> None:
+            num_aborts[0] += 1
+            aborted.set()
+
+        agreement = Agreement(communicator.store, rank, communicator.size, timedelta(seconds=seconds), abort)
+        ring = cls(
+            size=communicator.size,
+            rank=rank,
+            ranks=tuple(range(communicator.size)),
+            agreement=agreement,
+            timeout=agreement.timeout,
+        )
+        members = {"communicator": communicator, "aborted": aborted, "works": [], "num_aborts": num_aborts}
+        for name, value in {**members, "lock": threading.RLock()}.items():
+            object.__setattr__(ring, name, value)
+        return ring
+
+    def post(self, outgoing: Any, incoming: Any, tag: int) -> Transfer:
+        def post(outgoing: Any, incoming: Any) -> list[Any]:
+            return [Work(self, outgoing, incoming)]
+
+        with mock.patch.object(transfer, "needs_host", return_value=False):
+            return post_works(mock.Mock(), post, outgoing, incoming, tag)
+
+
+class Attention(RingDilatedAttention):
+    def ring_pass(self, outgoing: Any, incoming: Any, tag: int) -> Transfer:
+        return self.ring.post(outgoing, incoming, tag)
+
+
+def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0, blocks: bool = False) -> list[Any]:
+    """Run ``part`` on every rank. Returns its result, or the error that it raised, by rank. It takes at most 20 s."""
+    communicator, watchdog = Communicator(size, blocks), Watchdog()
+    rings = [SimulatedRing.of(communicator, rank, seconds) for rank in range(size)]
+    results: list[Any] = [None] * size
+
+    def run_rank(rank: int) -> None:
+        try:
+            results[rank] = part(rings[rank])
+        except Exception as error:
+            results[rank] = error
+
+    for ring in rings:
+        assert ring.agreement is not None
+        watchdog.add(ring.agreement)
+    threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)  # less than the deadline of rings that must fail before it
+        assert not thread.is_alive()
+    watchdog.stop(10)
+    return results

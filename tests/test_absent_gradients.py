@@ -1,0 +1,79 @@
+"""Gradients that autograd does not compute: of the LSE, and of an out that a rank does not use."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_backends import dilated_attention
+from ring_backends.testing.reference import reference_attention
+from ring_backends.testing.strategies import AttentionCase
+from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
+
+
+class NoGradient(torch.autograd.Function):
+    """Passes a tensor on. Its backward returns None instead of a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("ring_size", [1, 2])
+def test_an_absent_gradient_is_zero(ring_size: int) -> None:
+    """The last rank's out has no gradient. The rank still takes part in the hops of the backward."""
+    case = AttentionCase(seq_len=12, segment_lengths=(4, 12), dilation_rates=(1, 2), dtype=torch.float64)
+    *tensors, grad_out, _ = case.tensors()
+
+    def attend(ring: ThreadRing) -> list[Tensor]:
+        leaves = [ring.shard(x).detach().requires_grad_() for x in tensors]
+        out = ThreadRingDilatedAttention(case.segment_lengths, case.dilation_rates, ring=ring)(*leaves)
+        if ring.rank == ring_size - 1:
+            out = NoGradient.apply(out)
+        return list(torch.autograd.grad(out, leaves, ring.shard(grad_out)))
+
+    leaves = [x.requires_grad_() for x in tensors]
+    out, _ = reference_attention(*leaves, **case.options())
+    grad_out_of_others = grad_out.clone()
+    grad_out_of_others[:, 12 - 12 // ring_size :] = 0
+    wanted = torch.autograd.grad(out, leaves, grad_out_of_others)
+    for got, right in zip(zip(*run_in_threads(ring_size, attend), strict=True), wanted, strict=True):
+        torch.testing.assert_close(torch.cat(got, 1), right, rtol=0, atol=1e-12)
+
+
+def test_the_lse_alone_has_no_backward() -> None:
+    leaves = [torch.randn(1, 12, 2, 4, requires_grad=True) for _ in range(3)]
+    _, lse = dilated_attention(*leaves, [4, 12], [1, 2], return_lse=True)
+    assert not lse.requires_grad
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        lse.sum().backward()
+
+
+class Created(TorchDispatchMode):
+    """Records the shapes of new tensors of zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.zeros: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.zeros.default, torch.ops.aten.zeros_like.default):
+            self.zeros.append(result.shape)
+        return result
+
+
+def test_a_backward_makes_no_gradient_of_the_lse() -> None:
+    query, key, value = leaves = [torch.randn(1, 12, 2, 4, requires_grad=True) for _ in range(3)]
+    out, lse = dilated_attention(query, key, value, [4, 12], [1, 2], return_lse=True)
+    with Created() as created:
+        torch.autograd.grad(out, leaves, torch.ones_like(out))
+    assert lse.transpose(1, 2).shape not in created.zeros

@@ -1,0 +1,52 @@
+"""Calls on one GPU with every kernel, against the dense fp64 reference. Needs a GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from zlib import crc32
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from test_capture_gpu import ADAPTER, DEVICE, each_dtype, each_kernel, on_host, run
+
+from ring_backends.kernels import Kernel
+from ring_backends.kernels.base import KernelInputs
+from ring_backends.ring.ring import Ring
+from ring_backends.testing.calls import check_rounded, local_call, new_attention
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {"masks": [None], "documents": [None], "dropout_ps": [0.0]},
+    "key mask": {"masks": ["random", "rows", "all"], "documents": [None], "dropout_ps": [0.0]},
+    "documents": {"documents": ["some", "shuffled"], "paddings": ["masked"], "dropout_ps": [0.0]},
+    "dropout": {"masks": [None], "documents": [None], "dropout_ps": [0.3]},
+    "all": {"masks": ["random"], "documents": ["some"], "paddings": ["masked"], "dropout_ps": [0.3]},
+}
+
+
+@each_dtype
+@pytest.mark.parametrize("kind", KINDS)
+@each_kernel
+def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torch.dtype) -> None:
+    names = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
+    marks = {name: kind in (option, "all") for name, option in names.items()}
+    reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, 64, **marks))
+    if reasons:
+        pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
+
+    @seed(crc32(repr((kernel.name, kind, dtype)).encode()))
+    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=attention_cases(max_n=700, head_dims=(64, 16, 128), dtypes=[dtype], **KINDS[kind]))
+    def check(case: AttentionCase) -> None:
+        case = replace(case, batch=min(case.batch, 2))
+        attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
+        check_rounded(on_host(run(local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention))), case)
+
+    check()

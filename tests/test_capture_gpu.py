@@ -1,0 +1,123 @@
+"""CUDA graphs of calls on one GPU: captured by hand, and by torch.compile. Needs a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from ring_backends.kernels import Kernel, kernels
+from ring_backends.kernels.base import KernelInputs
+from ring_backends.ring.ring import Ring
+from ring_backends.testing.calls import LocalCall, Results, check_rounded, local_call, new_attention
+from ring_backends.testing.strategies import AttentionCase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a CUDA device"),
+]
+
+ADAPTER, DEVICE = "ring_backends.adapters.native", "cuda"
+CASE = AttentionCase(
+    seq_len=300,
+    segment_lengths=(64, 300),
+    dilation_rates=(1, 3),
+    batch=2,
+    num_heads=6,
+    num_kv_heads=3,
+    head_dim=16,
+    is_causal=True,
+)
+CASES = {
+    "plain": CASE,
+    "not causal": replace(CASE, is_causal=False),
+    "key mask": replace(CASE, masked="random"),
+    "documents": replace(CASE, documents="some"),
+    "zero keys": replace(CASE, padding="zeros", is_causal=False),
+}
+SEEDS = (1, 2, 3)
+
+each_kernel = pytest.mark.parametrize(
+    "kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name
+)
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+def case_for(kernel: Kernel, name: str, dtype: torch.dtype) -> AttentionCase:
+    """The case, if the kernel can run it on this GPU."""
+    case = replace(CASES[name], dtype=dtype)
+    marks = {"has_key_mask": case.masked is not None, "has_documents": case.documents is not None}
+    reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, case.head_dim, **marks))
+    if reasons:
+        pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
+    return case
+
+
+def call_of(case: AttentionCase, attention: Any) -> LocalCall:
+    return local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention)
+
+
+def run(call: LocalCall) -> Results:
+    out, lse = call(return_lse=True)
+    return Results(out, lse, *torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out))
+
+
+def on_host(results: Results) -> Results:
+    return Results(*(x.detach().cpu() for x in results if x is not None))
+
+
+def tensors_of(call: LocalCall) -> list[Tensor]:
+    marks = [x for x in call.options.values() if isinstance(x, Tensor)]
+    return [call.query, call.key, call.value, call.grad_out, *marks]
+
+
+def capture(call: LocalCall) -> tuple[Callable[[], None], Results]:
+    """Run a call once, and then capture it. Return what replays it, and the results that a replay overwrites."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(call)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run(call)
+    return graph.replay, results
+
+
+@each_dtype
+@each_case
+@each_kernel
+def test_a_captured_call_is_replayed_with_other_inputs(kernel: Kernel, name: str, dtype: torch.dtype) -> None:
+    case = case_for(kernel, name, dtype)
+    attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
+    call = call_of(case, attention)
+    replay, results = capture(call)
+    for seed in SEEDS:
+        other = replace(case, seed=seed)
+        with torch.no_grad():
+            for captured, given in zip(tensors_of(call), tensors_of(call_of(other, attention)), strict=True):
+                captured.copy_(given)
+        replay()
+        check_rounded(on_host(results), other, kernel.name)
+
+
+@each_case
+@each_kernel
+def test_inductor_puts_a_call_into_a_cuda_graph(kernel: Kernel, name: str) -> None:
+    case = case_for(kernel, name, torch.float16)
+    attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
+    run(call_of(case, attention))  # copies the constants outside of the memory pool of the CUDA graph
+    torch.compiler.reset()
+    counters.clear()
+    compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
+    for seed in (*SEEDS, *SEEDS):  # the first call warms up, the second records, the others replay
+        other = replace(case, seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        check_rounded(on_host(run(call_of(other, compiled))), other, kernel.name)
+    assert counters["inductor"]["cudagraph_skips"] == 0

@@ -1,0 +1,252 @@
+"""Compiled calls on one device: one operator per direction, and graphs that a CUDA graph can contain."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch._inductor.config
+from torch import Tensor, nn
+from torch._dynamo.backends import cudagraphs
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor import cudagraph_utils
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends.activation_checkpointing import keep_attention
+from ring_backends.adapters.native import RingDilatedAttention
+from ring_backends.engine import compiled
+from ring_backends.ring.ring import Ring
+from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, expected, local_call
+from ring_backends.testing.compiled import CASES, Graphs
+from ring_backends.testing.reference import reference_attention
+from ring_backends.torch_internals import internal
+
+SEQ_LEN, HEADS, HEAD_DIM = 40, 4, 8
+WIDTH = HEADS * HEAD_DIM
+PATTERN: dict[str, Any] = {"segment_lengths": (8, 40), "dilation_rates": (1, 2)}
+OPTIONS = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "key mask": {"key_padding_mask": torch.arange(SEQ_LEN).expand(2, -1) % 5 == 0},
+    "documents": {"document_ids": (torch.arange(SEQ_LEN) // 11).expand(2, -1), "is_causal": True},
+}
+
+
+class Block(nn.Module):
+    """A transformer block: norm, projections, attention and MLP."""
+
+    def __init__(self, attention: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = attention
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(2))
+        self.projections = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.double()
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        normed = self.norms[0](x)
+        query, key, value = (project(normed).unflatten(-1, (HEADS, HEAD_DIM)) for project in self.projections[:3])
+        x = x + self.projections[3](self.attention(query, key, value, **options).flatten(-2))
+        out: Tensor = x + self.mlp(self.norms[1](x))
+        return out
+
+
+class Reference(nn.Module):
+    """The dense fp64 reference."""
+
+    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
+        out, _ = reference_attention(*tensors, **PATTERN, **options)
+        return out
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def results(block: Any, **options: Any) -> list[Tensor]:
+    """out, and the gradients of the input and of all parameters."""
+    x = torch.randn(2, SEQ_LEN, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    out = block(x.requires_grad_(), **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
+
+
+def refusal(graph: GraphModule) -> str | None:
+    """Why Inductor would put this graph into no CUDA graph if the model and its inputs were on a GPU.
+
+    Handles and seeds, which are the only vectors of int64, stay on the CPU.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    inputs = []
+    for node in graph.graph.find_nodes(op="placeholder"):
+        of_node = node.meta["val"]
+        device = "cpu" if of_node.dtype == torch.int64 and of_node.dim() == 1 else "cuda"
+        with mode:
+            inputs.append(torch.empty_strided(of_node.shape, of_node.stride(), dtype=of_node.dtype, device=device))
+    FakeTensorProp(graph, mode).propagate_dont_convert_inputs(*inputs)
+    devices = internal(cudagraphs, "get_device_node_mapping", "this test")(graph)
+    check = internal(cudagraph_utils, "check_multiple_devices_or_any_cpu_nodes", "this test")
+    with torch._inductor.config.patch(graph_partition=False):
+        reason: str | None = check(devices)
+    return reason
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_compiled_block_has_one_operator_per_direction(name: str) -> None:
+    graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))
+    options = OPTIONS[name]
+    got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), **options)
+    for one, right in zip(got, results(Block(Reference()), **options), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+    assert graphs.operators() == [{"attend_forward": 1}, {"attend_backward": 1}]
+    for graph in (*graphs.forward, *graphs.backward):
+        assert not [node for node in graph.graph.nodes if is_vector_of_int64(node.meta.get("val"))]
+        assert refusal(graph) is None
+
+
+def is_vector_of_int64(value: object) -> bool:
+    return isinstance(value, Tensor) and value.dtype == torch.int64 and value.dim() == 1
+
+
+def test_a_call_with_dropout_keeps_its_seed_on_the_cpu() -> None:
+    """Inductor refuses it, and its partitions of a graph leave it out of CUDA graphs."""
+    graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN, dropout_p=0.2))
+    results(torch.compile(block, fullgraph=True, backend=graphs.backend))
+    for graph, direction in zip((*graphs.forward, *graphs.backward), ("forward", "backward"), strict=True):
+        assert "cpu device" in str(refusal(graph))
+        of_call = [node.target for node in graph.graph.nodes if "ring_backends." in str(node.target)]
+        assert len(of_call) == 2, direction
+        assert all(torch.Tag.cudagraph_unsafe in operator.tags for operator in of_call)
+
+
+def test_operators_of_one_device_may_be_in_a_cuda_graph() -> None:
+    for operator in (torch.ops.ring_backends.attend_forward, torch.ops.ring_backends.attend_backward):
+        assert torch.Tag.cudagraph_unsafe not in operator.default.tags
+
+
+@pytest.mark.parametrize("name", ["all", "causal", "masked", "documents", "dropout"])
+def test_a_compiled_call_is_exact(name: str) -> None:
+    case = CASES[name]
+    call, graphs = local_call("ring_backends.adapters.native", Ring(), case), Graphs()
+    attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
+    out, lse = replace(call, attention=attention)(return_lse=True)
+    assert not lse.requires_grad
+    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    check_results(Results(out.detach(), lse, *grads), expected(case), FP64_TOLERANCE, case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pattern", [([40], [1]), ([8, 40], [1, 2])], ids=["full attention", "dilated"])
+@pytest.mark.parametrize("kernel", ["auto", "math"])
+def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: torch.dtype) -> None:
+    """No result shares memory with another or with an input, and fake results have the strides of real ones."""
+    attention = RingDilatedAttention(*pattern, kernel=kernel)
+    tensors = [torch.randn(2, SEQ_LEN, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3)]
+    inputs = [*tensors, None, None, None]
+    options = json.dumps({"is_causal": True, "seq_len": SEQ_LEN, "return_lse": False, "dropout_p": 0.0})
+    constants = json.dumps(compiled.constants(attention.pattern, attention.ring, None, kernel))
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(compiled.attend_forward, (inputs, options, constants), test_utils=checks)
+    out, lse = compiled.attend_forward(inputs, options, constants)
+    of_backward = [*inputs, out, lse, torch.randn_like(out)]
+    torch.library.opcheck(compiled.attend_backward, (of_backward, options, constants), test_utils=checks)
+    grads = compiled.attend_backward(of_backward, options, constants)
+    held = [x.untyped_storage().data_ptr() for x in (*tensors, of_backward[-1], out, lse, *grads)]
+    assert len({*held}) == len(held)
+    assert all(x.is_contiguous() for x in (out, lse, *grads))
+
+
+def test_another_length_is_compiled_again() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    attention = RingDilatedAttention(**PATTERN)
+    function = torch.compile(attention, fullgraph=True, backend=counter)
+    for seq_len, graphs in ((40, 1), (24, 2), (40, 2), (17, 3)):
+        tensors = [torch.randn(1, seq_len, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(3)]
+        wanted, _ = reference_attention(*tensors, **PATTERN)
+        torch.testing.assert_close(function(*tensors), wanted, rtol=0, atol=FP64_TOLERANCE)
+        assert counter.frame_count == graphs
+
+
+def test_numbers_that_torch_makes_symbols() -> None:
+    """Modules with other numbers share one compiled function. After the first, torch makes symbols of numbers."""
+
+    def attend(attention: Any, *tensors: Tensor) -> Any:
+        return attention(*tensors)
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(3)]
+    for width, rate, scale in ((8, 1, 0.5), (10, 2, 0.25), (20, 4, 0.75)):
+        attention = RingDilatedAttention([width, 40], [1, rate], scale=scale)
+        wanted, _ = reference_attention(*tensors, (width, 40), (1, rate), scale=scale)
+        torch.testing.assert_close(function(attention, *tensors), wanted, rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_equal_modules_share_one_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM) for _ in range(3)]
+    for attention in (RingDilatedAttention(**PATTERN), RingDilatedAttention(**PATTERN)):
+        torch.compile(attention, fullgraph=True, backend=counter)(*tensors)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_casts_the_call(dtype: torch.dtype) -> None:
+    attention = RingDilatedAttention(**PATTERN)
+    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
+    answers = []
+    for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
+        with torch.autocast("cpu", dtype=dtype):
+            out = function(*tensors)
+        answers.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
+    for got, wanted in zip(*answers, strict=True):
+        assert got.dtype == wanted.dtype
+        assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("how", ["recomputed", "kept"])
+def test_activation_checkpointing(how: str) -> None:
+    context = {"context_fn": keep_attention} if how == "kept" else {}
+    graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))
+
+    class Checkpointed(Block):
+        def forward(self, x: Tensor, **options: Any) -> Any:
+            return checkpoint(partial(super().forward, **options), x, use_reentrant=False, **context)
+
+    block.__class__ = Checkpointed
+    got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), is_causal=True)
+    for one, right in zip(got, results(Block(Reference()), is_causal=True), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+    forward, backward = graphs.operators()
+    assert forward == {"attend_forward": 1}
+    assert backward["attend_backward"] == 1
+    assert backward["attend_forward"] == (how == "recomputed")
+
+
+def test_a_call_does_not_need_its_module_any_more() -> None:
+    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    attention = RingDilatedAttention(**PATTERN)
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*tensors)
+    wanted = torch.autograd.grad(reference_attention(*tensors, **PATTERN)[0].sum(), tensors)
+    with mock.patch.dict(compiled._modules.data, clear=True):
+        got = torch.autograd.grad(out.sum(), tensors)
+    for one, right in zip(got, wanted, strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=FP64_TOLERANCE)
+
+
+def test_errors_quote_the_message_of_the_check() -> None:
+    query = torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM)
+    function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend="aot_eager")
+    with pytest.raises(RuntimeError, match=r"ValueError.*key has shape \[1, 3, 4, 8\]"):
+        function(query, query[:, :3], query)

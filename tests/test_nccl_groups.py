@@ -1,0 +1,136 @@
+"""Process groups of rings over NCCL, made over gloo, and the headers of each adapter's hops. No GPU runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends import available_adapters
+from ring_backends.adapters import native
+from ring_backends.ring import rendezvous, transfer
+from ring_backends.ring.stream_hops import Headers
+from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
+from ring_backends.testing.correctness import EDGE_CASES
+from ring_backends.testing.rings import FOUR
+from ring_backends.testing.world import World
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+
+
+class Options:
+    """In place of ProcessGroupNCCL.Options, which torch for the CPU does not have."""
+
+    def __init__(self, is_high_priority_stream: bool = False) -> None:
+        self.is_high_priority_stream = is_high_priority_stream
+        self._timeout = timedelta(minutes=10)
+
+
+@contextlib.contextmanager
+def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
+    """Let the world pass for one of gloo and NCCL that is bound to a GPU. ``made`` gets how torch makes groups."""
+    make, world = dist.distributed_c10d._new_process_group_helper, dist.group.WORLD  # type: ignore[attr-defined]
+    assert world is not None
+
+    def recorded(*arguments: Any, **more: Any) -> Any:
+        *others, options = arguments
+        made.append(
+            {
+                "high priority": options.is_high_priority_stream,
+                "timeouts": (options._timeout, more["timeout"]),
+                "handling": os.environ.get(ERROR_HANDLING),
+                "bound to": world.bound_device_id,
+                "device_id": more.get("device_id"),
+            }
+        )
+        return make(*others, **more)
+
+    world.bound_device_id = GPU
+    with (
+        mock.patch.object(dist.distributed_c10d, "_new_process_group_helper", recorded),
+        mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"),
+        mock.patch.object(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), create=True),
+        mock.patch.object(rendezvous, "_nccl_device", return_value=CPU),
+        mock.patch.object(dist, "barrier"),  # on the GPU of the bound group
+    ):
+        yield
+    assert world.bound_device_id == GPU
+    world.bound_device_id = None
+
+
+def make_a_ring(chosen: str | None) -> tuple[dict[str, Any], str | None, timedelta]:
+    """Make a ring. Returns how torch made the group, the variable afterwards, and the timeout of torch's watchdog."""
+    made: list[dict[str, Any]] = []
+    changes = {} if chosen is None else {ERROR_HANDLING: chosen}
+    set_timeout = mock.Mock()
+    with mock.patch.dict(os.environ, changes), groups_of_nccl(made):
+        with mock.patch.object(dist.ProcessGroup, "set_timeout", set_timeout):
+            native.initialize(ring_size=4, timeout=timedelta(seconds=400))
+        after = os.environ.get(ERROR_HANDLING)
+    return made[0], after, set_timeout.call_args.args[-1]
+
+
+@pytest.mark.parametrize("chosen", [None, "3"])
+def test_the_group_of_a_ring_over_nccl(world: World, chosen: str | None) -> None:
+    """Hops have a high priority. Torch neither splits the world's communicator nor ends the process first."""
+    timeout = timedelta(seconds=400)
+    for made, after, watched in world.run(make_a_ring, chosen):
+        assert made["high priority"]
+        assert made["timeouts"] == (timeout, timeout)
+        assert made["handling"] == (chosen or "2")
+        assert after == chosen
+        assert made["bound to"] is None
+        assert made["device_id"] is None
+        assert watched > timeout + timedelta(minutes=30)
+
+
+def errors_of_groups() -> list[bool]:
+    """Whether a group of NCCL has an error, for each state of its backend."""
+    errors = torch._C._distributed_c10d.ErrorType
+    states = errors.SUCCESS, errors.COMM_ERROR, errors.TIMEOUT
+    backends = [SimpleNamespace(get_error=lambda state=state: state) for state in states]
+    groups = [SimpleNamespace(_get_backend=lambda device, x=x: x) for x in backends]
+    wrapped = SimpleNamespace(wrapped_pg=backends[1])  # as with TORCH_DISTRIBUTED_DEBUG=DETAIL
+    groups.append(SimpleNamespace(_get_backend=lambda device: wrapped))
+    return [rendezvous._nccl_has_error(group) for group in groups]  # type: ignore[arg-type]
+
+
+def test_errors_that_torch_found() -> None:
+    assert errors_of_groups() == [False, True, True, True]
+
+
+def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str | None]]:
+    """Call attention with headers over gloo. Returns the result, the number of hops, and the differences."""
+    differences: list[str | None] = []
+
+    def follow(works: Any, headers: Headers, device: torch.device) -> None:
+        differences.append(headers.difference(headers.received.tolist()))
+
+    with (
+        mock.patch.object(transfer, "stream_device", return_value=CPU),
+        mock.patch.object(transfer, "follow", follow),
+    ):
+        result = run_case_here(adapter, FOUR, "zigzag", EDGE_CASES["grouped queries"], True, "cpu")
+    return result, len(differences), differences
+
+
+@pytest.mark.parametrize("name", ["native", "fsdp", "deepspeed", "fairscale"])
+def test_every_adapter_sends_headers(world: World, name: str) -> None:
+    reason = available_adapters()[name]
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    case = EDGE_CASES["grouped queries"]
+    results, counts, differences = zip(*world.run(attend_with_headers, f"ring_backends.adapters.{name}"), strict=True)
+    assert all(count > 0 for count in counts)
+    assert not any(text for texts in differences for text in texts)
+    got = whole([result.results for result in results], case.seq_len, "zigzag")
+    check_results(got, expected(case), 1e-10, case)

@@ -1,0 +1,307 @@
+"""Hops over NCCL, with the simulated communicator of ``nccl_cases``. No GPU runs here."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from nccl_cases import DEVICE, Attention, Cuda, SimulatedRing, Stream, run, simulated_cuda
+from torch import Tensor
+
+from ring_backends.attention import dilated_attention
+from ring_backends.engine.hops import Hops, finish
+from ring_backends.engine.tiles import TileRunner
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import Headers, StreamHop, follow
+from ring_backends.ring.transfer import WorkTransfer
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[Cuda]:
+    with simulated_cuda() as fake:
+        yield fake
+
+
+SEQ_LEN = 16
+
+
+def attention(ring: SimulatedRing) -> Attention:
+    return Attention([SEQ_LEN], [1], ring=ring)
+
+
+def local_inputs(ring: SimulatedRing) -> list[Tensor]:
+    whole = torch.randn(3, 1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [ring.shard(x).requires_grad_() for x in whole]
+
+
+def ended(part: Callable[[], object]) -> Exception | None:
+    try:
+        part()
+    except Exception as error:
+        return error
+    return None
+
+
+def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
+    def call(ring: SimulatedRing) -> list[Tensor]:
+        inputs = local_inputs(ring)
+        out = attention(ring)(*inputs, is_causal=True)
+        grads = torch.autograd.grad(out.sum(), inputs)
+        ring.synchronize()
+        assert not ring.num_aborts[0]
+        return [out.detach(), *grads]
+
+    results = run(4, call, seconds=60, blocks=True)
+    whole = local_inputs(mock.Mock(spec=Ring, shard=lambda x: x))
+    expected = dilated_attention(*whole, [SEQ_LEN], [1], is_causal=True, kernel="math")
+    for index, want in enumerate([expected, *torch.autograd.grad(expected.sum(), whole)]):
+        torch.testing.assert_close(torch.cat([result[index] for result in results], 1), want, rtol=0, atol=1e-10)
+
+
+def test_the_host_waits_for_nothing(cuda: Cuda) -> None:
+    """Nothing arrives, and yet both the transfer and the ring return. Each step is in the order of the stream."""
+    (result,) = run(1, lambda ring: one_hop_to_nobody(ring, cuda), seconds=60)
+    events, is_over_before, is_over_after, header = result
+    assert events == ["wait for the hop", "copy headers", "record"]
+    assert not is_over_before
+    assert is_over_after
+    assert header is None
+
+
+def one_hop_to_nobody(ring: SimulatedRing, cuda: Cuda) -> tuple[list[str], bool, bool, str | None]:
+    tag = 7
+    hop = ring.post({}, {0: torch.zeros(4, dtype=torch.uint8)}, tag).wait(timedelta(seconds=1))
+    assert hop is not None
+    assert ring.agreement is not None
+    ring.agreement.follow(begin(ring), "rank 0 waited", hop)
+    before = hop.is_over()
+    own = Headers.of(tag, [], DEVICE).own.view(torch.uint8)
+    for message in (own, torch.ones(4, dtype=torch.uint8)):
+        ring.communicator.send(0, 0, message)
+    return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
+
+
+def begin(ring: Ring, seq_len: int = 8) -> Any:
+    assert ring.agreement is not None
+    return ring.agreement.begin(Configuration({"seq_len": seq_len}))
+
+
+def test_a_peer_that_never_comes() -> None:
+    """All ranks raise in time, also those that exchange nothing with the lost rank. The process goes on."""
+
+    def call(ring: SimulatedRing) -> Any:
+        attend, inputs = attention(ring), local_inputs(ring)
+        attend(*inputs)
+        ring.synchronize()
+        if ring.rank == 1:
+            return None
+        started = time.monotonic()
+        first = ended(lambda: (attend(*inputs), ring.synchronize()))
+        seconds = time.monotonic() - started
+        return first, seconds, ended(lambda: attend(*inputs)), ended(ring.synchronize), ring.num_aborts[0]
+
+    results = run(4, call)
+    for rank in (0, 2, 3):
+        first, seconds, again, synchronized, num_aborts = results[rank]
+        assert isinstance(first, RingPeerError), first
+        assert f"rank {rank} waited in step" in str(first)
+        assert seconds < 6
+        for error in (again, synchronized):
+            assert isinstance(error, RingPeerError)
+            assert "initialize()" in str(error)
+        assert num_aborts == 1
+
+
+@pytest.mark.parametrize("use", ["begin", "post"])
+def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
+    """The next call raises when it begins. A call that has begun raises when it posts its next hop."""
+
+    def call(ring: SimulatedRing) -> Any:
+        attend, inputs = attention(ring), local_inputs(ring)
+        attend(*inputs)
+        ring.synchronize()
+        begin(ring)
+        if ring.rank == 1:
+            return None
+        if use == "begin":
+            attend(*inputs)  # returns garbage, as over NCCL
+            assert ring.aborted.wait(10)  # the stream goes on
+            return ended(lambda: begin(ring))
+        hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
+        incoming = mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)})
+        finish(hops.post(0, "K and V", {}, (), incoming)).wait()
+        assert ring.aborted.wait(10)
+        return ended(lambda: finish(hops.post(1, "K and V", {}, (), incoming)))
+
+    results = run(2, call)
+    assert isinstance(results[0], RingPeerError), results
+    assert "waited in step" in str(results[0])
+    assert "the hop did not end on the GPU" in str(results[0])
+
+
+def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
+    """Long before the deadline. A completed hop of an aborted communicator is no mismatch."""
+
+    def call(ring: SimulatedRing) -> Any:
+        assert ring.agreement is not None
+        for seq_len in (8, 9):
+            begin(ring, seq_len)
+        hop = ring.post({}, {1 - ring.rank: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
+        ring.agreement.follow(begin(ring), "rank waited", hop)
+        ring.agreement.has_error = lambda: True
+        ring.aborted.set()
+        return ended(ring.synchronize)
+
+    for error in run(2, call, seconds=60):
+        assert isinstance(error, RingPeerError), error
+        assert "NCCL reported an error" in str(error)
+
+
+@pytest.mark.parametrize("difference", ["is_causal", "modules"])
+def test_calls_of_equal_sizes_that_differ(difference: str) -> None:
+    """All ranks have agreed on both calls before, and NCCL pairs their messages."""
+
+    def call(ring: SimulatedRing) -> Any:
+        inputs = local_inputs(ring)
+        modules = attention(ring), attention(ring)
+        modules[0](*inputs)
+        modules[1](*inputs)
+        modules[0](*inputs, key_padding_mask=None, is_causal=True)
+        ring.synchronize()
+        odd = ring.rank == 1
+        if difference == "modules":
+            return ended(lambda: (modules[odd](*inputs), ring.synchronize()))
+        return ended(lambda: (modules[0](*inputs, is_causal=odd), ring.synchronize()))
+
+    named = {"is_causal": "is_causal (rank 0: False, rank 1: True", "modules": "order of calls (rank 0: attention 1"}
+    for error in run(2, call):
+        assert isinstance(error, RingMismatchError), error
+        assert named[difference] in str(error), error
+
+
+def test_without_headers_calls_of_equal_sizes_would_pass() -> None:
+    """The simulated communicator finds no difference itself, so the headers found those of the test above."""
+
+    def call(ring: SimulatedRing) -> Any:
+        inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
+        modules[0](*inputs)
+        modules[1](*inputs)
+        ring.synchronize()
+        return ended(lambda: (modules[ring.rank](*inputs), ring.synchronize()))
+
+    with mock.patch.object(Headers, "difference", return_value=None):
+        assert run(2, call) == [None, None]
+
+
+def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
+    """The peer has sent the message of another hop, and does not use the ring again."""
+
+    def call(ring: SimulatedRing) -> Any:
+        assert ring.agreement is not None
+        made = begin(ring)
+        if ring.rank == 1:
+            ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
+            return None
+        hop = ring.post({}, {1: torch.zeros(4, dtype=torch.uint8)}, made.tag(2)).wait(timedelta(seconds=1))
+        ring.agreement.follow(made, "rank 0 waited for a hop", hop)
+        return ended(ring.synchronize)
+
+    error, _ = run(2, call)
+    assert isinstance(error, RingMismatchError), error
+    assert "rank 0 waited for a hop, but rank 1 sent hop 3 of the call" in str(error)
+    assert "expected was hop 2" in str(error)
+
+
+def test_a_refused_call() -> None:
+    """The waiting rank raises long before its deadline, and names the refusal."""
+
+    def call(ring: SimulatedRing) -> Any:
+        attend, inputs = attention(ring), local_inputs(ring)
+        attend(*inputs)
+        ring.synchronize()
+        refused = ring.rank == 1
+        first = ended(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
+        while refused and not ring.communicator.store.check(["failed"]):
+            time.sleep(0.01)  # the other rank must not learn of the refusal from this rank's next call
+        return first, ended(lambda: (attend(*inputs), ring.synchronize())) if refused else None
+
+    (mismatch, _), (refusal, later) = run(2, call, seconds=60)
+    assert isinstance(refusal, TypeError)
+    for error in (mismatch, later):
+        assert isinstance(error, RingMismatchError), error
+        assert "rank 1 refused its arguments with TypeError: is_causal = 7" in str(error)
+
+
+def test_an_error_of_cuda_is_reported_to_the_other_ranks() -> None:
+    def call(ring: SimulatedRing) -> Any:
+        assert ring.agreement is not None
+        made = begin(ring)
+        hop = ring.post({}, {1 - ring.rank: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
+        assert isinstance(hop, StreamHop)
+        if ring.rank == 1:
+            hop.event.query = mock.Mock(side_effect=RuntimeError("device-side assert"))  # type: ignore[method-assign]
+        with contextlib.suppress(RingPeerError):
+            ring.agreement.follow(made, f"rank {ring.rank} waited", hop)
+        return ended(ring.synchronize)
+
+    error, _ = run(2, call, seconds=60)
+    assert isinstance(error, RingPeerError), error
+    assert "rank 1 raised RuntimeError: device-side assert" in str(error)
+
+
+def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
+    """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
+    recorded: list[tuple[Tensor, Stream]] = []
+
+    def call(ring: SimulatedRing) -> Any:
+        return ended(lambda: attention(ring)(*local_inputs(ring)))
+
+    def record_stream(buffer: Tensor, stream: Stream) -> None:
+        recorded.append((buffer, stream))
+
+    # The ranks are threads, so they share the patches.
+    no_room = mock.patch.object(TileRunner, "forward_into", side_effect=MemoryError("no room for a tile"))
+    with no_room, mock.patch.object(Tensor, "record_stream", record_stream):
+        errors = run(2, call)
+    assert all(isinstance(error, MemoryError) for error in errors), errors
+    payloads = [buffer for buffer, _ in recorded if buffer.numel() > 8]
+    assert len(payloads) == 4  # each rank sends one buffer and receives one
+    assert all(stream.events[-1] == "wait for the hop" for _, stream in recorded)
+
+
+def test_memory_of_a_failed_wait_is_not_reused() -> None:
+    buffers = [mock.Mock(spec=Tensor) for _ in range(2)]
+    work = mock.Mock(wait=mock.Mock(side_effect=RuntimeError("NCCL communicator was aborted")))
+    with pytest.raises(RuntimeError, match="aborted"):
+        WorkTransfer([work], buffers).wait(timedelta(seconds=1))
+    assert all(buffer.record_stream.call_count == 1 for buffer in buffers)
+
+
+def test_a_wait_that_blocks_the_host_has_the_deadline_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_NCCL_BLOCKING_WAIT", "1")
+    work = mock.Mock()
+    WorkTransfer([work], []).wait(timedelta(seconds=5))
+    first, _ = work.wait.call_args_list
+    assert timedelta(seconds=4) < first.args[0] <= timedelta(seconds=5)
+
+
+def test_hops_in_a_captured_graph_are_not_followed() -> None:
+    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert follow([mock.Mock()], None, DEVICE) is None
+
+
+def test_payload_in_place_of_a_header_is_a_difference() -> None:
+    headers = Headers.of(5, [2], DEVICE)
+    assert headers.difference([headers.value]) is None
+    text = headers.difference([123])
+    assert text is not None
+    assert "rank 2 sent no header, but bytes of another message" in text

@@ -1,0 +1,158 @@
+"""Plans with a base branch, and the sums of the other branches in bf16 and fp16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from test_synchronisation import no_hops, run
+from torch import Tensor
+from triton_interpreter import fixed_examples, results
+
+from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends.engine.call import check_call
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.sums import Result
+from ring_backends.kernels.gather_rows import gather
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule import limits
+from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.rank_plan import HeadBlock
+from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.testing.calls import check_rounded
+from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.strategies import AttentionCase, attention_cases
+
+
+@pytest.fixture(params=[True, False], ids=["cut base", "whole base"])
+def cuts_base(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Plan for the CPU with and without cuts of the base branch, as on an accelerator."""
+    with mock.patch.object(limits, "ON_CPU", replace(limits.ON_CPU, cuts_base=request.param)):
+        rank_plan.cache_clear()
+        yield
+    rank_plan.cache_clear()
+
+
+OVERLAPPING = AttentionCase(96, (32, 48, 96), (1, 2, 4), batch=2, num_heads=4, num_kv_heads=2, head_dim=16)
+CASES = {
+    "overlapping": OVERLAPPING,
+    "causal": replace(OVERLAPPING, is_causal=True, offset="block"),
+    "ragged": replace(OVERLAPPING, seq_len=90, segment_lengths=(16, 40, 90), is_causal=True),
+    "two dense branches": replace(OVERLAPPING, segment_lengths=(32, 96), dilation_rates=(1, 1)),
+    "one branch": replace(OVERLAPPING, segment_lengths=(32,), dilation_rates=(1,), is_causal=True),
+    "no base": replace(OVERLAPPING, dilation_rates=(2, 4, 8)),
+    "key mask": replace(OVERLAPPING, masked="rows"),
+    "documents": replace(OVERLAPPING, documents="some"),
+    "dropout": replace(OVERLAPPING, dropout_p=0.3),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_rounding_is_bounded_by_plain_attention(cuts_base: None, name: str, dtype: torch.dtype) -> None:
+    case = replace(CASES[name], dtype=dtype)
+    check_rounded(results(case, kernel="auto"), case)
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_finely_cut_tiles_do_not_store_over_each_other(num_kv_heads: int) -> None:
+    """Query heads with different offsets share a key/value head, and the tiles are cut by heads."""
+    case = replace(OVERLAPPING, seq_len=64, segment_lengths=(8, 64), dilation_rates=(1, 2), num_kv_heads=num_kv_heads)
+    case = replace(case, dtype=torch.bfloat16)
+    with fine_cuts(512):
+        check_rounded(results(case, kernel="auto"), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
+    """Programs of one launch add without atomic operations."""
+    ring = Ring(size=4, rank=0, ranks=(0, 1, 2, 3))
+    query, key, value = torch.zeros(3, 1, 16, 2, 8, dtype=dtype)
+    inputs, call = check_call(
+        AttentionInputs(query, key, value, seq_len=64), DilatedPattern([64, 64], [1, 2]), ring, None, "auto"
+    )
+    launches = []
+
+    def check_disjoint(stored: Any = (), added: Any = ()) -> None:
+        launches.append(len(added))
+        written: dict[int, set[int]] = {}
+        for tensor, rows, _ in [*stored, *added]:
+            numbers = gather(torch.arange(tensor.numel()).view(tensor.shape), rows).flatten().tolist()
+            before = written.setdefault(tensor.data_ptr(), set())
+            assert not before.intersection(numbers)
+            before.update(numbers)
+
+    with mock.patch("ring_backends.engine.backward.scatter_many", check_disjoint):
+        run(call, inputs, no_hops())
+    assert sum(launches) > 2
+
+
+@fixed_examples(60)
+@given(case=attention_cases(max_n=100))
+def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
+    pattern = DilatedPattern(
+        case.segment_lengths, case.dilation_rates, head_mode=case.head_mode, offset=case.offset, padding=case.padding
+    )
+    for ring_size in (1, 3):
+        layout = SequenceLayout(case.seq_len, ring_size, "zigzag")
+        schedule = RingSchedule(pattern, layout, case.num_heads, case.num_kv_heads, case.is_causal)
+        for rank in range(ring_size):
+            for backward in (False, True):
+                plan = rank_plan(schedule, rank, batch=1, head_dim=8, itemsize=2, backward=backward, tile_bytes=64)
+                for block in plan.blocks:
+                    check_block(block, layout.local_len(rank))
+
+
+def check_block(block: HeadBlock, local_len: int) -> None:
+    tiles = [tile for step in block.steps for tile in step.tiles]
+    if block.base is None:
+        assert not block.others
+        return
+    for side, heads in (("queries", block.heads), ("keys", block.kv_heads)):
+        num_heads = heads.stop - heads.start
+        everything = torch.arange(local_len * num_heads).view(1, local_len, num_heads)
+
+        def elements(rows: DilatedRows, everything: Tensor = everything) -> list[int]:
+            numbers: list[int] = gather(everything, rows).flatten().tolist()
+            return numbers
+
+        of_base = [x for tile in tiles if tile.branch == block.base for x in elements(getattr(tile, side))]
+        assert sorted(of_base) == everything.flatten().tolist()
+        touched: set[int] = set()
+        opened = {x for rows in getattr(block.others[0], side) for x in elements(rows)} if block.others else set()
+        zeroed = {x for branch in block.others[1:] for rows in getattr(branch, side) for x in elements(rows)} - opened
+        for tile in tiles:
+            rows = getattr(tile, side)
+            if tile.branch == block.base or not isinstance(rows, DilatedRows):
+                continue
+            for element in elements(rows):
+                opens = getattr(tile, f"opens_{side}")
+                assert opens <= (element in opened and element not in touched)
+                assert opens or element in touched | zeroed, "nothing was stored before"
+                touched.add(element)
+        for branch in block.others:
+            each = [x for rows in getattr(branch, side) for x in elements(rows)]
+            assert len(each) == len(set(each)), "a row of a branch is merged once"
+            assert set(each) <= touched
+        assert touched == opened | zeroed
+
+
+def test_the_result_of_one_kernel_call_becomes_the_result() -> None:
+    query, runs = torch.randn(2, 8, 3, 4), head_runs(range(3), [0, 0, 0])
+    are_taken = []
+    for rows in (
+        DilatedRows(0, 2, 4, 1, 4, runs),
+        DilatedRows(0, 1, 0, 1, 8, runs),
+        DilatedRows(0, 1, 0, 2, 4, runs),
+    ):
+        values = gather(query, rows).transpose(1, 2).contiguous().transpose(1, 2)
+        result = Result(query)
+        result.store(slice(0, 3), rows, values)
+        are_taken.append(result.tensor.data_ptr() == values.data_ptr())
+        assert torch.equal(gather(result.tensor, rows), values)
+    assert are_taken == [True, True, False]

@@ -1,0 +1,115 @@
+"""A call on a GPU never makes the host wait.
+
+Tensors on device "meta" stand for those on a GPU. They have no values to read, and a mode refuses
+copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ring_backends import DilatedPattern
+from ring_backends.engine.backward import backward
+from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.forward import forward
+from ring_backends.engine.hops import Hops, finish
+from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels import kernels
+from ring_backends.kernels.base import KernelInputs
+from ring_backends.kernels.constants import constant
+from ring_backends.ring.ring import Ring, Traffic
+from ring_backends.ring.transfer import Transfer
+
+
+class RefuseCopies(TorchDispatchMode):
+    """Refuses operators that copy between the host and device "meta". A meta tensor itself refuses to be read."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        # An operator takes a number on the host as an argument of its launch.
+        devices = {x.device.type for x in tensors if x.dim() or x.is_meta}
+        assert len(devices) <= 1, f"{func} copies between {devices}"
+        return result
+
+
+class NoTransfer(Transfer):
+    def wait(self, timeout: timedelta) -> None:
+        pass
+
+
+def no_hops() -> Hops:
+    """Hops that post nothing."""
+    return Hops(0, lambda outgoing, incoming, tag: NoTransfer(), mock.MagicMock(), mock.MagicMock(), Traffic())
+
+
+def inputs_on_gpu(ring_size: int, dtype: torch.dtype) -> AttentionInputs:
+    length = 300 // ring_size
+    query = torch.empty(2, length, 6, 16, device="meta", dtype=dtype)
+    key, value = (torch.empty(2, length, 3, 16, device="meta", dtype=dtype) for _ in range(2))
+    return AttentionInputs(query, key, value, is_causal=True, seq_len=300)
+
+
+def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tuple[Tensor, ...]:
+    out, lse = finish(forward(call, inputs, hops))
+    return finish(backward(call, inputs, out, lse, torch.empty_like(out), hops))
+
+
+@pytest.mark.parametrize("ring_size", [1, 4])
+@pytest.mark.parametrize("option", ["plain", "key mask", "documents", "dropout", "zero keys"])
+@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
+def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:
+    dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
+    named = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
+    needs = KernelInputs(torch.device("meta"), dtype, 16, **{name: option == which for name, which in named.items()})
+    if kernel.not_supported_reasons(needs):
+        pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
+    pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
+    ring = Ring(size=ring_size, ranks=tuple(range(ring_size)), layout_kind="zigzag")
+    with RefuseCopies():
+        inputs = inputs_on_gpu(ring_size, dtype)
+        marks = inputs.query.shape[:2]
+        if option == "key mask":
+            inputs = replace(inputs, key_padding_mask=torch.empty(marks, dtype=torch.bool, device="meta"))
+        if option == "documents":
+            inputs = replace(inputs, document_ids=torch.empty(marks, dtype=torch.int64, device="meta"))
+        if option == "dropout":
+            inputs = replace(inputs, dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="cpu"))
+        if option == "zero keys":
+            inputs = replace(inputs, is_causal=False)
+        with mock.patch("ring_backends.engine.call.select_kernel", return_value=kernel):
+            inputs, call = check_call(inputs, pattern, ring, None, kernel.name)
+        grads = run(call, inputs, None if ring_size == 1 else no_hops())
+    assert [x.shape for x in grads] == [x.shape for x in (inputs.query, inputs.key, inputs.value)]
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda numbers: numbers.cpu(),
+        lambda numbers: torch.zeros(4, device="cpu").to("meta"),
+        lambda numbers: torch.tensor([1, 2], device="cpu").to("meta"),
+        lambda numbers: numbers.sum().item(),
+        lambda numbers: bool(numbers.isfinite().all()),
+        lambda numbers: numbers[numbers > 0],
+        lambda numbers: numbers.nonzero(),
+        lambda numbers: numbers.repeat_interleave(numbers.long()),
+    ],
+)
+def test_what_is_refused(wait: Any) -> None:
+    with RefuseCopies(), pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"):
+        wait(torch.empty(4, device="meta"))
+
+
+def test_constants_are_copied_once() -> None:
+    like = torch.empty(1)
+    assert constant((3, 1, 2), like).tolist() == [3, 1, 2]
+    assert constant((3, 1, 2), like) is constant((3, 1, 2), like)

@@ -1,0 +1,273 @@
+"""The Triton kernels that gather, scatter and merge rows: in Triton's interpreter, against plain indexing in fp64.
+
+They need Triton and no GPU. ``tox run -e triton`` runs them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from triton_interpreter import check, fixed_examples, interpreted, patch_once, results
+
+from ring_backends.kernels import gather_rows, triton_rows_launch
+from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
+from ring_backends.kernels.triton_rows_launch import Rows, can_launch
+from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.testing.correctness import EDGE_CASES
+
+pytest.importorskip("triton", reason="Triton is not installed")
+pytestmark = interpreted
+patch_once()
+
+
+@pytest.fixture(autouse=True)
+def small_blocks_on_the_cpu() -> Iterator[None]:
+    """Use the kernels for CPU tensors, with blocks of few rows. A test fails where they are not used."""
+    with (
+        mock.patch.object(triton_rows_launch, "can_launch", return_value=True),
+        mock.patch.object(triton_rows_launch, "BLOCK_ELEMENTS", 32),
+        mock.patch.object(gather_rows, "_paired", side_effect=AssertionError("the kernels were not used")),
+    ):
+        yield
+
+
+@dataclass(frozen=True)
+class RowsCase:
+    """Rows of a tensor [batch, seq, heads, …]. ``phases`` holds one number for each of ``heads``."""
+
+    batch: int
+    seq_len: int
+    num_heads: int
+    head_dim: int | None
+    heads: tuple[int, ...]
+    phases: tuple[int, ...]
+    start: int
+    segments: int
+    segment_stride: int
+    rate: int
+    rows: int
+    layout: str
+    seed: int
+
+    @property
+    def dilated(self) -> DilatedRows:
+        runs = head_runs(self.heads, self.phases)
+        return DilatedRows(self.start, self.segments, self.segment_stride, self.rate, self.rows, runs)
+
+    def indices(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The batch entry, position and head of each gathered row: they broadcast to [groups, heads, rows]."""
+        groups = torch.arange(self.batch * self.segments)[:, None, None]
+        segment_starts = self.start + groups % self.segments * self.segment_stride
+        phases = torch.tensor(self.phases)[:, None]
+        positions = segment_starts + phases + self.rate * torch.arange(self.rows)
+        return groups // self.segments, positions, torch.tensor(self.heads)[:, None]
+
+    def tensor(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
+        rest = () if self.head_dim is None else (self.head_dim,)
+        return LAYOUTS[self.layout](random((self.batch, self.seq_len, self.num_heads, *rest), dtype, self.seed + seed))
+
+    def values(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
+        """Gathered rows, whose rows lie outermost in memory."""
+        rest = () if self.head_dim is None else (self.head_dim,)
+        shape = (self.batch * self.segments, self.rows, len(self.heads), *rest)
+        return random(shape, dtype, self.seed + seed).transpose(1, 2)
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return (numbers * 100).to(dtype) if not dtype.is_floating_point else numbers.to(dtype)
+
+
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda x: x,
+    "sequence outermost": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "last dim outermost": lambda x: x.movedim(-1, 0).contiguous().movedim(0, -1),
+    "every second element": lambda x: torch.stack([x, x], -1).flatten(-2)[..., ::2],
+    "odd offset": lambda x: torch.cat([x[:, :1], x], 1)[:, 1:],
+}
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@st.composite
+def rows_cases(draw: st.DrawFn, *, head_dims: tuple[int | None, ...] = (4, 1, 3, 20, None)) -> RowsCase:
+    num_heads = draw(st.integers(1, 6))
+    heads = draw(st.lists(st.integers(0, num_heads - 1), min_size=1, max_size=num_heads, unique=True))
+    phases = draw(
+        st.one_of(
+            st.lists(st.integers(0, 5), min_size=len(heads), max_size=len(heads)),
+            st.builds(lambda rate: [head % rate for head in heads], st.integers(1, 4)),
+        )
+    )
+    rate, rows, segments = draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(1, 3))
+    extent = max(phases) + (rows - 1) * rate + 1
+    # Segments of one head do not overlap: they are at least as far apart as their rows reach.
+    segment_stride = extent + draw(st.integers(0, 3))
+    start = draw(st.integers(0, 4))
+    return RowsCase(
+        batch=draw(st.integers(1, 2)),
+        seq_len=start + (segments - 1) * segment_stride + extent + draw(st.integers(0, 2)),
+        num_heads=num_heads,
+        head_dim=draw(st.sampled_from(head_dims)),
+        heads=tuple(heads),
+        phases=tuple(phases),
+        start=start,
+        segments=segments,
+        segment_stride=segment_stride,
+        rate=rate,
+        rows=rows,
+        layout=draw(st.sampled_from(sorted(LAYOUTS))),
+        seed=draw(st.integers(0, 2**16)),
+    )
+
+
+@fixed_examples(40)
+@given(case=rows_cases(), other=rows_cases(), dtype=st.sampled_from([*DTYPES, torch.int64, torch.bool]))
+def test_gathered_rows_equal_indexing(case: RowsCase, other: RowsCase, dtype: torch.dtype) -> None:
+    cases = [(case, dtype), (other, torch.bfloat16), (case, torch.float32)]
+    parts = [Rows(c.tensor(t, i), c.dilated, c.values(t, 9)) for i, (c, t) in enumerate(cases)]
+    gather_many(parts)
+    for (c, _), part in zip(cases, parts, strict=True):
+        assert torch.equal(part.values, part.tensor[c.indices()])
+
+
+@fixed_examples(40)
+@given(
+    case=rows_cases(),
+    other=rows_cases(),
+    # Triton's interpreter truncates to bf16, and does not round.
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+    value_dtype=st.sampled_from(DTYPES),
+)
+def test_scattered_rows_equal_indexing(
+    case: RowsCase, other: RowsCase, dtype: torch.dtype, value_dtype: torch.dtype
+) -> None:
+    stored, added = case.tensor(dtype), other.tensor(dtype)
+    values, terms = case.values(value_dtype, 1), other.values(value_dtype, 1)
+    expected_stored, expected_added = stored.clone(), added.clone()
+    expected_stored[case.indices()] = values.to(dtype)
+    expected_added[other.indices()] = (added.double()[other.indices()] + terms.double()).float().to(dtype)
+    scatter_many([Rows(stored, case.dilated, values)], [Rows(added, other.dilated, terms)])
+    assert torch.equal(stored, expected_stored)
+    assert torch.equal(added, expected_added)
+
+
+@fixed_examples(40)
+@given(
+    case=rows_cases(head_dims=(4, 1, 3, 20)),
+    value_dtype=st.sampled_from(DTYPES),
+    blind=st.sampled_from(["none", "some", "all"]),
+)
+def test_merged_rows_equal_the_formula(case: RowsCase, value_dtype: torch.dtype, blind: str) -> None:
+    out, tile_out = case.tensor(torch.float32), case.values(value_dtype, 1)
+    lse, tile_lse = out[..., 0] * 3, case.values(torch.float32, 2)[..., 0] * 3
+    generator = torch.Generator().manual_seed(case.seed)
+    for result, its_lse in ((out, lse), (tile_out, tile_lse)):
+        chance = {"none": 0.0, "some": 0.4, "all": 1.0}[blind]
+        is_blind = torch.rand(its_lse.shape, generator=generator) < chance
+        its_lse.masked_fill_(is_blind, -math.inf)
+        result.masked_fill_(is_blind.unsqueeze(-1), 0.0)
+    expected_out, expected_lse = merged(out[case.indices()], lse[case.indices()], tile_out, tile_lse)
+    untouched = torch.ones_like(lse, dtype=torch.bool)
+    untouched[case.indices()] = False
+    before, lse_before = out.clone(), lse.clone()
+
+    scatter_merge(out, lse, case.dilated, tile_out, tile_lse)
+
+    eps = torch.finfo(torch.float32).eps
+    for actual, expected in ((out, expected_out), (lse, expected_lse)):
+        torch.testing.assert_close(actual[case.indices()].double(), expected, rtol=8 * eps, atol=16 * eps)
+    assert torch.equal(out[untouched], before[untouched])
+    assert torch.equal(lse[untouched], lse_before[untouched])
+
+
+def merged(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two results in fp64. A row without keys in both has out = 0 and LSE = −inf."""
+    out, lse, tile_out, tile_lse = (x.double() for x in (out, lse, tile_out, tile_lse))
+    total = lse.exp() + tile_lse.exp()
+    weighted = out * lse.exp()[..., None] + tile_out * tile_lse.exp()[..., None]
+    return weighted / total.masked_fill(total == 0, 1.0)[..., None], total.log()
+
+
+@fixed_examples(30)
+@given(case=rows_cases(), value_dtype=st.sampled_from(DTYPES))
+def test_the_same_rows_of_two_tensors_are_added_and_filled(case: RowsCase, value_dtype: torch.dtype) -> None:
+    tensor, other = case.tensor(torch.float16), case.tensor(value_dtype, 1)
+    expected = tensor.clone()
+    at = case.indices()
+    expected[at] = (tensor.double() + other.double())[at].float().half()
+    add_rows([Rows(tensor, case.dilated, other)])
+    assert torch.equal(tensor, expected)
+    fill_rows([(tensor, case.dilated), (other, case.dilated)], -math.inf)
+    expected[at] = -math.inf
+    assert torch.equal(tensor, expected)
+    assert (other[at] == -math.inf).all()
+
+
+@fixed_examples(30)
+@given(case=rows_cases(head_dims=(4, 1, 3, 20)))
+def test_the_same_rows_of_two_results_are_merged(case: RowsCase) -> None:
+    out, other = case.tensor(torch.float16), case.tensor(torch.float32, 1)
+    lse, other_lse = out[..., 0].float() * 3, other[..., 0] * 3
+    at = case.indices()
+    blind = torch.rand(lse.shape, generator=torch.Generator().manual_seed(case.seed)) < 0.3
+    lse.masked_fill_(blind, -math.inf)
+    out.masked_fill_(blind.unsqueeze(-1), 0.0)
+    expected_out, expected_lse = merged(out[at], lse[at], other[at], other_lse[at])
+    merge_rows(out, lse, other, other_lse, case.dilated)
+    torch.testing.assert_close(out[at].double(), expected_out, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(lse[at].double(), expected_lse, rtol=1e-6, atol=2e-6)
+
+
+def test_a_nan_stays_in_its_row_and_two_runs_are_equal() -> None:
+    case = RowsCase(2, 40, 3, 4, (2, 0), (1, 0), 1, 2, 18, 2, 8, "contiguous", 0)
+    tile_out, tile_lse = case.values(torch.bfloat16, 1), case.values(torch.float32, 2)[..., 0].contiguous()
+    tile_out[1, 0, 3] = math.nan
+    runs = []
+    for _ in range(2):
+        out = case.tensor(torch.float32)
+        lse = out[..., 0].clone()
+        scatter_merge(out, lse, case.dilated, tile_out, tile_lse)
+        runs.append((out, lse))
+    out, lse = runs[0]
+    batch, position, head = (x.expand(4, 2, 8)[1, 0, 3] for x in case.indices())
+    assert out[batch, position, head].isnan().all()
+    assert int(out.isnan().sum()) == case.head_dim
+    assert not lse.isnan().any()
+    for first, second in zip(*runs, strict=True):
+        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+def test_many_tensors_take_several_launches() -> None:
+    case = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
+    parts = [Rows(case.tensor(torch.float32, i), case.dilated, case.values(torch.float32, 99)) for i in range(11)]
+    gather_many(parts)
+    assert all(torch.equal(part.values, part.tensor[case.indices()]) for part in parts)
+
+
+def test_a_launch_without_rows_does_nothing() -> None:
+    case = RowsCase(0, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
+    gather_many([Rows(case.tensor(torch.float32), case.dilated, case.values(torch.float32))])
+    gather_many([])
+    out, tile_out = case.tensor(torch.float32), case.values(torch.float32)
+    scatter_merge(out, out[..., 0], case.dilated, tile_out, tile_out[..., 0])
+
+
+@pytest.mark.parametrize("name", ["nothing divides anything", "grouped queries", "zero keys at the end"])
+def test_other_kernels_with_these_rows_equal_the_reference(name: str) -> None:
+    case = replace(EDGE_CASES[name], dtype=torch.float32)
+    check(case, results(case, kernel="aten_cpu_flash"))
+
+
+def test_tensors_without_values_and_on_other_devices_are_left_to_torch() -> None:
+    with FakeTensorMode():
+        fake = torch.zeros(1, device="cuda")
+    assert not any(map(can_launch, (fake, torch.zeros(1), torch.zeros(1, device="meta"))))

@@ -1,0 +1,85 @@
+"""What the tests of Triton kernels share: the interpreter, settings of random cases, and a check of a whole call."""
+
+from __future__ import annotations
+
+import math
+import os
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from torch import Tensor
+
+from ring_backends import dilated_attention
+from ring_backends.testing.calls import Results, expected, plain
+from ring_backends.testing.strategies import AttentionCase
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="TRITON_INTERPRET=1 is not set, so Triton needs a GPU"
+)
+
+
+def fixed_examples(number: int) -> settings:
+    """The same examples in every run: a bound is the error of another computation, which can be small by chance."""
+    unwanted = [HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture]
+    # A failing example is not shrunk, since that takes hundreds of interpreted calls.
+    phases = [Phase.explicit, Phase.generate]
+    return settings(
+        max_examples=number,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=phases,
+        suppress_health_check=unwanted,
+    )
+
+
+def patch_once() -> None:
+    """Let the interpreter patch ``triton.language`` once per module of device functions, not in every call of one.
+
+    This halves the time of a kernel. Launches still patch it, and undo that.
+    """
+    from triton.runtime import interpreter
+
+    patched: set[str] = set()
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__ not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(self.fn.__module__)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]
+
+
+def results(case: AttentionCase, kernel: str = "triton_dilated") -> Results:
+    query, key, value, grad_out, mask = case.tensors()
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    options = {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
+    options |= {"key_padding_mask": mask, "kernel": kernel, "return_lse": True}
+    out, lse = dilated_attention(*leaves, **case.options(), **options)
+    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+
+
+def error_norm(actual: Tensor, wanted: Tensor) -> float:
+    """The norm of the difference. It is infinite if NaNs or infinities differ."""
+    actual, wanted = actual.double(), wanted.double()
+    gap = torch.where(actual == wanted, 0.0, actual - wanted)
+    return float(gap.norm()) if gap.isfinite().all() else math.inf
+
+
+def largest(x: Tensor) -> float:
+    finite = x[x.isfinite()]
+    return float(finite.abs().max()) if finite.numel() else 0.0
+
+
+def check(case: AttentionCase, actual: Results) -> None:
+    """No error may exceed twice the error of plain attention in the same dtype, and a few fp32 roundings per number."""
+    exact, yardstick = expected(case), plain(case)
+    rounding = 4 * max(map(largest, exact)) * torch.finfo(torch.float32).eps
+    for name, tensor in actual._asdict().items():
+        wanted, other = getattr(exact, name), getattr(yardstick, name)
+        assert tensor.dtype == other.dtype, name
+        bound = 2 * error_norm(other, wanted) + rounding * math.sqrt(tensor.numel())
+        assert error_norm(tensor, wanted) <= bound, (name, error_norm(tensor, wanted), bound)
