@@ -15,16 +15,19 @@ from torch import Tensor
 from triton_interpreter import fixed_examples, results
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends.engine import tiles
 from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.sums import Result
+from ring_backends.engine.tiles import TileRunner
 from ring_backends.kernels.gather_rows import gather
+from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule import limits
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import HeadBlock
 from ring_backends.schedule.rows import DilatedRows, head_runs
-from ring_backends.testing.calls import check_rounded
+from ring_backends.testing.calls import check_results, check_rounded, expected
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
@@ -57,6 +60,26 @@ CASES = {
 def test_rounding_is_bounded_by_plain_attention(cuts_base: None, name: str, dtype: torch.dtype) -> None:
     case = replace(CASES[name], dtype=dtype)
     check_rounded(results(case, kernel="auto"), case)
+
+
+@pytest.mark.parametrize("head_mode", ["all", "grouped"])
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 8])
+def test_tiles_cut_by_lattices(num_kv_heads: int, head_mode: str) -> None:
+    """A kernel that reads strided rows gets large tiles in parts, whose query rows are views."""
+    case = AttentionCase(
+        96, (12, 48, 96), (2, 3, 8), batch=2, num_heads=8, num_kv_heads=num_kv_heads, head_mode=head_mode
+    )
+    case = replace(case, dtype=torch.float64)
+    with (
+        mock.patch.object(MathKernel, "reads_strided_rows", True),
+        mock.patch.object(tiles, "MIN_PART_BYTES", 0),
+        mock.patch.object(TileRunner, "forward", autospec=True, side_effect=TileRunner.forward) as forward,
+    ):
+        check_results(results(case, kernel="math"), expected(case), 1e-12)
+    if num_kv_heads == 8 and head_mode == "all":
+        cut = [call.args[1] for call in forward.call_args_list]
+        assert len(cut) > len(case.segment_lengths)
+        assert all(len(tile.lattices) == 1 for tile in cut)
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2])
@@ -112,6 +135,7 @@ def check_block(block: HeadBlock, local_len: int) -> None:
     tiles = [tile for step in block.steps for tile in step.tiles]
     if block.base is None:
         assert not block.others
+        assert block.merged is None
         return
     for side, heads in (("queries", block.heads), ("keys", block.kv_heads)):
         num_heads = heads.stop - heads.start
@@ -123,15 +147,18 @@ def check_block(block: HeadBlock, local_len: int) -> None:
 
         of_base = [x for tile in tiles if tile.branch == block.base for x in elements(getattr(tile, side))]
         assert sorted(of_base) == everything.flatten().tolist()
+        of_merged = [x for tile in tiles if tile.branch == block.merged for x in elements(getattr(tile, side))]
+        assert len(of_merged) == len(set(of_merged)), "a row is merged into a rounded result once"
         touched: set[int] = set()
         opened = {x for rows in getattr(block.others[0], side) for x in elements(rows)} if block.others else set()
         zeroed = {x for branch in block.others[1:] for rows in getattr(branch, side) for x in elements(rows)} - opened
         for tile in tiles:
             rows = getattr(tile, side)
-            if tile.branch == block.base or not isinstance(rows, DilatedRows):
+            opens = getattr(tile, f"opens_{side}")
+            assert not (opens and tile.branch == block.merged), "it comes after the base"
+            if not block.has_sums(tile) or not isinstance(rows, DilatedRows):
                 continue
             for element in elements(rows):
-                opens = getattr(tile, f"opens_{side}")
                 assert opens <= (element in opened and element not in touched)
                 assert opens or element in touched | zeroed, "nothing was stored before"
                 touched.add(element)

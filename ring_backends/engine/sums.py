@@ -3,7 +3,7 @@
 Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the results of the
 call themselves. For bf16 and fp16 inputs there are separate sums, which are rounded once at the end. If the plan has a
 base branch (:class:`~ring_backends.schedule.rank_plan.HeadBlock`), the results of its tiles are stored in the results
-of the call, and only the rows of the other branches have sums.
+of the call. Those of one more branch may be merged into them at once, and only the rows of the others have sums.
 """
 
 from __future__ import annotations
@@ -81,17 +81,17 @@ class BlockOut:
 
     def of(self, tile: Tile) -> Merged:
         """What the result of a tile is merged into."""
-        return self.results if tile.branch == self.block.base else self.sums
+        return self.sums if self.block.has_sums(tile) else self.results
 
     def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
         if tile.branch == self.block.base:
             self._out.store(self.block.heads, tile.queries, tile_out)
             scatter(self._lse, tile.queries, tile_lse)
         elif tile.opens_queries:
-            out, lse = self.sums
+            out, lse = self.of(tile)
             scatter_many([Rows(out, tile.queries, tile_out), Rows(lse, tile.queries, tile_lse)])
         else:
-            scatter_merge(*self.sums, tile.queries, tile_out, tile_lse)
+            scatter_merge(*self.of(tile), tile.queries, tile_out, tile_lse)
 
     def merge_phantom(self, phantom: Phantom) -> None:
         """Merge zero keys into their queries: their scores and values are 0."""
@@ -138,7 +138,7 @@ class BlockGrads:
 
     def of(self, tile: Tile) -> Grads:
         """What the gradients of a tile are added to."""
-        return self.results if tile.branch == self.block.base else self.sums
+        return self.sums if self.block.has_sums(tile) else self.results
 
     def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer) -> None:
         """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
@@ -149,10 +149,11 @@ class BlockGrads:
                 result.store(heads, of_result, grad)
             return
         grad_query, grad_key, grad_value = tile_grads
-        queries = [Rows(self.sums.query, tile.queries, grad_query)]
+        into = self.of(tile)
+        queries = [Rows(into.query, tile.queries, grad_query)]
         keys = []
         if isinstance(tile.keys, DilatedRows):
-            keys = [Rows(self.sums.key, tile.keys, grad_key), Rows(self.sums.value, tile.keys, grad_value)]
+            keys = [Rows(into.key, tile.keys, grad_key), Rows(into.value, tile.keys, grad_value)]
         else:
             parcel_key, parcel_value, _ = parcels.rows(tile.keys)
             parcel_key += grad_key

@@ -31,6 +31,9 @@ TILE_SPAN = "ring_backends::tile"
 If the kernel computes all tiles of a step at once, it shows the step.
 """
 
+MIN_PART_BYTES = 8 * 2**20
+"""The smallest query of a part for which a kernel call costs less time than the copies that it saves."""
+
 
 @dataclass(frozen=True)
 class SavedRows:
@@ -80,7 +83,7 @@ class TileRunner:
                 with record_function(TILE_SPAN):
                     kernel.forward_into(group, here, arrived, *block_out.of(group[0]), scale=self.scale)
                 continue
-            for tile in group:
+            for tile in self._parts(group, here.query):
                 with record_function(TILE_SPAN):
                     block_out.merge_tile(tile, *self.forward(tile, here, arrived))
 
@@ -100,7 +103,7 @@ class TileRunner:
                 with record_function(TILE_SPAN):
                     kernel.backward_into(group, *given, grads.of(group[0]), passed_on, scale=self.scale)
                 continue
-            for tile in group:
+            for tile in self._parts(group, here.query):
                 with record_function(TILE_SPAN):
                     tile_grads = self.backward(tile, here, arrived, saved.out, saved.lse, saved.grad_out)
                     grads.add_tile(tile, tile_grads, passed_on)
@@ -109,10 +112,18 @@ class TileRunner:
         """Split the tiles of a step by their kernel, and by whether their results have sums."""
 
         def key(tile: Tile) -> tuple[bool, Kernel]:
-            return tile.branch == block.base, self._in_place.get(tile.branch, self.kernel)
+            return block.has_sums(tile), self._in_place.get(tile.branch, self.kernel)
 
         for (_, kernel), group in groupby(tiles, key):
             yield kernel, tuple(group)
+
+    def _parts(self, tiles: Sequence[Tile], query: Tensor) -> Iterator[Tile]:
+        """Cut large tiles by heads, if the kernel then reads their rows where they lie, and no copy is needed."""
+        row_bytes = query.shape[0] * query.shape[3] * query.element_size()
+        for tile in tiles:
+            size = tile.queries.segments * tile.queries.num_heads * tile.queries.rows * row_bytes
+            is_cut = self.kernel.reads_strided_rows and size >= len(tile.lattices) * MIN_PART_BYTES
+            yield from tile.lattices if is_cut else [tile]
 
     def backward(
         self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
@@ -144,8 +155,11 @@ class _Workspace:
         """Return the rows by name. They are valid until other rows are gathered under the same name."""
         if self._kernel.prefers_contiguous:
             return {name: self._gather_contiguous(name, *part) for name, part in parts.items()}
-        rows_outermost = self._kernel.gathers_rows_outermost
-        return dict(zip(parts, gather_all([*parts.values()], rows_outermost=rows_outermost), strict=True))
+        if not self._kernel.gathers_rows_outermost:
+            return dict(zip(parts, gather_all([*parts.values()]), strict=True))
+        # The kernel reads any strides of the others.
+        dense = [name in ("out", "grad_out") for name in parts]
+        return dict(zip(parts, gather_all([*parts.values()], rows_outermost=True, dense=dense), strict=True))
 
     def _gather_contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
         if name in self._gathered:

@@ -95,7 +95,8 @@ class Kernel(ABC):
         unverified: a sentence about what the project's tests have not run; None if they run everything.
         prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first.
         gathers_rows_outermost: whether copies of strided rows get the memory layout [B, S, H, D], if it does not prefer
-            contiguous ones.
+            contiguous ones. The rows of out and grad_out then always have it.
+        reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
         has_dropout: whether it can run calls with dropout.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
             ignored keys and values to 0.
@@ -108,6 +109,7 @@ class Kernel(ABC):
     unverified: ClassVar[str | None] = None
     prefers_contiguous: ClassVar[bool] = False
     gathers_rows_outermost: ClassVar[bool] = False
+    reads_strided_rows: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
     reads_ignored_keys: ClassVar[bool] = False
 

@@ -54,16 +54,22 @@ def gather(tensor: Tensor, rows: DilatedRows) -> Tensor:
     return gather_all([(tensor, rows)])[0]
 
 
-def gather_all(parts: Sequence[tuple[Tensor, DilatedRows]], *, rows_outermost: bool = False) -> list[Tensor]:
+def gather_all(
+    parts: Sequence[tuple[Tensor, DilatedRows]], *, rows_outermost: bool = False, dense: Sequence[bool] = ()
+) -> list[Tensor]:
     """Gather rows of several tensors, as :func:`gather` does. All copies are made together.
 
     Args:
         rows_outermost: whether copies have the memory layout [batch * segments, rows, heads, …].
+        dense: for each part whether it must have the memory layout of a copy; empty for no part.
     """
     copies, gathered = [], []
-    for tensor, rows in parts:
+    for (tensor, rows), is_dense in zip(parts, dense or [False] * len(parts), strict=True):
         shape = gathered_shape(tensor, rows)
         found = _view(tensor, rows, shape)
+        if found is not None and is_dense:
+            layout = found.transpose(1, 2) if rows_outermost else found
+            found = found if layout.is_contiguous() else None
         if found is None:
             groups, heads, num_rows, *rest = shape
             found = (

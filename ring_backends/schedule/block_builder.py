@@ -94,24 +94,34 @@ class BlockBuilder:
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
         branches.sort(key=lambda branch: (branch is not opening, branch.rate))
         base = None
-        if opening is not None and self._is_base(opening, max_tile_rows if cuts_base else None):
+        if opening is not None and self._is_single(opening, max_tile_rows if cuts_base else None):
             base = opening.index
-        rows = []
-        for index, branch in enumerate(branches):
-            opens_sums = index == 1 and base is not None and rounds_sums
-            rows.append(self._local(branch, opens=branch is opening or opens_sums))
+        merged = None
+        if base is not None and rounds_sums and branches[1:]:
+            index = branches[1].index
+            if self._is_single(branches[1], None if index in uncut else max_tile_rows):
+                merged = index
+        without_sums = (base, merged)
+        others: list[BranchRows] = []
+        for branch in branches:
+            has_sums = branch.index not in without_sums
+            opens_sums = base is not None and rounds_sums and has_sums and not others
+            rows = self._local(branch, opens=branch is opening or opens_sums)
+            if has_sums:
+                others.append(rows)
             self._remote(branch)
         if base is not None and not cuts_base:
             uncut |= {base}
         steps = tuple(draft.finish(max_tile_rows, uncut) for draft in self.drafts)
-        others = tuple(rows[1:]) if base is not None and rounds_sums else ()
-        return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, others)
+        if base is None or not rounds_sums:
+            others = []
+        return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others))
 
-    def _is_base(self, branch: BranchSchedule, max_tile_rows: int | None) -> bool:
-        """Whether each row of an opening branch is in one tile only, after a cut to ``max_tile_rows``."""
+    def _is_single(self, branch: BranchSchedule, max_tile_rows: int | None) -> bool:
+        """Whether each row of a branch is in one tile only, after a cut to ``max_tile_rows``."""
         if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
             return False
-        return max_tile_rows is None or not cuts_rows(branch.segment_length, max_tile_rows)
+        return max_tile_rows is None or not cuts_rows(-(-branch.segment_length // branch.rate), max_tile_rows)
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
         """Add the tiles with local keys, and return the branch's rows.

@@ -92,7 +92,7 @@ class Tile:
     Attributes:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
         opens_queries: whether this is the first tile for its query rows. The results of a first tile are stored, and
-            not merged or added. If the block has ``others``, tiles of its base do not count for those of the others.
+            not merged or added. Tiles without sums (:meth:`HeadBlock.has_sums`) do not count for the others.
         opens_keys: the same for its key rows.
     """
 
@@ -115,6 +115,26 @@ class Tile:
         return rest == 0 and self.stream_of_head == tuple(
             stream for stream in range(self.keys.num_heads) for _ in range(group)
         )
+
+    @cached_property
+    def lattices(self) -> tuple[Tile, ...]:
+        """The tile cut by heads, so that the query rows of each part differ by the same step from head to head.
+
+        A part's rows are then a strided view [segments, heads, rows, D] of the tensor. The tile is not cut if parts
+        would share a stream, whose gradients both would store.
+        """
+        parts = []
+        first = 0
+        for run in self.queries.runs:
+            for _ in range(run.outer):
+                parts.append(range(first, first + run.inner))
+                first += run.inner
+        size, streams = self.heads_per_group, self.stream_of_head
+        used = [set(streams[part.start : part.stop]) for part in parts]
+        if sum(map(len, used)) > self.keys.num_heads or any(part.start % size or part.stop % size for part in parts):
+            return (self,)
+        segments = range(self.queries.segments)
+        return tuple(self.part(segments, range(part.start // size, part.stop // size)) for part in parts)
 
     @property
     def heads_per_group(self) -> int:
@@ -170,6 +190,7 @@ class HeadBlock:
         is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum
             is filled with zeros first.
         base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
+        merged: a branch whose results are merged into those of the base at once, without sums, or None.
         others: if there is a base and results are rounded (bf16, fp16), the rows of each other branch, by rate; else
             empty. Tiles open the rows of the first of them.
     """
@@ -179,7 +200,12 @@ class HeadBlock:
     steps: tuple[Step, ...]
     is_opened: bool
     base: int | None = None
+    merged: int | None = None
     others: tuple[BranchRows, ...] = ()
+
+    def has_sums(self, tile: Tile) -> bool:
+        """Whether the results of a tile are merged into sums, and not into the results of the call."""
+        return tile.branch not in (self.base, self.merged)
 
 
 @dataclass(frozen=True)
