@@ -31,7 +31,7 @@ from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
-VARIANTS = ("plain", "key mask, packed", "documents, dropout", "rows")
+VARIANTS = ("plain", "packed", "key mask, packed", "documents, dropout", "rows")
 
 
 @dataclass
@@ -45,11 +45,16 @@ class Recorder:
         return lambda *args, **kwargs: self.calls.append((self.kernel, args, kwargs))
 
 
-def recorded(variant: str, head_dim: int, dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+def recorded(
+    variant: str, capability: int, head_dim: int, dtype: torch.dtype
+) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The launches of a variant."""
     recorders = [Recorder(kernel) for kernel in triton_launch.kernels()[:-1]]
     replaced = triton_launch.Kernels(*recorders, is_interpreted=False)
-    with mock.patch.object(triton_launch, "kernels", return_value=replaced):
+    with (
+        mock.patch.object(triton_launch, "kernels", return_value=replaced),
+        mock.patch.object(triton_launch, "capability", return_value=divmod(capability, 10)),
+    ):
         if variant == "rows":
             move_and_merge_rows(head_dim, dtype)
         else:
@@ -120,7 +125,7 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
 def main(capability: int, head_dim: int, dtype: str = "bfloat16") -> None:
     results = []
     for variant in VARIANTS:
-        for kernel, args, kwargs in recorded(variant, head_dim, getattr(torch, dtype)):
+        for kernel, args, kwargs in recorded(variant, capability, head_dim, getattr(torch, dtype)):
             results.append({"variant": variant, **resources(kernel, args, kwargs, capability)})
     print(json.dumps(results))
 

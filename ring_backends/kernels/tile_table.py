@@ -22,6 +22,15 @@ from ring_backends.torch_internals import untraced
 ROW_COLUMNS = 6
 """Columns of local rows: head, position of the first row, segment stride, dilation rate, rows, segments."""
 
+QUERY_COLUMNS = ROW_COLUMNS + 1
+"""Columns of queries: those of local rows, then the number of the first row, if all rows of a table are numbered.
+
+The rows of one segment have consecutive numbers, which begin at a multiple of :data:`NUMBER_ALIGNMENT`. A backward
+stores the statistics of rows by their number.
+"""
+
+NUMBER_ALIGNMENT = 16
+
 KEY_COLUMNS = 13
 """Columns of keys: those of local rows, then the rows per batch entry of a parcel, and the offsets of its slices.
 
@@ -63,9 +72,10 @@ class TileTable:
     """The tables of one launch.
 
     Attributes:
-        queries: int64 [entries, ROW_COLUMNS].
+        queries: int64 [entries, QUERY_COLUMNS].
         keys: int64 [entries, KEY_COLUMNS].
         by_query, by_key: the owners in a launch whose programs own queries, or keys.
+        num_numbers: the end of the numbers of query rows.
         is_packed: whether the keys lie in a buffer of parcels.
     """
 
@@ -73,6 +83,7 @@ class TileTable:
     keys: Tensor
     by_query: Owners
     by_key: Owners
+    num_numbers: int
     is_packed: bool
 
 
@@ -118,12 +129,16 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
                 key_opens.add(key_index)
     query_table = torch.tensor(list(queries), dtype=torch.int64, device="cpu")
     key_table = torch.tensor(key_rows, dtype=torch.int64, device="cpu")
+    padded = -(-query_table[:, 4] // NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
+    counts = padded * query_table[:, 5]
+    query_table = torch.cat([query_table, (counts.cumsum(0) - counts)[:, None]], 1)
     by_key = [(key, query, is_causal) for query, key, is_causal in links]
     return TileTable(
         queries=query_table.to(device),
         keys=key_table.to(device),
         by_query=_owners(query_table, links, query_opens, device, reversed_blocks=True),
         by_key=_owners(key_table, by_key, key_opens, device, reversed_blocks=False),
+        num_numbers=int(counts.sum()),
         is_packed=isinstance(tiles[0].keys, ParcelRows),
     )
 

@@ -2,7 +2,8 @@
 
 Each program owns one block of rows: queries for dQ, keys for dK and dV. It recomputes the weights P = exp(S − LSE) from
 the LSE over all keys. So the gradients of all launches add up, no atomic operation is needed, and results are the same
-in every run. The kernel for dQ stores the sum of out × grad_out of each row, its delta, for the other. This module
+in every run. The kernel for dQ stores two statistics of each row for the other: its LSE, and its delta, which is the
+sum of out × grad_out. They are stored by the numbers of the rows, so that a block of them is contiguous. This module
 imports Triton, so it is imported only when a kernel is launched.
 """
 
@@ -14,72 +15,184 @@ import triton.language as tl
 from ring_backends.kernels.triton_blocks import (
     KEY_COLUMNS,
     LOG2_E,
-    ROW_COLUMNS,
+    QUERY_COLUMNS,
     dropout_factors,
+    earlier_rows,
+    first_number,
+    keys_at,
     lattice,
     linked,
     load_documents,
     load_key_block,
+    load_numbers,
     load_query_words,
     load_rows,
     owned_block,
-    packed_offset,
-    packed_rows,
+    packed_rows_at,
     product,
-    row_offsets,
+    rows_at,
     store_rows,
 )
 
 
 @triton.jit
-def load_query_block(
-    query,
-    grad_out,
-    out,
-    lse,
-    deltas,
+def grad_of_queries(
+    grad,
+    q,
+    do,
+    row_lse,
+    delta,
+    rows,
+    has_grad,
+    documents,
+    first_words,
+    second_words,
+    key_at,
+    value_at,
+    mark_at,
+    word_at,
+    num_keys,
+    is_causal,
+    begin,
+    end,
+    score_scale,
+    threshold,
+    dropout_weight,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MARKS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Add the gradients from the keys from number ``begin`` to ``end``. ``IS_WHOLE`` as in the forward."""
+    for start in range(begin, end, BLOCK_K):
+        indices = start + tl.arange(0, BLOCK_K)
+        k, v, marks, words, is_key = load_key_block(
+            key_at,
+            value_at,
+            mark_at,
+            word_at,
+            start,
+            indices < num_keys,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_K,
+            MARKS,
+            DROPOUT,
+            IS_WHOLE,
+        )
+        scores = product(q, tl.trans(k), UPCAST) * score_scale
+        weights = tl.exp2(scores - row_lse[:, None])
+        grad_weights = product(do, tl.trans(v), UPCAST)
+        if DROPOUT:
+            grad_weights *= dropout_factors(
+                first_words[:, None], second_words[:, None], words[None, :], threshold, dropout_weight
+            )
+        grad_scores = weights * (grad_weights - delta[:, None])
+        if MARKS != 0 or not IS_WHOLE:
+            seen = has_grad[:, None] & is_key[None, :]
+            if not IS_WHOLE:
+                seen = seen & ((indices[None, :] <= rows[:, None]) | (is_causal == 0))
+            if MARKS == 2:
+                seen = seen & (documents[:, None] == marks[None, :])
+            grad_scores = tl.where(seen, grad_scores, 0.0)
+        grad += product(grad_scores.to(k.dtype), k, UPCAST)
+    return grad
+
+
+@triton.jit
+def grads_of_keys(
+    key_grad,
+    value_grad,
+    k,
+    v,
+    is_key,
+    marks,
+    words,
+    indices,
+    query_at,
+    grad_out_at,
+    lse_at,
+    delta_at,
     query_documents,
     query_words,
     batch,
     head,
-    positions,
-    is_row,
-    query_strides,
-    grad_out_strides,
-    out_strides,
-    lse_strides,
-    delta_strides,
+    first,
+    rate,
     document_strides,
     word_strides,
+    num_rows,
+    is_causal,
+    begin,
+    num_diagonal,
+    later,
+    num_blocks,
+    score_scale,
+    threshold,
+    dropout_weight,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
-    STORES_DELTAS: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Load a block of queries with all that a backward needs of them. Their deltas are computed and stored, or loaded.
+    """Add the gradients from blocks of query rows: ``num_diagonal`` from number ``begin`` on, the rest from ``later``.
 
-    A row with LSE −inf is not read: q, dO and delta are 0, and the LSE becomes +inf, so that its weights are 0.
+    Scores, weights and their gradients are transposed here: [keys, rows]. With marks, a row that sees no key is not
+    read. Without marks, every row sees a key, and loads do not wait for the LSE.
     """
-    row_lse = tl.load(lse + row_offsets(batch, head, positions, lse_strides), mask=is_row, other=float("-inf"))
-    is_row &= row_lse != float("-inf")
-    row_lse = tl.where(is_row, row_lse * LOG2_E, float("inf"))
-    q = load_rows(
-        query, row_offsets(batch, head, positions, query_strides), query_strides[3], is_row, HEAD_DIM, BLOCK_D
-    )
-    at = row_offsets(batch, head, positions, grad_out_strides)
-    do = load_rows(grad_out, at, grad_out_strides[3], is_row, HEAD_DIM, BLOCK_D)
-    delta_at = deltas + row_offsets(batch, head, positions, delta_strides)
-    if STORES_DELTAS:
-        at = row_offsets(batch, head, positions, out_strides)
-        o = load_rows(out, at, out_strides[3], is_row, HEAD_DIM, BLOCK_D)
-        delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-        tl.store(delta_at, delta, mask=is_row)
-    else:
-        delta = tl.load(delta_at, mask=is_row, other=0.0)
-    documents = load_documents(query_documents, batch, head, positions, is_row, document_strides, MARKS)
-    first_words, second_words = load_query_words(query_words, batch, head, positions, is_row, word_strides, DROPOUT)
-    return q, do, row_lse, delta, documents, first_words, second_words, is_row
+    for number in range(0, num_blocks):
+        start = later + (number - num_diagonal) * BLOCK_Q
+        if not IS_WHOLE:
+            start = tl.where(number < num_diagonal, begin + number * BLOCK_Q, start)
+        start = tl.multiple_of(start, BLOCK_Q)
+        rows = start + tl.arange(0, BLOCK_Q)
+        reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
+        is_row = rows < num_rows
+        if IS_WHOLE:
+            row_lse = tl.load(lse_at + rows)
+            delta = tl.load(delta_at + rows)
+        else:
+            row_lse = tl.load(lse_at + rows, mask=is_row, other=float("inf"))
+            delta = tl.load(delta_at + rows, mask=is_row, other=0.0)
+        if MARKS != 0:
+            is_row = row_lse != float("inf")
+        q = load_rows(query_at, start, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, reads_all)
+        do = load_rows(grad_out_at, start, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, reads_all)
+        documents = load_documents(
+            query_documents, batch, head, first, rate, start, is_row, document_strides, BLOCK_Q, MARKS
+        )
+        first_words, second_words = load_query_words(
+            query_words, batch, head, first, rate, start, is_row, word_strides, BLOCK_Q, DROPOUT
+        )
+        scores = product(k, tl.trans(q), UPCAST) * score_scale
+        weights = tl.exp2(scores - row_lse[None, :])
+        if MARKS != 0 or not IS_WHOLE:
+            seen = is_row[None, :]
+            if MARKS == 1:
+                seen = seen & is_key[:, None]
+            if not IS_WHOLE:
+                seen = seen & ((indices[:, None] <= rows[None, :]) | (is_causal == 0))
+            if MARKS == 2:
+                seen = seen & (marks[:, None] == documents[None, :])
+            weights = tl.where(seen, weights, 0.0)
+        grad_weights = product(v, tl.trans(do), UPCAST)
+        kept = weights
+        if DROPOUT:
+            factors = dropout_factors(
+                first_words[None, :], second_words[None, :], words[:, None], threshold, dropout_weight
+            )
+            kept = weights * factors
+            grad_weights *= factors
+        value_grad += product(kept.to(do.dtype), do, UPCAST)
+        grad_scores = weights * (grad_weights - delta[None, :])
+        key_grad += product(grad_scores.to(q.dtype), q, UPCAST)
+    return key_grad, value_grad
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
@@ -90,7 +203,7 @@ def grad_query_kernel(
     grad_out,
     out,
     lse,
-    deltas,
+    statistics,
     grad_query,
     query_documents,
     key_marks,
@@ -107,7 +220,7 @@ def grad_query_kernel(
     grad_out_strides,
     out_strides,
     lse_strides,
-    delta_strides,
+    statistics_strides,
     grad_query_strides,
     document_strides,
     mark_strides,
@@ -127,81 +240,89 @@ def grad_query_kernel(
     UPCAST: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(work, bounds, num_programs)
-    head, first, rate, num_rows = lattice(queries, entry, segment, ROW_COLUMNS)
-    rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    positions = first + rows * rate
-    q, do, row_lse, delta, documents, first_words, second_words, has_grad = load_query_block(
-        query,
-        grad_out,
-        out,
-        lse,
-        deltas,
-        query_documents,
-        query_words,
-        batch,
-        head,
-        positions,
-        rows < num_rows,
-        query_strides,
-        grad_out_strides,
-        out_strides,
-        lse_strides,
-        delta_strides,
-        document_strides,
-        query_word_strides,
-        HEAD_DIM,
-        BLOCK_D,
-        MARKS,
-        DROPOUT,
-        True,
+    head, first, rate, num_rows = lattice(queries, entry, segment, QUERY_COLUMNS)
+    begin = block * BLOCK_Q
+    rows = begin + tl.arange(0, BLOCK_Q)
+    is_row = rows < num_rows
+    at = rows_at(lse, batch, head, first, rate, lse_strides)
+    row_lse = load_numbers(at, begin, is_row, float("-inf"), BLOCK_Q, False)
+    # A row with LSE −inf has no gradient. With +inf, its weights are 0.
+    has_grad = row_lse != float("-inf")
+    row_lse = tl.where(has_grad, row_lse * LOG2_E, float("inf"))
+    at = rows_at(query, batch, head, first, rate, query_strides)
+    q = load_rows(at, begin, has_grad, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
+    at = rows_at(grad_out, batch, head, first, rate, grad_out_strides)
+    do = load_rows(at, begin, has_grad, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
+    at = rows_at(out, batch, head, first, rate, out_strides)
+    o = load_rows(at, begin, has_grad, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = statistics + batch * statistics_strides[0] + first_number(queries, entry, segment, num_rows) + rows
+    tl.store(at, row_lse, mask=is_row)
+    tl.store(at + statistics_strides[1], delta, mask=is_row)
+    documents = load_documents(
+        query_documents, batch, head, first, rate, begin, has_grad, document_strides, BLOCK_Q, MARKS
+    )
+    first_words, second_words = load_query_words(
+        query_words, batch, head, first, rate, begin, has_grad, query_word_strides, BLOCK_Q, DROPOUT
     )
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         key_entry, is_causal = linked(links, link)
-        key_head, first_key, key_rate, num_keys = lattice(keys, key_entry, segment, KEY_COLUMNS)
-        stop = tl.where(is_causal, tl.minimum(num_keys, (block + 1) * BLOCK_Q), num_keys)
-        for start in range(0, stop, BLOCK_K):
-            indices = start + tl.arange(0, BLOCK_K)
-            k, v, marks, words, is_key = load_key_block(
-                key,
-                value,
-                key_marks,
-                key_words,
-                keys,
-                key_entry,
-                batch,
-                key_head,
-                first_key,
-                key_rate,
-                indices,
-                indices < num_keys,
-                key_strides,
-                value_strides,
-                mark_strides,
-                key_word_strides,
+        key_at, value_at, mark_at, word_at, num_keys = keys_at(
+            key,
+            value,
+            key_marks,
+            key_words,
+            keys,
+            key_entry,
+            segment,
+            batch,
+            key_strides,
+            value_strides,
+            mark_strides,
+            key_word_strides,
+            HEAD_DIM,
+            MARKS,
+            DROPOUT,
+            PACKED,
+        )
+        stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
+        whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
+        for is_whole in tl.static_range(1, -1, -1):
+            grad = grad_of_queries(
+                grad,
+                q,
+                do,
+                row_lse,
+                delta,
+                rows,
+                has_grad,
+                documents,
+                first_words,
+                second_words,
+                key_at,
+                value_at,
+                mark_at,
+                word_at,
+                num_keys,
+                is_causal,
+                0 if is_whole else whole,
+                whole if is_whole else stop,
+                scale * LOG2_E,
+                threshold,
+                dropout_weight,
                 HEAD_DIM,
                 BLOCK_D,
+                BLOCK_K,
                 MARKS,
                 DROPOUT,
-                PACKED,
+                is_whole,
+                UPCAST,
             )
-            seen = has_grad[:, None] & is_key[None, :]
-            seen &= (indices[None, :] <= rows[:, None]) | (is_causal == 0)
-            if MARKS == 2:
-                seen &= documents[:, None] == marks[None, :]
-            scores = product(q, tl.trans(k), UPCAST) * (scale * LOG2_E)
-            weights = tl.exp2(scores - row_lse[:, None])
-            grad_weights = product(do, tl.trans(v), UPCAST)
-            if DROPOUT:
-                grad_weights *= dropout_factors(
-                    first_words[:, None], second_words[:, None], words[None, :], threshold, dropout_weight
-                )
-            grad_scores = tl.where(seen, weights * (grad_weights - delta[:, None]), 0.0)
-            grad += product(grad_scores.to(k.dtype), k, UPCAST)
 
-    grad = tl.where(has_grad[:, None], grad * scale, 0.0)
-    at = row_offsets(batch, head, positions, grad_query_strides)
-    store_rows(grad_query, at, grad_query_strides[3], rows < num_rows, grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
+    at = rows_at(grad_query, batch, head, first, rate, grad_query_strides)
+    grad = grad * scale + earlier_rows(at, begin, is_row, opens, BLOCK_Q, HEAD_DIM, BLOCK_D)
+    store_rows(at, begin, is_row, grad, BLOCK_Q, HEAD_DIM, BLOCK_D, UPCAST)
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
@@ -210,9 +331,7 @@ def grad_key_value_kernel(
     key,
     value,
     grad_out,
-    out,
-    lse,
-    deltas,
+    statistics,
     grad_key,
     grad_value,
     query_documents,
@@ -228,9 +347,7 @@ def grad_key_value_kernel(
     key_strides,
     value_strides,
     grad_out_strides,
-    out_strides,
-    lse_strides,
-    delta_strides,
+    statistics_strides,
     grad_key_strides,
     grad_value_strides,
     document_strides,
@@ -251,94 +368,101 @@ def grad_key_value_kernel(
     UPCAST: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(work, bounds, num_programs)
-    head, first, rate, num_keys = lattice(keys, entry, segment, KEY_COLUMNS)
-    indices = block * BLOCK_K + tl.arange(0, BLOCK_K)
-    k, v, marks, words, is_key = load_key_block(
+    head, first, rate, _ = lattice(keys, entry, segment, KEY_COLUMNS)
+    key_at, value_at, mark_at, word_at, num_keys = keys_at(
         key,
         value,
         key_marks,
         key_words,
         keys,
         entry,
+        segment,
         batch,
-        head,
-        first,
-        rate,
-        indices,
-        indices < num_keys,
         key_strides,
         value_strides,
         mark_strides,
         key_word_strides,
         HEAD_DIM,
-        BLOCK_D,
         MARKS,
         DROPOUT,
         PACKED,
     )
+    first_key = block * BLOCK_K
+    indices = first_key + tl.arange(0, BLOCK_K)
+    k, v, marks, words, is_key = load_key_block(
+        key_at,
+        value_at,
+        mark_at,
+        word_at,
+        first_key,
+        indices < num_keys,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_K,
+        MARKS,
+        DROPOUT,
+        False,
+    )
+    is_row = indices < num_keys
+    if PACKED:
+        key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
+        value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)
+    else:
+        key_at = rows_at(grad_key, batch, head, first, rate, grad_key_strides)
+        value_at = rows_at(grad_value, batch, head, first, rate, grad_value_strides)
     key_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    value_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    value_grad = earlier_rows(value_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
     for link in range(first_link, end_link):
         query_entry, is_causal = linked(links, link)
-        query_head, first_query, query_rate, num_rows = lattice(queries, query_entry, segment, ROW_COLUMNS)
-        begin = tl.where(is_causal, block * BLOCK_K // BLOCK_Q * BLOCK_Q, 0)
-        for start in range(begin, num_rows, BLOCK_Q):
-            rows = start + tl.arange(0, BLOCK_Q)
-            q, do, row_lse, delta, documents, first_words, second_words, has_grad = load_query_block(
-                query,
-                grad_out,
-                out,
-                lse,
-                deltas,
+        query_head, first_query, query_rate, num_rows = lattice(queries, query_entry, segment, QUERY_COLUMNS)
+        # Blocks of rows on the diagonal, then whole blocks, then a block with the last rows.
+        begin = tl.where(is_causal, first_key // BLOCK_Q * BLOCK_Q, 0)
+        whole = tl.where(is_causal, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
+        end = tl.maximum(whole, num_rows // BLOCK_Q * BLOCK_Q)
+        num_diagonal = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
+        has_rest = tl.where(num_rows > end, 1, 0)
+        number = first_number(queries, query_entry, segment, num_rows)
+        statistics_at = statistics + batch * statistics_strides[0] + number
+        for is_whole in tl.static_range(2):
+            key_grad, value_grad = grads_of_keys(
+                key_grad,
+                value_grad,
+                k,
+                v,
+                is_key,
+                marks,
+                words,
+                indices,
+                rows_at(query, batch, query_head, first_query, query_rate, query_strides),
+                rows_at(grad_out, batch, query_head, first_query, query_rate, grad_out_strides),
+                statistics_at,
+                statistics_at + statistics_strides[1],
                 query_documents,
                 query_words,
                 batch,
                 query_head,
-                first_query + rows * query_rate,
-                rows < num_rows,
-                query_strides,
-                grad_out_strides,
-                out_strides,
-                lse_strides,
-                delta_strides,
+                first_query,
+                query_rate,
                 document_strides,
                 query_word_strides,
+                num_rows,
+                is_causal,
+                begin,
+                0 if is_whole else num_diagonal,
+                whole if is_whole else end,
+                (end - whole) // BLOCK_Q if is_whole else num_diagonal + has_rest,
+                scale * LOG2_E,
+                threshold,
+                dropout_weight,
                 HEAD_DIM,
                 BLOCK_D,
+                BLOCK_Q,
                 MARKS,
                 DROPOUT,
-                False,
+                is_whole,
+                UPCAST,
             )
-            # Scores, weights and their gradients are transposed here: [keys, rows].
-            seen = is_key[:, None] & has_grad[None, :]
-            seen &= (indices[:, None] <= rows[None, :]) | (is_causal == 0)
-            if MARKS == 2:
-                seen &= marks[:, None] == documents[None, :]
-            scores = product(k, tl.trans(q), UPCAST) * (scale * LOG2_E)
-            weights = tl.where(seen, tl.exp2(scores - row_lse[None, :]), 0.0)
-            grad_weights = product(v, tl.trans(do), UPCAST)
-            kept = weights
-            if DROPOUT:
-                factors = dropout_factors(
-                    first_words[None, :], second_words[None, :], words[:, None], threshold, dropout_weight
-                )
-                kept = weights * factors
-                grad_weights *= factors
-            value_grad += product(kept.to(do.dtype), do, UPCAST)
-            grad_scores = tl.where(seen, weights * (grad_weights - delta[None, :]), 0.0)
-            key_grad += product(grad_scores.to(q.dtype), q, UPCAST)
 
-    key_grad = tl.where(is_key[:, None], key_grad * scale, 0.0)
-    value_grad = tl.where(is_key[:, None], value_grad, 0.0)
-    positions = first + indices * rate
-    if PACKED:
-        at = packed_rows(keys, entry, batch, positions) * HEAD_DIM
-        key_at, value_at = packed_offset(keys, entry, 4, 4) + at, packed_offset(keys, entry, 5, 4) + at
-        store_rows(grad_key, key_at, 1, indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
-        store_rows(grad_value, value_at, 1, indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
-    else:
-        key_at = row_offsets(batch, head, positions, grad_key_strides)
-        value_at = row_offsets(batch, head, positions, grad_value_strides)
-        key_step, value_step = grad_key_strides[3], grad_value_strides[3]
-        store_rows(grad_key, key_at, key_step, indices < num_keys, key_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
-        store_rows(grad_value, value_at, value_step, indices < num_keys, value_grad, opens, HEAD_DIM, BLOCK_D, UPCAST)
+    store_rows(value_at, first_key, is_row, value_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)
+    key_grad = key_grad * scale + earlier_rows(key_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
+    store_rows(key_at, first_key, is_row, key_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)

@@ -12,6 +12,8 @@ import triton.language as tl
 from ring_backends.kernels import tile_table
 
 ROW_COLUMNS = tl.constexpr(tile_table.ROW_COLUMNS)
+QUERY_COLUMNS = tl.constexpr(tile_table.QUERY_COLUMNS)
+NUMBER_ALIGNMENT = tl.constexpr(tile_table.NUMBER_ALIGNMENT)
 KEY_COLUMNS = tl.constexpr(tile_table.KEY_COLUMNS)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -50,127 +52,201 @@ def row_offsets(batch, head, positions, strides):
 
 
 @triton.jit
-def packed_offset(keys, entry, SLICE: tl.constexpr, ALIGNED: tl.constexpr):
-    """Offset of a slice of a parcel in the buffer. ``ALIGNED`` elements are the alignment of slices."""
-    return tl.multiple_of(tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS + 1 + SLICE), ALIGNED)
+def first_number(queries, entry, segment, num_rows):
+    """The number of the first row of a query entry in one segment, if all rows of the table are numbered."""
+    padded = tl.cdiv(num_rows, NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
+    number = tl.load(queries + entry * QUERY_COLUMNS + ROW_COLUMNS) + segment * padded
+    return tl.multiple_of(number, NUMBER_ALIGNMENT)
 
 
 @triton.jit
-def packed_rows(keys, entry, batch, indices):
-    """Numbers of rows in the slices of a parcel, [batch, streams, rows]."""
-    return batch * tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS) + indices
+def rows_at(pointer, batch, head, first, rate, strides):
+    """Where the rows of an entry lie: a pointer to the first one, and the distances of rows and of their elements."""
+    return pointer + row_offsets(batch, head, first, strides), rate * strides[1], strides[3]
 
 
 @triton.jit
-def load_rows(pointer, offsets, dim_stride, is_row, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load rows [rows, BLOCK_D]. Rows that are not wanted, and the padding of the head dim, are 0."""
-    dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    at = pointer + offsets[:, None] + dims[None, :] * dim_stride
-    if BLOCK_D == HEAD_DIM:
-        return tl.load(at, mask=is_row[:, None], other=0.0)
-    return tl.load(at, mask=is_row[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+def packed_rows_at(pointer, keys, entry, batch, first, SLICE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
+    """As :func:`rows_at`, for rows of ``WIDTH`` elements in a slice [batch, streams, rows] of a parcel.
+
+    Slices begin at multiples of ``ALIGNED`` elements of the buffer.
+    """
+    offset = tl.multiple_of(tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS + 1 + SLICE), ALIGNED)
+    row = batch * tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS) + first
+    return pointer + offset + row * WIDTH, tl.full([], WIDTH, tl.int64), 1
+
+
+@triton.jit
+def block_pointers(at, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Pointers to the rows [BLOCK, BLOCK_D] from number ``start`` on. Only their common base depends on ``start``."""
+    pointer, row_step, dim_step = at
+    rows, dims = tl.arange(0, BLOCK).to(tl.int64), tl.arange(0, BLOCK_D).to(tl.int64)
+    return pointer + row_step * start + ((rows * row_step)[:, None] + (dims * dim_step)[None, :])
+
+
+@triton.jit
+def load_rows(
+    at,
+    start,
+    is_row,
+    BLOCK: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+):
+    """Load rows [BLOCK, BLOCK_D] from number ``start`` on. Rows that are not wanted, and padding of D, are 0.
+
+    With ``IS_WHOLE``, all rows are wanted.
+    """
+    pointers = block_pointers(at, start, BLOCK, BLOCK_D)
+    is_dim = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    if IS_WHOLE and BLOCK_D == HEAD_DIM:
+        return tl.load(pointers)
+    elif IS_WHOLE:
+        return tl.load(pointers, mask=is_dim, other=0.0)
+    elif BLOCK_D == HEAD_DIM:
+        return tl.load(pointers, mask=is_row[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=is_row[:, None] & is_dim, other=0.0)
+
+
+@triton.jit
+def load_numbers(at, start, is_row, other, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """Load the numbers [BLOCK] of rows from number ``start`` on; ``other`` for rows that are not wanted."""
+    pointer, row_step, _ = at
+    pointers = pointer + row_step * start + tl.arange(0, BLOCK).to(tl.int64) * row_step
+    if IS_WHOLE:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=is_row, other=other)
+
+
+@triton.jit
+def earlier_rows(at, start, is_row, opens, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """The sums [BLOCK, BLOCK_D] of earlier launches, in fp32; 0 if this launch opens the rows."""
+    rows = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+    if opens == 0:
+        rows += load_rows(at, start, is_row, BLOCK, HEAD_DIM, BLOCK_D, False)
+    return rows
 
 
 @triton.jit
 def store_rows(
-    pointer,
-    offsets,
-    dim_stride,
+    at,
+    start,
     is_row,
     rows,
-    opens,
+    BLOCK: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Store rows [rows, BLOCK_D] if this launch opens them. Otherwise, add them to what is there."""
-    dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    at = pointer + offsets[:, None] + dims[None, :] * dim_stride
-    wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    rows += tl.load(at, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
-    tl.store(at, rounded(rows, pointer.dtype.element_ty, UPCAST), mask=wanted)
+    """Store rows [BLOCK, BLOCK_D]."""
+    pointers = block_pointers(at, start, BLOCK, BLOCK_D)
+    is_dim = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    tl.store(pointers, rounded(rows, pointers.dtype.element_ty, UPCAST), mask=is_row[:, None] & is_dim)
 
 
 @triton.jit
-def load_key_block(
+def keys_at(
     key,
     value,
     key_marks,
     key_words,
     keys,
     entry,
+    segment,
     batch,
-    head,
-    first,
-    rate,
-    indices,
-    is_key,
     key_strides,
     value_strides,
     mark_strides,
     word_strides,
     HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
+):
+    """Where the keys of an entry lie in one segment, their values, marks and dropout words, and the number of keys.
+
+    Without marks or words, the keys stand in their place.
+    """
+    head, first, rate, num_keys = lattice(keys, entry, segment, KEY_COLUMNS)
+    if PACKED:
+        aligned: tl.constexpr = 128 // key.dtype.element_ty.primitive_bitwidth
+        key_at = packed_rows_at(key, keys, entry, batch, first, 0, HEAD_DIM, aligned)
+        value_at = packed_rows_at(value, keys, entry, batch, first, 1, HEAD_DIM, aligned)
+    else:
+        key_at = rows_at(key, batch, head, first, rate, key_strides)
+        value_at = rows_at(value, batch, head, first, rate, value_strides)
+    mark_at, word_at = key_at, key_at
+    if MARKS != 0:
+        if PACKED:
+            mark_at = packed_rows_at(key_marks, keys, entry, batch, first, 2, 1, 1)
+        else:
+            mark_at = rows_at(key_marks, batch, head, first, rate, mark_strides)
+    if DROPOUT:
+        if PACKED:  # the words are the same for every batch entry
+            word_at = packed_rows_at(key_words, keys, entry, batch * 0, first, 3, 1, 1)
+        else:
+            word_at = rows_at(key_words, batch, head, first, rate, word_strides)
+    return key_at, value_at, mark_at, word_at, num_keys
+
+
+@triton.jit
+def load_key_block(
+    key_at,
+    value_at,
+    mark_at,
+    word_at,
+    start,
+    is_key,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MARKS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
 ):
     """Load a block of keys and values, their marks and their dropout words.
 
     Ignored keys are not read, so that a NaN in one of them reaches nothing. They are removed from ``is_key``.
     """
-    positions = first + indices * rate
-    rows = positions
-    if PACKED:
-        rows = packed_rows(keys, entry, batch, positions)
-    marks = tl.zeros_like(indices)
-    if MARKS != 0:
-        if PACKED:
-            mark_offsets = packed_offset(keys, entry, 2, 1) + rows
-        else:
-            mark_offsets = row_offsets(batch, head, positions, mark_strides)
-        if MARKS == 1:
-            is_key &= tl.load(key_marks + mark_offsets, mask=is_key, other=1) == 0
-        else:
-            marks = tl.load(key_marks + mark_offsets, mask=is_key, other=-1)
-            is_key &= marks >= 0
-    words = tl.zeros_like(indices)
+    marks = tl.zeros([BLOCK_K], tl.int64)
+    if MARKS == 1:
+        is_key &= load_numbers(mark_at, start, is_key, 1, BLOCK_K, IS_WHOLE) == 0
+    if MARKS == 2:
+        marks = load_numbers(mark_at, start, is_key, -1, BLOCK_K, IS_WHOLE)
+        is_key &= marks >= 0
+    words = tl.zeros([BLOCK_K], tl.int32)
     if DROPOUT:
-        if PACKED:
-            word_offsets = packed_offset(keys, entry, 3, 1) + positions
-        else:
-            word_offsets = row_offsets(batch, head, positions, word_strides)
-        words = tl.load(key_words + word_offsets, mask=is_key, other=0)
-    if PACKED:
-        aligned: tl.constexpr = 128 // key.dtype.element_ty.primitive_bitwidth
-        k = load_rows(key, packed_offset(keys, entry, 0, aligned) + rows * HEAD_DIM, 1, is_key, HEAD_DIM, BLOCK_D)
-        v = load_rows(value, packed_offset(keys, entry, 1, aligned) + rows * HEAD_DIM, 1, is_key, HEAD_DIM, BLOCK_D)
-    else:
-        k = load_rows(key, row_offsets(batch, head, positions, key_strides), key_strides[3], is_key, HEAD_DIM, BLOCK_D)
-        at = row_offsets(batch, head, positions, value_strides)
-        v = load_rows(value, at, value_strides[3], is_key, HEAD_DIM, BLOCK_D)
+        words = load_numbers(word_at, start, is_key, 0, BLOCK_K, IS_WHOLE)
+    reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
+    k = load_rows(key_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
+    v = load_rows(value_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
     return k, v, marks, words, is_key
 
 
 @triton.jit
-def load_documents(query_documents, batch, head, positions, is_row, strides, MARKS: tl.constexpr):
+def load_documents(pointer, batch, head, first, rate, start, is_row, strides, BLOCK: tl.constexpr, MARKS: tl.constexpr):
     """The document number of each query; zeros without documents."""
-    documents = tl.zeros_like(positions)
+    documents = tl.zeros([BLOCK], tl.int64)
     if MARKS == 2:
-        documents = tl.load(query_documents + row_offsets(batch, head, positions, strides), mask=is_row, other=-2)
+        documents = load_numbers(rows_at(pointer, batch, head, first, rate, strides), start, is_row, -2, BLOCK, False)
     return documents
 
 
 @triton.jit
-def load_query_words(query_words, batch, head, positions, is_row, strides, DROPOUT: tl.constexpr):
+def load_query_words(
+    pointer, batch, head, first, rate, start, is_row, strides, BLOCK: tl.constexpr, DROPOUT: tl.constexpr
+):
     """The two dropout words of each query; zeros without dropout."""
-    first = tl.zeros_like(positions).to(tl.int32)
-    second = first
+    first_words = tl.zeros([BLOCK], tl.int32)
+    second_words = first_words
     if DROPOUT:
-        at = query_words + row_offsets(batch, head, positions, strides)
-        first = tl.load(at, mask=is_row, other=0)
-        second = tl.load(at + strides[3], mask=is_row, other=0)
-    return first, second
+        at = rows_at(pointer, batch, head, first, rate, strides)
+        first_words = load_numbers(at, start, is_row, 0, BLOCK, False)
+        at = rows_at(pointer + strides[3], batch, head, first, rate, strides)
+        second_words = load_numbers(at, start, is_row, 0, BLOCK, False)
+    return first_words, second_words
 
 
 @triton.jit

@@ -11,15 +11,17 @@ import triton
 import triton.language as tl
 
 from ring_backends.kernels.triton_blocks import (
-    KEY_COLUMNS,
     LN_2,
     LOG2_E,
-    ROW_COLUMNS,
+    QUERY_COLUMNS,
+    block_pointers,
     dropout_factors,
+    keys_at,
     lattice,
     linked,
     load_documents,
     load_key_block,
+    load_numbers,
     load_query_words,
     load_rows,
     merged_result,
@@ -27,7 +29,80 @@ from ring_backends.kernels.triton_blocks import (
     product,
     rounded,
     row_offsets,
+    rows_at,
 )
+
+
+@triton.jit
+def attend(
+    maximum,
+    total,
+    weighted,
+    q,
+    rows,
+    documents,
+    first_words,
+    second_words,
+    key_at,
+    value_at,
+    mark_at,
+    word_at,
+    num_keys,
+    is_causal,
+    begin,
+    end,
+    score_scale,
+    threshold,
+    dropout_weight,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    MARKS: tl.constexpr,
+    DROPOUT: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them."""
+    for start in range(begin, end, BLOCK_K):
+        indices = start + tl.arange(0, BLOCK_K)
+        k, v, marks, words, is_key = load_key_block(
+            key_at,
+            value_at,
+            mark_at,
+            word_at,
+            start,
+            indices < num_keys,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_K,
+            MARKS,
+            DROPOUT,
+            IS_WHOLE,
+        )
+        scores = product(q, tl.trans(k), UPCAST) * score_scale
+        if MARKS == 0 and IS_WHOLE:
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            shift = new_maximum
+        else:
+            seen = is_key[None, :]
+            if not IS_WHOLE:  # causal rows and keys of a pair have the same numbers
+                seen = seen & ((indices[None, :] <= rows[:, None]) | (is_causal == 0))
+            if MARKS == 2:
+                seen = seen & (documents[:, None] == marks[None, :])
+            scores = tl.where(seen, scores, float("-inf"))
+            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            # For a row that has seen no key yet, -inf + inf would be NaN.
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weights = tl.exp2(scores - shift[:, None])
+        rescale = tl.exp2(maximum - shift)
+        total = total * rescale + tl.sum(weights, 1)
+        if DROPOUT:
+            weights *= dropout_factors(
+                first_words[:, None], second_words[:, None], words[None, :], threshold, dropout_weight
+            )
+        weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v, UPCAST)
+        maximum = new_maximum
+    return maximum, total, weighted
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
@@ -69,79 +144,83 @@ def forward_kernel(
     UPCAST: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(work, bounds, num_programs)
-    head, first, rate, num_rows = lattice(queries, entry, segment, ROW_COLUMNS)
-    rows = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    head, first, rate, num_rows = lattice(queries, entry, segment, QUERY_COLUMNS)
+    begin = block * BLOCK_Q
+    rows = begin + tl.arange(0, BLOCK_Q)
     is_row = rows < num_rows
-    positions = first + rows * rate
-    q = load_rows(
-        query, row_offsets(batch, head, positions, query_strides), query_strides[3], is_row, HEAD_DIM, BLOCK_D
+    at = rows_at(query, batch, head, first, rate, query_strides)
+    q = load_rows(at, begin, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
+    documents = load_documents(
+        query_documents, batch, head, first, rate, begin, is_row, document_strides, BLOCK_Q, MARKS
     )
-    documents = load_documents(query_documents, batch, head, positions, is_row, document_strides, MARKS)
     first_words, second_words = load_query_words(
-        query_words, batch, head, positions, is_row, query_word_strides, DROPOUT
+        query_words, batch, head, first, rate, begin, is_row, query_word_strides, BLOCK_Q, DROPOUT
     )
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         key_entry, is_causal = linked(links, link)
-        key_head, first_key, key_rate, num_keys = lattice(keys, key_entry, segment, KEY_COLUMNS)
-        stop = tl.where(is_causal, tl.minimum(num_keys, (block + 1) * BLOCK_Q), num_keys)
-        for start in range(0, stop, BLOCK_K):
-            indices = start + tl.arange(0, BLOCK_K)
-            k, v, marks, words, is_key = load_key_block(
-                key,
-                value,
-                key_marks,
-                key_words,
-                keys,
-                key_entry,
-                batch,
-                key_head,
-                first_key,
-                key_rate,
-                indices,
-                indices < num_keys,
-                key_strides,
-                value_strides,
-                mark_strides,
-                key_word_strides,
+        key_at, value_at, mark_at, word_at, num_keys = keys_at(
+            key,
+            value,
+            key_marks,
+            key_words,
+            keys,
+            key_entry,
+            segment,
+            batch,
+            key_strides,
+            value_strides,
+            mark_strides,
+            key_word_strides,
+            HEAD_DIM,
+            MARKS,
+            DROPOUT,
+            PACKED,
+        )
+        stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
+        whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
+        for is_whole in tl.static_range(1, -1, -1):
+            maximum, total, weighted = attend(
+                maximum,
+                total,
+                weighted,
+                q,
+                rows,
+                documents,
+                first_words,
+                second_words,
+                key_at,
+                value_at,
+                mark_at,
+                word_at,
+                num_keys,
+                is_causal,
+                0 if is_whole else whole,
+                whole if is_whole else stop,
+                scale * LOG2_E,
+                threshold,
+                dropout_weight,
                 HEAD_DIM,
                 BLOCK_D,
+                BLOCK_K,
                 MARKS,
                 DROPOUT,
-                PACKED,
+                is_whole,
+                UPCAST,
             )
-            # Causal rows and keys of a pair have the same numbers.
-            seen = is_key[None, :] & ((indices[None, :] <= rows[:, None]) | (is_causal == 0))
-            if MARKS == 2:
-                seen &= documents[:, None] == marks[None, :]
-            scores = product(q, tl.trans(k), UPCAST) * (scale * LOG2_E)
-            scores = tl.where(seen, scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            # For a row that has seen no key yet, -inf + inf would be NaN.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - shift[:, None])
-            rescale = tl.exp2(maximum - shift)
-            total = total * rescale + tl.sum(weights, 1)
-            if DROPOUT:
-                weights *= dropout_factors(
-                    first_words[:, None], second_words[:, None], words[None, :], threshold, dropout_weight
-                )
-            weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v, UPCAST)
-            maximum = new_maximum
 
     is_blind = total == 0.0
     tile_out = tl.where(is_blind[:, None], 0.0, weighted / tl.where(is_blind, 1.0, total)[:, None])
     tile_lse = tl.where(is_blind, float("-inf"), (maximum + tl.log2(tl.where(is_blind, 1.0, total))) * LN_2)
 
     # Merge. Memory that this launch opens holds no numbers yet, so it is not read.
-    dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    lse_at = lse + row_offsets(batch, head, positions, lse_strides)
-    out_at = out + row_offsets(batch, head, positions, out_strides)[:, None] + dims[None, :] * out_strides[3]
-    wanted = is_row[:, None] & (dims < HEAD_DIM)[None, :]
-    old_lse = tl.load(lse_at, mask=is_row & (opens == 0), other=float("-inf"))
-    old_out = tl.load(out_at, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
+    lse_at = rows_at(lse, batch, head, first, rate, lse_strides)
+    pointers = block_pointers(rows_at(out, batch, head, first, rate, out_strides), begin, BLOCK_Q, BLOCK_D)
+    wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    old_lse = load_numbers(lse_at, begin, is_row & (opens == 0), float("-inf"), BLOCK_Q, False)
+    old_out = tl.load(pointers, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
     merged, merged_lse = merged_result(old_out, old_lse, tile_out, tile_lse)
-    tl.store(out_at, rounded(merged, out.dtype.element_ty, UPCAST), mask=wanted)
-    tl.store(lse_at, merged_lse, mask=is_row)
+    tl.store(pointers, rounded(merged, out.dtype.element_ty, UPCAST), mask=wanted)
+    tl.store(lse + row_offsets(batch, head, first + rows * rate, lse_strides), merged_lse, mask=is_row)
