@@ -30,8 +30,10 @@ from ring_backends.schedule.rows import DilatedRows
 ATTENTION = {
     "_scaled_dot_product_flash_attention": 1,
     "_scaled_dot_product_flash_attention_backward": 3,  # rowsum(dO ∘ O); dQ, dK and dV; dQ from fp32
+    "_scaled_dot_product_cudnn_attention": 2,  # a fill of a counter, and the kernel
+    "_scaled_dot_product_cudnn_attention_backward": 6,  # the same 4, and with grouped heads 2 sums
 }
-"""Attention operators, with the kernels that each launches."""
+"""Attention operators, with the most kernels that each launches. Those of cuDNN are from a profile on an H100."""
 
 LAUNCHES = {"masked_fill": 2}  # a clone, and a fill in place
 _ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"}
@@ -65,7 +67,7 @@ class LaunchCounter(TorchDispatchMode):
             return result
         if name in ATTENTION:
             self.count(name, 0, ATTENTION[name])
-            if name.endswith("_backward"):
+            if name == "_scaled_dot_product_flash_attention_backward":
                 for what, num_bytes in _around_flash_backward(args[0], args[4]):
                     self.count(what, num_bytes)
         else:
@@ -143,6 +145,7 @@ def triton_launches(counter: LaunchCounter) -> Iterator[None]:
     kernels = triton_launch.Kernels(**{name: _CountedKernel(name, counter) for name in names}, is_interpreted=False)
     with (
         mock.patch.object(triton_launch, "kernels", return_value=kernels),
+        mock.patch.object(triton_launch, "capability", return_value=(9, 0)),
         mock.patch.object(triton_dilated, "has_values", return_value=True),
     ):
         yield

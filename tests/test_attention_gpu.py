@@ -14,7 +14,7 @@ from test_capture_gpu import ADAPTER, DEVICE, each_dtype, each_kernel, on_host, 
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
 from ring_backends.ring.ring import Ring
-from ring_backends.testing.calls import check_rounded, local_call, new_attention
+from ring_backends.testing.calls import Results, difference, expected, local_call, new_attention, plain
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 pytestmark = [
@@ -31,6 +31,21 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+def check(got: Results, case: AttentionCase) -> None:
+    """No error may exceed twice the error of plain attention in the same dtype, and four roundings.
+
+    They are roundings of a sum of head_dim products as large as the largest number in any result: the gradient of a
+    query with a single key is the difference of two such sums.
+    """
+    exact, yardstick = expected(case), plain(case)
+    largest = max(float(x[x.isfinite()].abs().amax()) for x in exact if x.isfinite().any())
+    for name, tensor in got._asdict().items():
+        wanted, other = getattr(exact, name), getattr(yardstick, name)
+        rounding = largest * case.head_dim**0.5 * torch.finfo(tensor.dtype).eps
+        bound = 2 * difference(other, wanted) + 4 * rounding
+        assert difference(tensor, wanted) <= bound, f"{name}: {difference(tensor, wanted)} exceeds {bound}"
+
+
 @each_dtype
 @pytest.mark.parametrize("kind", KINDS)
 @each_kernel
@@ -42,11 +57,11 @@ def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torc
         pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
 
     @seed(crc32(repr((kernel.name, kind, dtype)).encode()))
-    @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=attention_cases(max_n=700, head_dims=(64, 16, 128), dtypes=[dtype], **KINDS[kind]))
-    def check(case: AttentionCase) -> None:
+    @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(case=attention_cases(max_n=400, head_dims=(64, 16, 128), dtypes=[dtype], **KINDS[kind]))
+    def check_case(case: AttentionCase) -> None:
         case = replace(case, batch=min(case.batch, 2))
         attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
-        check_rounded(on_host(run(local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention))), case)
+        check(on_host(run(local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention))), case)
 
-    check()
+    check_case()
