@@ -5,7 +5,7 @@ Without a command, prints the modelled table on a machine without a GPU, and run
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +16,11 @@ from gpu_cases import ONE_GPU, RINGS
 from gpu_clock import Budget, Clock
 from gpu_model import CONSTANTS, modelled_rows, show, show_markdown
 from options import Json, Shrink
-from report import Row, report, write
+from report import Row, line, report, write
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
-Part = Callable[[Clock, Budget, int], list[Row]]
+Part = Callable[[Clock, Budget, int], Iterable[Row]]
 PARTS: dict[str, Part] = {
     "kernels": gpu_parts.kernels_alone,
     "one-device": gpu_parts.one_device,
@@ -67,7 +67,12 @@ def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, 
         raise typer.Exit(1)
     options = {"device": device, "shrink": shrink, "repeats": repeats, "minutes": minutes}
     budget = Budget(minutes)
-    rows = PARTS[name](Clock(torch.device(device), repeats), budget, shrink)
+    rows: list[Row] = []
+    for row in PARTS[name](Clock(torch.device(device), repeats), budget, shrink):
+        rows.append(row)
+        print(line(row), flush=True)
+        if json is not None:  # what was measured remains if the rest does not end in time
+            write(f"gpu {name}", options, rows, json)
     if not rows:
         print(f"{name}: no case fits into {minutes} minutes; raise --minutes.")
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""The parts that gpu.py measures on one device. Each returns rows, and leaves out what its budget has no time for.
+"""The parts that gpu.py measures on one device. Each yields rows, and leaves out what its budget has no time for.
 
 With a CPU device and shortened calls the parts run for tests. Their times then mean nothing.
 """
@@ -40,15 +40,14 @@ def fused_kernels(device: torch.device, head_dim: int) -> list[Kernel]:
     return [kernel for kernel in kernels() if kernel.name != "math" and not kernel.not_supported_reasons(inputs)]
 
 
-def kernels_alone(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
+def kernels_alone(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """Each kernel on causal tiles of 256 to 32,768 rows: contiguous, and with rows 4 positions apart."""
-    rows: list[Row] = []
     for length, head_dim, is_strided in itertools.product(ROWS, HEAD_DIMS, (False, True)):
         length, in_all = max(1, length // shrink), max(1, ROWS_IN_ALL // shrink)
         flops = 4 * in_all * HEADS * head_dim * (length + 1) / 2
         for kernel in fused_kernels(clock.device, head_dim):
             if budget.is_spent:
-                return rows
+                return
             tile = [_tile(clock.device, in_all // length, length, head_dim, is_strided) for _ in range(4)]
             found = unless_out_of_memory(lambda kernel=kernel, tile=tile: _kernel_seconds(clock, kernel, tile))
             row: Row = {"kernel": kernel.name, "head_dim": head_dim, "rows": length}
@@ -57,8 +56,7 @@ def kernels_alone(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
                 seconds = found.get(direction)
                 row[f"{direction}_ms"] = None if seconds is None else seconds * 1e3
                 row[f"{direction}_TFLOPs"] = None if seconds is None else products * flops / seconds / 1e12
-            rows.append(row | {"note": found.get("note", "")})
-    return rows
+            yield row | {"note": found.get("note", "")}
 
 
 def _tile(device: torch.device, segments: int, length: int, head_dim: int, is_strided: bool) -> Tensor:
@@ -79,19 +77,17 @@ def _kernel_seconds(clock: Clock, kernel: Kernel, tile: Sequence[Tensor]) -> dic
     }
 
 
-def one_device(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
+def one_device(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """``dilated_attention`` against its bare kernel calls: the calls of the modelled table, and 1M tokens with d 64."""
     first, _, longest = (given.case for given in ONE_GPU)
     million = dataclasses.replace(first, seq_len=longest.seq_len, branches=longest.branches)
-    rows: list[Row] = []
     for case in (*(given.case for given in ONE_GPU), million):
         if budget.is_spent:
-            return rows
+            return
         case = shortened(case, shrink)
         ours = unless_out_of_memory(lambda case=case: _ours(clock, case))
         bare = unless_out_of_memory(lambda case=case: _bare(clock, case))
-        rows.append(_described(case) | _compared(ours, bare, "bare_kernels"))
-    return rows
+        yield _described(case) | _compared(ours, bare, "bare_kernels")
 
 
 def _ours(clock: Clock, case: Case) -> dict[str, Any]:
@@ -129,9 +125,8 @@ def _compared(ours: dict[str, Any], other: dict[str, Any], name: str) -> Row:
     return row | peaks | {"note": "; ".join(notes)}
 
 
-def rivals(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
+def rivals(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """``dilated_attention`` against flex_attention and LongNet's method, on the same pattern."""
-    rows: list[Row] = []
     for length, head_dim in itertools.product(RIVAL_LENGTHS, HEAD_DIMS):
         branches = ((2048, 1), (8192, 4), (length, 16))
         case = Case("", length, branches=branches, head_dim=head_dim, dtype="bf16", **SIZES[head_dim])
@@ -139,10 +134,9 @@ def rivals(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
         ours = unless_out_of_memory(lambda case=case: _ours(clock, case))
         for name, make in (("LongNet's method", _longnet), ("flex_attention", _flex)):
             if budget.is_spent:
-                return rows
+                return
             other = unless_out_of_memory(lambda make=make, case=case: _rival(clock, case, make(case, clock.device)))
-            rows.append(_described(case) | {"rival": name} | _compared(ours, other, "rival"))
-    return rows
+            yield _described(case) | {"rival": name} | _compared(ours, other, "rival")
 
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -166,21 +160,19 @@ def _flex(case: Case, device: torch.device) -> Attend:
     return flex_method(case.branches, case.num_heads, case.seq_len, **options)
 
 
-def ring_ranks(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
+def ring_ranks(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """The rank with most work of rings of 2 to 64: hops are copies on the device."""
-    rows: list[Row] = []
     for given, size in itertools.product(RINGS, RING_SIZES):
         if budget.is_spent:
-            return rows
+            return
         case = shortened(dataclasses.replace(given.case, ring_size=size), shrink)
         rank = busiest_rank(case)
         found = unless_out_of_memory(lambda case=case, rank=rank: _replayed(clock, case, rank))
         for direction in ("forward", "backward"):
-            rows.append(
+            yield (
                 {"tokens": case.seq_len, "ranks": size, "rank": rank, "pass": direction, **found.get(direction, {})}
                 | {"peak_bytes": found.get("peak_bytes"), "note": found.get("note", "")}
             )
-    return rows
 
 
 def _replayed(clock: Clock, case: Case, rank: int) -> dict[str, Any]:
@@ -206,16 +198,14 @@ def _leaves(replay: Replay) -> tuple[Tensor, ...]:
     return replay.inputs.query, replay.inputs.key, replay.inputs.value
 
 
-def synchronizations(clock: Clock, budget: Budget, shrink: int) -> list[Row]:
+def synchronizations(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """How often the second of two equal calls waits for the GPU, by torch.cuda.set_sync_debug_mode("warn")."""
-    rows: list[Row] = []
     for name, call in _calls_by_option(clock.device, shrink):
         if budget.is_spent:
-            return rows
+            return
         call()
         found = sync_warnings(call)
-        rows.append({"call": name, "waits": len(found), "where": sorted(set(found))})
-    return rows
+        yield {"call": name, "waits": len(found), "where": sorted(set(found))}
 
 
 def _calls_by_option(device: torch.device, shrink: int) -> Iterator[tuple[str, Callable[[], Any]]]:

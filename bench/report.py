@@ -59,6 +59,12 @@ def table(rows: Sequence[Row], markup: bool = False) -> Table:
     return drawn
 
 
+def line(row: Row) -> str:
+    """A row as one line of text, without lists and dicts."""
+    shown = {name: value for name, value in row.items() if not isinstance(value, (list, dict))}
+    return ", ".join(f"{name.replace('_', ' ')} {_text(name, value)}" for name, value in shown.items())
+
+
 def _text(name: str, value: Any) -> str:
     if value is None:
         return "-"

@@ -91,7 +91,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_kernels_alone() -> None:
-    rows = gpu_parts.kernels_alone(CLOCK, Budget(9), 64)
+    rows = list(gpu_parts.kernels_alone(CLOCK, Budget(9), 64))
     assert [(row["rows"], row["head_dim"], row["layout"]) for row in rows] == [
         *itertools.product((4, 16), (64, 128), ("contiguous", "rows 4 apart"))
     ]
@@ -108,7 +108,7 @@ def test_strided_tiles_have_the_shape_of_contiguous_ones() -> None:
 
 
 def test_one_device() -> None:
-    rows = gpu_parts.one_device(CLOCK, Budget(9), 1024)
+    rows = list(gpu_parts.one_device(CLOCK, Budget(9), 1024))
     assert [(row["tokens"], row["head_dim"]) for row in rows] == [(128, 64), (128, 128), (1024, 128), (1024, 64)]
     for row in rows:
         assert row["forward_ratio"] == pytest.approx(row["forward_ms"] / row["bare_kernels_forward_ms"])
@@ -116,7 +116,7 @@ def test_one_device() -> None:
 
 
 def test_rivals() -> None:
-    rows = gpu_parts.rivals(CLOCK, Budget(9), 64)
+    rows = list(gpu_parts.rivals(CLOCK, Budget(9), 64))
     assert [row["rival"] for row in rows] == ["LongNet's method", "flex_attention"] * 2
     for longnet, flex in itertools.pairwise(rows[:2]):
         assert longnet["backward_ratio"] > 0
@@ -125,7 +125,7 @@ def test_rivals() -> None:
 
 
 def test_ring_ranks() -> None:
-    rows = gpu_parts.ring_ranks(CLOCK, Budget(9), 512)
+    rows = list(gpu_parts.ring_ranks(CLOCK, Budget(9), 512))
     assert [(row["tokens"], row["ranks"]) for row in rows[::2]] == [*itertools.product((256, 2048), (2, 4))]
     for row in rows:
         assert row["us_per_tile"] == pytest.approx(row["ms"] * 1e3 / row["tiles"])
@@ -133,7 +133,7 @@ def test_ring_ranks() -> None:
 
 
 def test_synchronizations() -> None:
-    rows = gpu_parts.synchronizations(CLOCK, Budget(9), 512)
+    rows = list(gpu_parts.synchronizations(CLOCK, Budget(9), 512))
     names = ["plain", "key_padding_mask", "document_ids", "dropout", "one rank of 8"]
     assert [row["call"] for row in rows] == names
 
@@ -173,8 +173,21 @@ def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert written["machine"]["versions"]["torch"] == torch.__version__
 
 
+def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stopped(*_: Any) -> Any:
+        yield {"ms": 1.5}
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu, "PARTS", {"ring": stopped})
+    file = tmp_path / "ring.json"
+    shown = CliRunner().invoke(gpu.app, ["ring", "--device", "cpu", "--json", str(file)])
+    assert shown.exit_code != 0
+    assert "ms 1.500" in shown.output
+    assert json.loads(file.read_text())["rows"] == [{"ms": 1.5}]
+
+
 def test_a_spent_budget_leaves_cases_out() -> None:
-    assert gpu_parts.one_device(CLOCK, Budget(0), 1024) == []
+    assert list(gpu_parts.one_device(CLOCK, Budget(0), 1024)) == []
     shown = CliRunner().invoke(gpu.app, ["ring", "--device", "cpu", "--shrink", "512", "--minutes", "0"])
     assert shown.exit_code == 1
     assert "no case fits" in shown.output
