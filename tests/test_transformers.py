@@ -105,6 +105,53 @@ def test_a_plain_pattern_gives_plain_attention(kind: str, padded: bool) -> None:
         torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
 
 
+LENGTHS = (11, 1, 20, 13)
+"""Packed documents; N in all."""
+
+
+def packed_batch(given: str) -> dict[str, Any]:
+    """What DataCollatorWithFlattening makes of the documents."""
+    tokens = make_inputs(padded=False)[0]["input_ids"][0].split(LENGTHS)
+    collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=given != "position_ids")
+    batch = dict(collator([{"input_ids": document.tolist()} for document in tokens]))
+    del batch["labels"]
+    if given == "cu_seq_lens":
+        del batch["position_ids"]
+    return batch
+
+
+def run_packed(kind: str, ring: Ring, given: str) -> tuple[Tensor, list[Tensor]]:
+    register(native.RingDilatedAttention(*PLAIN, ring=ring))
+    model = make_model(kind, "ring_dilated")
+    logits = model(**shard_inputs(ring, **packed_batch(given))).logits
+    grad = ring.shard(make_inputs(padded=False)[1][:1])
+    return ring.unshard(logits.detach(), seq_len=N), gradients(model, logits, grad)
+
+
+def run_packed_here(kind: str, layout: Any, given: str) -> tuple[Tensor, list[Tensor]]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return run_packed(kind, ring.with_layout(layout), given)
+
+
+@pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens", "both"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_documents_equal_single_ones(pair: World, kind: str, given: str) -> None:
+    """On one rank and on two in both layouts, each document has the logits of a call of its own."""
+    model = make_model(kind, "sdpa")
+    tokens, grad = make_inputs(padded=False)
+    documents = tokens["input_ids"][:1].split(LENGTHS, 1)
+    logits = torch.cat([model(input_ids=document).logits for document in documents], 1)
+    wanted = gradients(model, logits, grad[:1])
+    runs = [[run_packed(kind, Ring(), given)]]
+    runs += [pair.run(run_packed_here, kind, layout, given) for layout in ("contiguous", "zigzag")]
+    for by_rank in runs:
+        for got, _ in by_rank:
+            torch.testing.assert_close(got, logits.detach(), rtol=0, atol=1e-10)
+        for right, *of_ranks in zip(wanted, *(grads for _, grads in by_rank), strict=True):
+            torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-9)
+
+
 def losses_here(next_token: bool) -> tuple[float, int]:
     """The summed loss of this rank's labels, and their number."""
     ring = ring_here("ring_backends.adapters.native", TWO)
@@ -148,7 +195,7 @@ def call(model: Any, **changes: Any) -> None:
         ({"output_attentions": True}, "output_attentions = True"),
         ({"attention_mask": torch.zeros(2, 1, N, N)}, r"attention_mask is \[2, 1, 45, 45\]"),
         ({"position_ids": torch.arange(N).flip(0)[None], "attention_mask": torch.ones(2, N)}, "position_ids = "),
-        ({"position_ids": torch.arange(N)[None] % 20}, "packed sequences"),
+        ({"position_ids": torch.arange(N)[None] % 20}, "in packed sequences or .* call the model with shard_inputs"),
         ({"use_cache": True, "past_key_values": "full"}, "key/value caches"),
     ],
     ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
@@ -244,18 +291,49 @@ def test_models_without_the_attention_interface_fail() -> None:
         model(torch.ones(1, 5, dtype=torch.int64))
 
 
-def test_generation_and_dropout_are_refused_by_name() -> None:
+def test_generation_is_refused_by_name() -> None:
     register(native.RingDilatedAttention(*DILATED))
     model = make_model("llama", "ring_dilated")
     inputs, _ = make_inputs(padded=False)
     with pytest.raises(ValueError, match="key/value caches"):
         model.generate(**inputs, max_new_tokens=3, do_sample=False, use_cache=True)
-    model.config.attention_dropout = 0.1
-    for layer in model.model.layers:
-        layer.self_attn.attention_dropout = 0.1
-    call(model.eval())
-    with pytest.raises(ValueError, match=r"dropout = 0\.1"):
-        call(model.train())
+
+
+def with_dropout(kind: str, ring: Ring) -> tuple[Tensor, ...]:
+    """The logits of the whole sequence in training mode with two seeds and again the first one, and after eval()."""
+    register(native.RingDilatedAttention(*DILATED, ring=ring).eval())
+    model = make_model(kind, "ring_dilated")
+    for module in model.modules():  # both read it when they were made
+        if hasattr(module, "attention_dropout"):
+            module.attention_dropout = 0.3
+        if kind == "bert" and type(module).__name__ == "BertSelfAttention":
+            module.dropout.p = 0.3
+    local = shard_inputs(ring, **make_inputs(padded=False)[0])
+    found = []
+    for seed, is_training in ((1, True), (2, True), (1, True), (1, False)):
+        torch.manual_seed(seed)
+        found.append(ring.unshard(model.train(is_training)(**local).logits.detach(), seq_len=N))
+    return tuple(found)
+
+
+def with_dropout_here(kind: str) -> tuple[Tensor, ...]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return with_dropout(kind, ring.with_layout("zigzag"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_follows_train_and_eval(pair: World, kind: str) -> None:
+    alone = with_dropout(kind, Ring())
+    first, other_seed, again, evaluated = alone
+    assert torch.equal(first, again)
+    assert not torch.allclose(first, other_seed)
+    register(native.RingDilatedAttention(*DILATED))
+    without = make_model(kind, "ring_dilated").eval()(**shard_inputs(Ring(), **make_inputs(padded=False)[0])).logits
+    torch.testing.assert_close(evaluated, without, rtol=0, atol=1e-10)
+    for by_rank in pair.run(with_dropout_here, kind):
+        for got, wanted in zip(by_rank, alone, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
 def test_a_scale_that_differs_from_the_model_is_refused() -> None:
@@ -271,8 +349,19 @@ def test_invalid_arguments_are_refused() -> None:
         register(native.RingDilatedAttention(*DILATED, dropout_p=0.1))
     with pytest.raises(TypeError, match="name = 3"):
         register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"position_ids is given: shard_inputs\(\) computes it"):
-        shard_inputs(Ring(), input_ids=torch.zeros(1, 4), position_ids=torch.zeros(1, 4))
+    tokens = torch.zeros(1, 4, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"seq_len is given: shard_inputs\(\) computes it"):
+        shard_inputs(Ring(), input_ids=tokens, seq_len=4)
+    with pytest.raises(ValueError, match=r"position_ids is \[1, 3\]: expected \[1, 4\]"):
+        shard_inputs(Ring(), input_ids=tokens, position_ids=torch.arange(3)[None])
+    for wrong in ([1, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 2]):
+        with pytest.raises(ValueError, match=r"position_ids = .*: expected numbers that begin with 0"):
+            shard_inputs(Ring(), input_ids=tokens, position_ids=torch.tensor([wrong]))
+    packed = {"position_ids": torch.tensor([[0, 1, 0, 1]]), "cu_seq_lens_q": torch.tensor([0, 3, 4])}
+    with pytest.raises(ValueError, match=r"position_ids = .*those of cu_seq_lens_q"):
+        shard_inputs(Ring(), input_ids=tokens, **packed)
+    with pytest.raises(ValueError, match="cu_seq_lens_q is given for a batch of 2"):
+        shard_inputs(Ring(), input_ids=torch.zeros(2, 4), cu_seq_lens_q=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="token_type_ids has 3 positions and input_ids 4"):
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
+from ring_backends.data import document_ids
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.ring.ring import Ring
 
@@ -44,6 +45,9 @@ _REFUSED = {
 }
 """Attention options that are not supported. Each maps to what the user can do."""
 
+_FOR_FLASH_ATTENTION = frozenset(("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
+"""What DataCollatorWithFlattening adds to ``cu_seq_lens_q``."""
+
 _POSITIONS_AFTER_PADDING = frozenset(
     (
         *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
@@ -64,11 +68,11 @@ class _RingMask:
 def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> None:
     """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
 
-    The model's masks decide whether the attention is causal. Grouped key/value heads and padding masks are supported.
-    The forward raises an error that names the option for sliding windows, soft-capping, dropout, returned attention
-    weights, cross-attention, key/value caches, packed sequences and four-dimensional masks. On a ring of several ranks,
-    it also raises an error for layers that mix positions in other ways (convolutions, states), for encoder-decoders,
-    and for rotary embeddings that depend on the length (dynamic, longrope).
+    The model's masks decide whether the attention is causal. Grouped key/value heads, padding masks, packed sequences
+    and the model's attention dropout are supported. The forward raises an error that names the option for sliding
+    windows, soft-capping, returned attention weights, cross-attention, key/value caches and four-dimensional masks. On
+    a ring of several ranks, it also raises an error for layers that mix positions in other ways (convolutions, states),
+    for encoder-decoders, and for rotary embeddings that depend on the length (dynamic, longrope).
 
     Args:
         attention: a RingDilatedAttention of any adapter. Every layer of a model gets a copy.
@@ -76,7 +80,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
 
     Raises:
         TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` is not a string.
-        ValueError: ``attention`` has dropout, which the model's ``eval()`` would not switch off.
+        ValueError: ``attention`` has dropout. The model's configuration decides about it.
     """
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(
@@ -87,8 +91,8 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
     if attention.dropout_p:
         raise ValueError(
-            f"dropout_p = {attention.dropout_p}: the attention is not a submodule of the model, so model.eval() "
-            "would not switch its dropout off; make it with dropout_p=0."
+            f"dropout_p = {attention.dropout_p}: the model's configuration decides about dropout; make the attention "
+            "with dropout_p=0, and set the model's attention_dropout (BERT: attention_probs_dropout_prob)."
         )
     ring = attention.ring
     by_layer: dict[int, RingDilatedAttention] = {}
@@ -111,25 +115,31 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         is_causal: bool | None = None,
         seq_len: int | None = None,
         position_ids: Tensor | None = None,
+        document_ids: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
-            _check_options(options, dropout)
+            _check_options(options)
             _check_scaling(scaling, attention.scale, query.shape[-1])
             _check_layer(module, query.shape[2], key.shape[2])
             config = getattr(module, "config", None)
             if ring.size > 1:
                 _check_model(config, seq_len)
-            if position_ids is not None:
+            if position_ids is not None and document_ids is None:
                 _check_positions(position_ids, ring, query.shape[2], seq_len, config)
-        out = attention_of(module)(
+        own = attention_of(module)
+        if own.dropout_p != dropout:  # the model passes 0 after its eval()
+            own.dropout_p = dropout
+            own.train()
+        out = own(
             *(tensor.transpose(1, 2) for tensor in (query, key, value)),
             is_causal=mask.is_causal,
             seq_len=seq_len,
             # Passed even if this rank has no padding, since either all ranks or no rank must pass a mask.
             key_padding_mask=None if mask.padding is None else ~mask.padding,
+            document_ids=document_ids,
         )
         return out, None
 
@@ -154,9 +164,9 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
                 )
             if mask_function not in (causal_mask_function, bidirectional_mask_function):
                 raise ValueError(
-                    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks, "
-                    "custom masks and packed sequences are not supported. If position_ids are not consecutive, as with "
-                    "a zigzag layout, pass an attention_mask, as shard_inputs() does."
+                    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks and "
+                    "custom masks are not supported. If position_ids are not consecutive, as in packed sequences or "
+                    "with a zigzag layout, call the model with shard_inputs(ring, …), which passes an attention_mask."
                 )
         padding = None if attention_mask is None else attention_mask.bool()
         return _RingMask(padding, mask_function is causal_mask_function)
@@ -172,8 +182,10 @@ def shard_inputs(
     attention_mask: Tensor | None = None,
     labels: Tensor | None = None,
     next_token_labels: bool = True,
+    position_ids: Tensor | None = None,
+    cu_seq_lens_q: Tensor | None = None,
     first_position: int = 0,
-    **others: Tensor | None,
+    **others: Any,
 ) -> dict[str, Any]:
     """Make this rank's arguments of the model. Every rank passes the tensors of the whole sequence.
 
@@ -185,28 +197,33 @@ def shard_inputs(
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
+        position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``; None for one
+            document per batch entry. DataCollatorWithFlattening makes them.
+        cu_seq_lens_q: int [documents + 1], 0 and the end of each packed document. The same collator makes them with
+            ``return_flash_attn_kwargs=True``. Its other arguments for flash-attn may be given, and are left out.
         first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
         others: other tensors [batch, seq, …], such as token_type_ids.
 
     Returns:
-        Keyword arguments: the local rows of these tensors, ``position_ids`` (their global positions) and ``seq_len``. A
-        loss that the model itself computes is the mean over this rank's labels. For the gradient of the mean over all
-        labels pass a sum to ``state.loss``.
+        Keyword arguments: the local rows of these tensors, ``position_ids``, ``seq_len``, and ``document_ids`` for
+        packed sequences. A loss that the model itself computes is the mean over this rank's labels. For the gradient of
+        the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
-        ValueError: the length of a tensor differs from that of ``input_ids``; or ``position_ids`` or ``seq_len`` is
-            given.
+        ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
+            documents; or ``seq_len`` or ``document_ids`` is given.
     """
-    for name in {"position_ids", "seq_len"} & set(others):
-        raise ValueError(
-            f"{name} is given: shard_inputs() computes it, and packed sequences are not supported; leave it out."
-        )
+    for name in {"seq_len", "document_ids"} & set(others):
+        raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
     seq_len = input_ids.shape[1]
-    if attention_mask is None and ring.layout_kind == "zigzag" and ring.size > 1:
-        # Without a mask, transformers treats the jump in the positions of a zigzag shard as the start of a new
-        # document.
+    positions, documents = _documents(input_ids, position_ids, cu_seq_lens_q, first_position)
+    is_packed = bool((documents != 0).any())
+    if attention_mask is None and (is_packed or (ring.layout_kind == "zigzag" and ring.size > 1)):
+        # Without a mask, transformers treats every jump in the positions as the start of a new document.
         attention_mask = torch.ones_like(input_ids)
-    whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask, **others}
+    whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
+    whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
+    whole |= {name: tensor for name, tensor in others.items() if name not in _FOR_FLASH_ATTENTION}
     if labels is not None:
         whole["labels"] = labels
         if next_token_labels:
@@ -216,8 +233,35 @@ def shard_inputs(
         if tensor is not None and tensor.shape[1] != seq_len:
             raise ValueError(f"{name} has {tensor.shape[1]} positions and input_ids {seq_len}: make them equal.")
     local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
-    positions = ring.positions(seq_len).to(input_ids.device) + first_position
-    return {**local, "position_ids": positions.unsqueeze(0).expand(len(input_ids), -1), "seq_len": seq_len}
+    return {**local, "seq_len": seq_len}
+
+
+def _documents(
+    input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None, first_position: int
+) -> tuple[Tensor, Tensor]:
+    """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
+    batch, seq_len = input_ids.shape[:2]
+    if position_ids is not None and position_ids.shape not in ((batch, seq_len), (1, seq_len)):
+        raise ValueError(f"position_ids is {[*position_ids.shape]}: expected {[batch, seq_len]}, as input_ids.")
+    positions = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
+    documents = torch.zeros_like(positions)
+    if cu_seq_lens is not None:
+        if batch != 1:
+            raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; pack all documents into one batch entry.")
+        documents = document_ids(cu_seq_lens, seq_len).to(positions)
+        positions = positions - cu_seq_lens.to(positions)[documents]  # in padding, −1 is the end of the last document
+    elif position_ids is not None:
+        documents = (position_ids == first_position).expand(batch, -1).cumsum(1) - 1
+        starts = torch.where(documents.diff(dim=1, prepend=documents[:, :1] - 1) > 0, positions, 0)
+        positions = positions - starts.cummax(1).values
+    positions = positions + first_position
+    if position_ids is not None and not torch.equal(positions, position_ids.expand(batch, -1)):
+        raise ValueError(
+            f"position_ids = {position_ids.flatten()[:4].tolist()}…: expected numbers that begin with {first_position} "
+            "and go on by 1 in each packed document, those of cu_seq_lens_q if that is given; leave them out for one "
+            "document per batch entry."
+        )
+    return positions, documents
 
 
 def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
@@ -270,12 +314,7 @@ def _check_model(config: Any, seq_len: int | None) -> None:
             )
 
 
-def _check_options(options: dict[str, Any], dropout: float) -> None:
-    if dropout:
-        raise ValueError(
-            f"dropout = {dropout}: attention dropout is not supported; set the model's attention_dropout (BERT: "
-            "attention_probs_dropout_prob) to 0."
-        )
+def _check_options(options: dict[str, Any]) -> None:
     if options.get("output_attentions"):
         raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
     for name, instead in _REFUSED.items():
