@@ -152,6 +152,45 @@ def test_packed_documents_equal_single_ones(pair: World, kind: str, given: str) 
             torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-9)
 
 
+def classified(ring: Ring) -> tuple[Tensor, list[Tensor]]:
+    """The logits of a sequence classifier, and this rank's contribution to every gradient."""
+    register(native.RingDilatedAttention(*PLAIN, ring=ring))
+    model = make_classifier("ring_dilated")
+    inputs = shard_inputs(ring, **make_inputs(padded=True)[0])
+    rows = model.model(**inputs).last_hidden_state
+    logits = model.score(ring.pool(rows, inputs["attention_mask"], "last", seq_len=N))
+    return logits.detach(), gradients(model, logits, CLASSIFIED_GRAD / ring.size)
+
+
+CLASSIFIED_GRAD = torch.tensor([[1.0, -0.5, 0.25], [-1.0, 2.0, 0.5]], dtype=torch.float64)
+
+
+def make_classifier(attn_implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False, num_labels=3)
+    maker = transformers.AutoModelForSequenceClassification
+    return maker.from_config(config, attn_implementation=attn_implementation).double()
+
+
+def classified_here(layout: Any) -> tuple[Tensor, list[Tensor]]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return classified(ring.with_layout(layout))
+
+
+def test_a_sequence_classifier_on_a_ring(pair: World) -> None:
+    model = make_classifier("sdpa")
+    inputs, _ = make_inputs(padded=True)
+    inputs["input_ids"][1, 31:] = 0  # the model finds the last token by its pad_token_id
+    wanted_logits = model(**inputs).logits
+    wanted = gradients(model, wanted_logits, CLASSIFIED_GRAD)
+    for by_rank in [[classified(Ring())], *(pair.run(classified_here, layout) for layout in ("contiguous", "zigzag"))]:
+        for logits, _ in by_rank:
+            torch.testing.assert_close(logits, wanted_logits.detach(), rtol=0, atol=1e-10)
+        for right, *of_ranks in zip(wanted, *(grads for _, grads in by_rank), strict=True):
+            torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-9)
+
+
 def losses_here(next_token: bool) -> tuple[float, int]:
     """The summed loss of this rank's labels, and their number."""
     ring = ring_here("ring_backends.adapters.native", TWO)

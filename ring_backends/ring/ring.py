@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement, Call, Configuration, backward_of
+from ring_backends.ring.pooling import How, pool
 from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
@@ -167,6 +168,30 @@ class Ring:
         call = self.agreement.begin(Configuration(fields))
         unsharded: Tensor = _Unshard.apply(tensor, self, dim, seq_len, call)  # type: ignore[no-untyped-call]
         return unsharded
+
+    def pool(
+        self, rows: Tensor, mask: Tensor | None = None, how: How = "mean", *, seq_len: int | None = None
+    ) -> Tensor:
+        """The mean, maximum, first or last row of the whole sequence. Every rank of the ring makes the same call.
+
+        Args:
+            rows: [batch, local seq, …], this rank's rows.
+            mask: [batch, local seq], this rank's part of a mask: True, or not 0, where a row counts. None counts all.
+            how: ``"mean"``, ``"max"``, ``"first"`` or ``"last"``. First and last are those of the lowest and highest
+                global position.
+            seq_len: length of the global sequence; None is local length × ring size.
+
+        Returns:
+            [batch, …], in the dtype of ``rows``, the same on every rank; 0 for a batch entry without a row that counts.
+            Means are summed in fp32 at least. Its backward sums the ranks' gradients: if every rank computes the same
+            loss from it, divide the loss by ``ring.size``.
+
+        Raises:
+            ValueError: ``how`` is none of these, or the length of ``rows`` or ``mask`` is not that of this rank's part.
+            RingMismatchError: the ranks' calls differ.
+            RingPeerError: a rank died, stalled or left.
+        """
+        return pool(self, rows, mask, how, seq_len)
 
     def _pieces(self, seq_len: int, rank: int) -> Sequence[range]:
         return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)

@@ -1,0 +1,72 @@
+"""Pooling of a sequence that is distributed over a ring: the mean, maximum, first or last of its rows."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Literal, get_args
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from ring_backends.ring.ring import Ring
+
+How = Literal["mean", "max", "first", "last"]
+
+
+def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int | None) -> Tensor:
+    """See :meth:`ring_backends.Ring.pool`."""
+    with ring.report_refusals():
+        seq_len = rows.shape[1] * ring.size if seq_len is None else seq_len
+        _check(ring, rows, mask, how, seq_len)
+    counts = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device) if mask is None else mask != 0
+    number = _of_ranks(ring, counts.sum(1)).sum(1)
+    inner = (1,) * (rows.dim() - 2)
+    if how in ("first", "last"):
+        pooled = _outermost(ring, rows, counts, seq_len, is_last=how == "last")
+    else:
+        rows_that_count = counts.view(*counts.shape, *inner)
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        if how == "mean":
+            sums = torch.where(rows_that_count, rows, 0.0).sum(1, dtype=wide)
+            pooled = (_of_ranks(ring, sums).sum(1) / number.clamp(min=1).view(-1, *inner)).to(rows.dtype)
+        else:
+            own = torch.where(rows_that_count, rows, -math.inf)
+            pooled = _of_ranks(ring, own.amax(1) if own.shape[1] else rows.sum(1) - math.inf).amax(1)
+    return torch.where(number.view(-1, *inner) > 0, pooled, 0.0)
+
+
+def _outermost(ring: Ring, rows: Tensor, counts: Tensor, seq_len: int, *, is_last: bool) -> Tensor:
+    """The row with the lowest or the highest position of those that count; any row if none counts."""
+    positions = ring.positions(seq_len).to(rows.device) if seq_len else rows.new_zeros(0, dtype=torch.int64)
+    order = -positions if is_last else positions
+    entries, never = torch.arange(len(rows), device=rows.device), seq_len + 1
+    if rows.shape[1]:
+        place, index = torch.where(counts, order, never).min(1)
+        own = rows[entries, index]
+    else:
+        place, own = torch.full_like(entries, never), rows.sum(1)
+    nearest = _of_ranks(ring, place).argmin(1)
+    return _of_ranks(ring, own)[entries, nearest]
+
+
+def _of_ranks(ring: Ring, of_rank: Tensor) -> Tensor:
+    """A tensor [batch, …] of every rank, [batch, ring size, …]. The gradient of each rank's part returns to it."""
+    gathered: Tensor = ring.with_layout("contiguous").unshard(of_rank.unsqueeze(1), seq_len=ring.size)
+    return gathered
+
+
+def _check(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int) -> None:
+    if how not in get_args(How):
+        raise ValueError(f"how = {how!r}: expected one of {', '.join(map(repr, get_args(How)))}.")
+    expected = ring.layout(seq_len).local_len(ring.rank) if seq_len else 0
+    if rows.shape[1] != expected:
+        raise ValueError(
+            f"rows has {rows.shape[1]} rows along dim 1, but rank {ring.rank} of a {ring.layout_kind} ring of "
+            f"{ring.size} holds {expected} of {seq_len}; pass the seq_len that the tensor was sharded from."
+        )
+    if mask is not None and mask.shape != rows.shape[:2]:
+        raise ValueError(
+            f"mask is {[*mask.shape]}: expected {[*rows.shape[:2]]}, one element per row; pass this rank's part, "
+            "ring.shard(mask)."
+        )

@@ -1,0 +1,105 @@
+"""``ring.pool`` equals pooling of the whole sequence on one device, with its gradient."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ring_backends import Ring
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.rings import FOUR, ring_here
+from ring_backends.testing.world import World
+
+BATCH, FEATURES = 4, (3, 2)
+HOWS = ("mean", "max", "first", "last")
+LENGTHS = (1, 3, 8, 21)
+
+
+def make_rows(seq_len: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows, a mask and the gradient of the result. All rows of the first batch entry count, and none of the last."""
+    generator = torch.Generator().manual_seed(seq_len)
+    rows = torch.randn(BATCH, seq_len, *FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    mask = torch.rand(BATCH, seq_len, generator=generator) < 0.4
+    mask[0], mask[-1] = True, False
+    return rows, mask, torch.randn(BATCH, *FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def expected(seq_len: int, how: str, masked: bool) -> tuple[Tensor, Tensor]:
+    """The definition, entry by entry: the pooled rows and the gradient of the rows."""
+    rows, mask, grad = make_rows(seq_len)
+    rows.requires_grad_()
+    pooled = []
+    for entry, counts in zip(rows, mask if masked else torch.ones_like(mask), strict=True):
+        chosen = entry[counts]
+        if not len(chosen):
+            pooled.append(entry.sum(0) * 0)
+        else:
+            pooled.append({"mean": chosen.mean(0), "max": chosen.amax(0), "first": chosen[0], "last": chosen[-1]}[how])
+    return torch.stack(pooled).detach(), torch.autograd.grad(torch.stack(pooled), rows, grad)[0]
+
+
+def pooled_on(ring: Ring, seq_len: int, how: Any, masked: bool) -> tuple[Tensor, Tensor]:
+    whole, mask, grad = make_rows(seq_len)
+    rows = ring.shard(whole).requires_grad_()
+    out = ring.pool(rows, ring.shard(mask) if masked else None, how, seq_len=seq_len)
+    got = torch.autograd.grad(out, rows, grad / ring.size)[0]
+    return out.detach(), ring.unshard(got, seq_len=seq_len)
+
+
+def pooled_here(layout: Any) -> list[tuple[Tensor, Tensor]]:
+    ring = ring_here("ring_backends.adapters.native", FOUR)
+    assert ring is not None
+    ring = ring.with_layout(layout)
+    return [pooled_on(ring, n, how, masked) for n in LENGTHS for how in HOWS for masked in (False, True)]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_four_ranks_equal_the_definition(world: World, layout: str) -> None:
+    wanted = [expected(n, how, masked) for n in LENGTHS for how in HOWS for masked in (False, True)]
+    for of_rank in world.run(pooled_here, layout):
+        for got, right in zip(of_rank, wanted, strict=True):
+            for one, other in zip(got, right, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_one_rank_equals_the_definition(how: str) -> None:
+    for masked in (False, True):
+        for one, other in zip(pooled_on(Ring(), 8, how, masked), expected(8, how, masked), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_nan_in_rows_that_do_not_count_reaches_nothing(how: Any) -> None:
+    rows, mask, _ = make_rows(8)
+    rows[~mask] = torch.nan
+    torch.testing.assert_close(Ring().pool(rows, mask.long(), how), expected(8, how, True)[0], rtol=0, atol=1e-12)
+
+
+def test_a_mean_of_bf16_is_summed_in_fp32() -> None:
+    rows = torch.full((1, 4096, 1), 1.0, dtype=torch.bfloat16)
+    rows[0, :100] = 1.5
+    assert Ring().pool(rows).item() == pytest.approx(1 + 50 / 4096, abs=2**-8)
+
+
+def refused_here() -> list[Ended]:
+    ring = ring_here("ring_backends.adapters.native", FOUR)
+    assert ring is not None
+    rows = ring.shard(torch.zeros(2, 8, 3))
+    return [
+        ending(lambda: ring.pool(rows, how="sum")),  # type: ignore[arg-type]
+        ending(lambda: ring.pool(rows, torch.ones(2, 8))),
+        ending(lambda: ring.pool(rows, seq_len=9)),
+        ending(lambda: ring.pool(rows)),
+    ]
+
+
+def test_bad_arguments_are_refused_by_name(world: World) -> None:
+    for how, mask, seq_len, right in world.run(refused_here):
+        assert "how = 'sum': expected one of 'mean', 'max'" in how.message, how
+        assert "mask is [2, 8]: expected [2, 2]" in mask.message, mask
+        assert "rows has 2 rows along dim 1" in seq_len.message, seq_len
+        assert right.error == "no error", right
