@@ -61,6 +61,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "heads inside": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "head_dim outside": lambda x: x.transpose(2, 3).contiguous().transpose(2, 3),
     "every second element": lambda x: torch.stack([x, x + 1], dim=-1).flatten(-2)[..., ::2],
+    "every second row": lambda x: torch.stack([x, x + 1], dim=3).flatten(2, 3)[:, :, ::2],
     "odd offset": lambda x: torch.nn.functional.pad(x, (1, 7))[..., 1:-7],
 }
 

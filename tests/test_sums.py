@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from test_synchronisation import no_hops, run
 from torch import Tensor
 from triton_interpreter import fixed_examples, results
@@ -116,13 +116,14 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
 
 
 @fixed_examples(60)
+@example(AttentionCase(64, (16, 64), (1, 2), num_heads=4, num_kv_heads=1, dtype=torch.bfloat16))
 @given(case=attention_cases(max_n=100))
 def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
     pattern = DilatedPattern(
         case.segment_lengths, case.dilation_rates, head_mode=case.head_mode, offset=case.offset, padding=case.padding
     )
-    for ring_size in (1, 3):
-        layout = SequenceLayout(case.seq_len, ring_size, "zigzag")
+    for ring_size, kind in ((1, "contiguous"), (2, "contiguous"), (3, "zigzag")):
+        layout = SequenceLayout(case.seq_len, ring_size, kind)  # type: ignore[arg-type]
         schedule = RingSchedule(pattern, layout, case.num_heads, case.num_kv_heads, case.is_causal)
         for rank in range(ring_size):
             for backward in (False, True):

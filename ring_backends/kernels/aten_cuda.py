@@ -230,9 +230,10 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
 class AtenCudaCudnnKernel(_AtenCudaKernel):
     """``aten::_scaled_dot_product_cudnn_attention``. It supports grouped heads, and rows of any strides.
 
-    cuDNN refuses tiles of a single key. They run on the math kernel. torch caches cuDNN's plans by the strides of
-    query, key and value only, so out and grad_out always get the layout that the forward gives to its out: that of the
-    query.
+    cuDNN refuses tiles of a single key, and on some GPUs those of a single query. They run on the math kernel. torch
+    caches cuDNN's plans by the strides of query, key and value only, so out and grad_out always get the layout of the
+    query. From torch 2.14 on, the backward may check that gradients, which have no gaps, have the strides of query, key
+    and value. So rows with gaps are copied there.
     """
 
     name = "aten_cuda_cudnn"
@@ -273,7 +274,7 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        if key.shape[2] == 1:
+        if min(query.shape[2], key.shape[2]) == 1:
             return MathKernel().forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
         out, lse = self._run_forward(query, key, value, is_causal, scale)
         return out, lse.reshape(query.shape[:-1])
@@ -293,18 +294,18 @@ class AtenCudaCudnnKernel(_AtenCudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        if key.shape[2] == 1:
+        if min(query.shape[2], key.shape[2]) == 1:
             return MathKernel().backward(
                 grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
             )
-        query = _aligned(query)
+        query, key, value = map(_aligned if torch.__version__ < "2.14" else _without_gaps, (query, key, value))
         unused = _unused_dropout_state(query)
         row_lse = lse_for_backward(lse).contiguous()
         grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
             _in_layout_of(query, grad_out.to(query.dtype)),
             query,
-            _aligned(key),
-            _aligned(value),
+            key,
+            value,
             _in_layout_of(query, out.to(query.dtype)),
             row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
             unused,
@@ -342,10 +343,14 @@ def _dotted(version: tuple[int, int]) -> str:
 
 
 def _aligned(x: Tensor) -> Tensor:
-    """Return ``x``, copied if needed, with stride 1 in its last dim and rows that begin at multiples of 16 bytes."""
+    """Return ``x``, copied if needed, with stride 1 in its last dim and rows that begin at multiples of 16 bytes.
+
+    Expanded dims are copied.
+    """
     vector = 16 // x.element_size()
     offsets = (x.storage_offset(), *x.stride()[:-1])
-    if x.stride(-1) == 1 and all(offset % vector == 0 for offset in offsets):
+    is_expanded = any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True))
+    if x.stride(-1) == 1 and not is_expanded and all(offset % vector == 0 for offset in offsets):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -366,11 +371,16 @@ def _rows_outermost(x: Tensor) -> Tensor:
 
 
 def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` without gaps and with the order of strides of ``query``, at an aligned address, copied if needed."""
-    strides = query.stride()
-    order = sorted(range(3), key=lambda dim: -strides[dim])
-    back = [order.index(dim) for dim in range(3)]
-    return _dense(x.permute(*order, 3)).permute(*back, 3)
+    """Return ``x`` with the strides that torch gives to a tensor like ``query``, aligned, copied if needed."""
+    wanted = torch.empty_like(query, device="meta").stride()
+    is_right = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), wanted, strict=True))
+    if is_right and (x.storage_offset() * x.element_size()) % 16 == 0:
+        return x.as_strided(x.shape, wanted)  # dims of size 1 may differ
+    return torch.empty_like(query, dtype=x.dtype).copy_(x)
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    return _in_layout_of(x, x)
 
 
 def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -47,7 +47,7 @@ class StepRows(Protocol):
 
 
 class GradSums(Protocol):
-    """The sums of dQ, dK and dV of one block of heads, in the statistics dtype."""
+    """What the dQ, dK and dV of one block of heads are added to: sums in the statistics dtype, or the results."""
 
     @property
     def query(self) -> Tensor: ...
@@ -94,7 +94,7 @@ class StepKernel(Kernel):
             tiles: the tiles of one step.
             rows: this rank's rows.
             arrived: the parcels of K, V and marks that tiles with remote keys read.
-            out: in the statistics dtype.
+            out: sums in the statistics dtype, or the result in the dtype of the inputs.
             lse: in the statistics dtype.
             scale: factor on the scores.
         """

@@ -103,7 +103,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
     """Make the tables of one launch.
 
     Args:
-        tiles: tiles of one launch. They are compared by identity: a plan holds the same tiles in every call.
+        tiles: tiles of one launch. A plan holds the same tiles in every call.
         offsets: of each of the :func:`parcels` of the tiles.
         device: where the tables are stored.
     """

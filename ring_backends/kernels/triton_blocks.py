@@ -266,7 +266,7 @@ def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
     """fp32 rounded to another dtype. ``UPCAST`` is for Triton's interpreter, which truncates to bf16."""
     if UPCAST and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
-        bits += 0x7FFF + ((bits >> 16) & 1)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
     return x.to(dtype)
 

@@ -80,19 +80,16 @@ def attend(
             IS_WHOLE,
         )
         scores = product(q, tl.trans(k), UPCAST) * score_scale
-        if MARKS == 0 and IS_WHOLE:
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            shift = new_maximum
-        else:
+        if MARKS != 0 or not IS_WHOLE:
             seen = is_key[None, :]
             if not IS_WHOLE:  # causal rows and keys of a pair have the same numbers
                 seen = seen & ((indices[None, :] <= rows[:, None]) | (is_causal == 0))
             if MARKS == 2:
                 seen = seen & (documents[:, None] == marks[None, :])
             scores = tl.where(seen, scores, float("-inf"))
-            new_maximum = tl.maximum(maximum, tl.max(scores, 1))
-            # For a row that has seen no key yet, -inf + inf would be NaN.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+        # For a row that has seen no key yet, -inf + inf would be NaN.
+        shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
         weights = tl.exp2(scores - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)

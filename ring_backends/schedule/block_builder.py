@@ -112,13 +112,13 @@ class BlockBuilder:
             self._remote(branch)
         if base is not None and not cuts_base:
             uncut |= {base}
-        steps = tuple(draft.finish(max_tile_rows, uncut) for draft in self.drafts)
+        steps = tuple(draft.finish(max_tile_rows, uncut, merged) for draft in self.drafts)
         if base is None or not rounds_sums:
             others = []
         return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others))
 
     def _is_single(self, branch: BranchSchedule, max_tile_rows: int | None) -> bool:
-        """Whether each row of a branch is in one tile only, after a cut to ``max_tile_rows``."""
+        """Whether each row of a branch is in one tile only, after a cut of rows to ``max_tile_rows``."""
         if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
             return False
         return max_tile_rows is None or not cuts_rows(-(-branch.segment_length // branch.rate), max_tile_rows)
@@ -331,11 +331,22 @@ class _Draft:
     tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
-    def finish(self, max_tile_rows: int | None, uncut: Set[int]) -> Step:
-        """The step, with its tiles cut, except those of the branches ``uncut``."""
+    def finish(self, max_tile_rows: int | None, uncut: Set[int], merged: int | None) -> Step:
+        """The step, with its tiles cut, except those of the branches ``uncut``.
+
+        The gradients of a key of the branch ``merged`` are not cut into several that are rounded one by one.
+        """
         tiles = self.tiles
         if max_tile_rows is not None:
-            tiles = [part for tile in tiles for part in ([tile] if tile.branch in uncut else cut(tile, max_tile_rows))]
+            tiles = [
+                part
+                for tile in tiles
+                for part in (
+                    [tile]
+                    if tile.branch in uncut
+                    else cut(tile, max_tile_rows, keeps_streams=tile.opens_keys or tile.branch == merged)
+                )
+            ]
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),

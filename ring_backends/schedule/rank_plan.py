@@ -131,7 +131,8 @@ class Tile:
                 first += run.inner
         size, streams = self.heads_per_group, self.stream_of_head
         used = [set(streams[part.start : part.stop]) for part in parts]
-        if sum(map(len, used)) > self.keys.num_heads or any(part.start % size or part.stop % size for part in parts):
+        shares_streams = sum(map(len, used)) > len(set(streams))
+        if shares_streams or any(part.start % size or part.stop % size for part in parts):
             return (self,)
         segments = range(self.queries.segments)
         return tuple(self.part(segments, range(part.start // size, part.stop // size)) for part in parts)
@@ -191,8 +192,8 @@ class HeadBlock:
             is filled with zeros first.
         base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
         merged: a branch whose results are merged into those of the base at once, without sums, or None.
-        others: if there is a base and results are rounded (bf16, fp16), the rows of each other branch, by rate; else
-            empty. Tiles open the rows of the first of them.
+        others: if there is a base and results are rounded (bf16, fp16), the rows of each branch but base and merged, by
+            rate; else empty. Tiles open the rows of the first of them.
     """
 
     heads: slice

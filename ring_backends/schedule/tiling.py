@@ -41,18 +41,18 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
     return max(limits_of(device.type).min_tile_bytes, int(share))
 
 
-def cut(tile: Tile, max_rows: int) -> Iterator[Tile]:
+def cut(tile: Tile, max_rows: int, *, keeps_streams: bool) -> Iterator[Tile]:
     """Cut ``tile`` into tiles with at most ``max_rows`` query rows each, summed over heads and segments.
 
     A tile may have more, since it always has at least ``MIN_TILE_ROWS`` rows (or all rows) of all heads that share a
-    key/value head.
+    key/value head; with ``keeps_streams``, of all heads that share a stream.
     """
     queries, keys = tile.queries, tile.keys
     longest = max(queries.rows, keys.rows)
     rows = min(longest, max(MIN_TILE_ROWS, max_rows))
     groups_at_once = max(1, max_rows // (rows * tile.heads_per_group))
-    if tile.opens_keys and not tile.streams_are_grouped:
-        groups_at_once = queries.num_heads  # two parts might open the keys of one stream
+    if keeps_streams and not tile.streams_are_grouped:
+        groups_at_once = queries.num_heads
     segments_at_once = max(1, max_rows // (rows * queries.num_heads))
     for segments in _ranges(queries.segments, segments_at_once):
         for groups in _ranges(queries.num_heads // tile.heads_per_group, groups_at_once):
