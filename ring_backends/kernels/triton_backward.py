@@ -148,7 +148,7 @@ def grads_of_keys(
     """
     for number in range(0, num_blocks):
         start = later + (number - num_diagonal) * BLOCK_Q
-        if not IS_WHOLE:
+        if not IS_WHOLE:  # whole blocks have no diagonal
             start = tl.where(number < num_diagonal, begin + number * BLOCK_Q, start)
         start = tl.multiple_of(start, BLOCK_Q)
         rows = start + tl.arange(0, BLOCK_Q)

@@ -6,7 +6,8 @@ depend on attention. It imports ``ring``, ``schedule`` and ``errors``.
 
 from __future__ import annotations
 
+from ring_backends.training.losses import chunked_cross_entropy
 from ring_backends.training.replicated import ReplicatedTraining
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
-__all__ = ["MakeOptimizer", "ReplicatedTraining", "TrainingState"]
+__all__ = ["MakeOptimizer", "ReplicatedTraining", "TrainingState", "chunked_cross_entropy"]

@@ -1,0 +1,92 @@
+"""The cross entropy in chunks equals torch's over all rows, with its gradients and a fraction of its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ring_backends.training import chunked_cross_entropy
+
+BATCH, SEQ, FEATURES, WORDS = 2, 37, 8, 50
+
+
+def make_inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
+    torch.manual_seed(0)
+    labels = torch.randint(WORDS, (BATCH, SEQ))
+    labels[:, ::5] = -100
+    return (
+        torch.randn(BATCH, SEQ, FEATURES, dtype=dtype, requires_grad=True),
+        nn.Linear(FEATURES, WORDS).to(dtype),
+        labels,
+    )
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 7, 37, 1000])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"ignore_index": 3}], ids=str)
+def test_chunks_equal_all_rows(chunk_rows: int, options: dict[str, Any]) -> None:
+    rows, head, labels = make_inputs(torch.float64)
+    if "ignore_index" in options:
+        labels[labels == -100] = 3
+    leaves = [rows, *head.parameters()]
+    got = chunked_cross_entropy(rows, head, labels, chunk_rows=chunk_rows, **options)
+    wanted = F.cross_entropy(head(rows).flatten(0, 1), labels.flatten(), reduction="sum", **options)
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    of_loss = torch.tensor(0.3, dtype=torch.float64)
+    grads = torch.autograd.grad(got, leaves, of_loss), torch.autograd.grad(wanted, leaves, of_loss)
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_logits_in_bf16_are_summed_in_fp32() -> None:
+    rows, head, labels = make_inputs(torch.bfloat16)
+    got = chunked_cross_entropy(rows, head, labels, chunk_rows=8)
+    assert got.dtype == torch.float32
+    wanted = F.cross_entropy(head(rows).float().flatten(0, 1), labels.flatten(), reduction="sum")
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=0)
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that an operator returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        found = (x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.elements = max(self.elements, *found, 0)
+        return result
+
+
+def test_no_tensor_has_the_logits_of_all_rows() -> None:
+    """131,072 rows and 128,000 words, without values."""
+    rows = torch.empty(1, 131_072, 64, device="meta", requires_grad=True)
+    head, labels = (
+        nn.Linear(64, 128_000, bias=False, device="meta"),
+        torch.empty(1, 131_072, dtype=torch.int64, device="meta"),
+    )
+    with Largest() as largest:
+        chunked_cross_entropy(rows, head, labels, chunk_rows=512).backward()
+    assert largest.elements == 512 * 128_000
+
+
+def test_no_label_gives_a_loss_of_zero_with_a_gradient() -> None:
+    rows, head, labels = make_inputs(torch.float64)
+    loss = chunked_cross_entropy(rows, head, torch.full_like(labels, -100))
+    loss.backward()
+    assert loss.item() == 0
+    assert rows.grad is not None
+    assert not rows.grad.any()
+
+
+def test_bad_arguments_are_refused_by_name() -> None:
+    rows, head, labels = make_inputs(torch.float32)
+    with pytest.raises(ValueError, match=r"labels is \[2, 36\] and rows is \[2, 37, 8\]: expected one label per row"):
+        chunked_cross_entropy(rows, head, labels[:, 1:])
+    with pytest.raises(ValueError, match="chunk_rows = 0: must be at least 1"):
+        chunked_cross_entropy(rows, head, labels, chunk_rows=0)
