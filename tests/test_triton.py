@@ -282,11 +282,13 @@ def test_auto_never_chooses_it_on_the_cpu() -> None:
         select_kernel("triton_dilated", replace(inputs, head_dim=257))
 
 
-CAPABILITIES = {80: 163, 90: 227}
+CAPABILITIES = {80: 163, 86: 99, 90: 227, 120: 99}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLED = {
     (80, 128, "grad_key_value_kernel"): 48,
+    (86, 64, "grad_key_value_kernel"): 16,
+    (86, 64, "grad_query_kernel"): 12,
     (90, 64, "grad_key_value_kernel"): 16,
     (90, 128, "forward_kernel"): 16,
     (90, 128, "grad_key_value_kernel"): 320,

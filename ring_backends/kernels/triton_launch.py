@@ -93,7 +93,7 @@ _HOPPER_BLOCKS = {
     "grad_query": {64: Blocks(64, 32, 4, 3), 128: Blocks(64, 32, 4, 3), 256: Blocks(32, 32, 8, 1)},
     "grad_key_value": {64: Blocks(32, 64, 4, 3), 128: Blocks(32, 64, 4, 3), 256: Blocks(32, 32, 8, 1)},
 }
-"""Blocks in fp16 and bf16 from compute capability 9.0 on, by kernel and largest padded head dim.
+"""Blocks in fp16 and bf16 for compute capability 9.x to 11.x, by kernel and largest padded head dim.
 
 Those up to 128 were the fastest of about ten choices each on an H100, or at most 2 % slower.
 """
@@ -103,7 +103,7 @@ _AMPERE_BLOCKS = {
     "grad_query": {64: Blocks(64, 32, 4, 2), 128: Blocks(64, 32, 4, 3), 256: Blocks(32, 32, 8, 1)},
     "grad_key_value": {64: Blocks(16, 64, 4, 3), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
 }
-"""The same before 9.0. They fit into registers, and were not measured."""
+"""The same for the others, whose blocks may have 99 KiB of shared memory. They were not measured."""
 
 _PAIRWISE_BLOCKS = {
     "forward": {64: Blocks(64, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
@@ -126,7 +126,8 @@ def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
         return _FP32_BLOCKS[head_dim]
     if rows.query_documents is not None or rows.dropout is not None:
         return _PAIRWISE_BLOCKS[kernel][head_dim]
-    of_half = _HOPPER_BLOCKS if capability(rows.query.device) >= (9, 0) else _AMPERE_BLOCKS
+    has_large_shared_memory = (9, 0) <= capability(rows.query.device) < (12, 0)
+    of_half = _HOPPER_BLOCKS if has_large_shared_memory else _AMPERE_BLOCKS
     return of_half[kernel][head_dim]
 
 
