@@ -282,7 +282,7 @@ def test_auto_never_chooses_it_on_the_cpu() -> None:
         select_kernel("triton_dilated", replace(inputs, head_dim=257))
 
 
-CAPABILITIES = {80: 163, 86: 99, 90: 227, 120: 99}
+CAPABILITIES = {80: 163, 86: 99, 90: 227}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLED = {
