@@ -355,32 +355,27 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _dense(x: Tensor) -> Tensor:
-    """Return ``x`` contiguous in [B, H, S, D], also in dims of size 1, at an aligned address, copied if needed."""
-    strides = [1]
-    for size in reversed(x.shape[1:]):
-        strides.insert(0, strides[0] * size)
-    if list(x.stride()) == strides and (x.storage_offset() * x.element_size()) % 16 == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
-
-
 def _rows_outermost(x: Tensor) -> Tensor:
     """Return ``x`` [B, H, S, D] with the memory layout [B, S, H, D], which the CUTLASS backward requires of out."""
-    return _dense(x.transpose(1, 2)).transpose(1, 2)
+    _, num_heads, rows, head_dim = x.shape
+    return _with_strides(x, (rows * num_heads * head_dim, head_dim, num_heads * head_dim, 1))
 
 
 def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the strides that torch gives to a tensor like ``query``, aligned, copied if needed."""
-    wanted = torch.empty_like(query, device="meta").stride()
-    is_right = all(a == b or n == 1 for n, a, b in zip(x.shape, x.stride(), wanted, strict=True))
-    if is_right and (x.storage_offset() * x.element_size()) % 16 == 0:
-        return x.as_strided(x.shape, wanted)  # dims of size 1 may differ
-    return torch.empty_like(query, dtype=x.dtype).copy_(x)
+    """Return ``x`` with the strides that torch gives to a tensor like ``query``, copied if needed."""
+    return _with_strides(x, torch.empty_like(query, device="meta").stride())
 
 
 def _without_gaps(x: Tensor) -> Tensor:
     return _in_layout_of(x, x)
+
+
+def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return ``x`` with these strides, also in dims of size 1, at an aligned address, copied if needed."""
+    is_right = all(own == wanted or size == 1 for size, own, wanted in zip(x.shape, x.stride(), strides, strict=True))
+    if is_right and (x.storage_offset() * x.element_size()) % 16 == 0:
+        return x.as_strided(x.shape, strides)
+    return x.new_empty_strided(x.shape, strides).copy_(x)
 
 
 def _aligned_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:

@@ -59,12 +59,7 @@ def _of_ranks(ring: Ring, of_rank: Tensor) -> Tensor:
 def _check(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int) -> None:
     if how not in get_args(How):
         raise ValueError(f"how = {how!r}: expected one of {', '.join(map(repr, get_args(How)))}.")
-    expected = ring.layout(seq_len).local_len(ring.rank) if seq_len else 0
-    if rows.shape[1] != expected:
-        raise ValueError(
-            f"rows has {rows.shape[1]} rows along dim 1, but rank {ring.rank} of a {ring.layout_kind} ring of "
-            f"{ring.size} holds {expected} of {seq_len}; pass the seq_len that the tensor was sharded from."
-        )
+    ring.check_rows("rows", rows, seq_len)
     if mask is not None and mask.shape != rows.shape[:2]:
         raise ValueError(
             f"mask is {[*mask.shape]}: expected {[*rows.shape[:2]]}, one element per row; pass this rank's part, "

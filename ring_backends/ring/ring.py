@@ -141,15 +141,8 @@ class Ring:
         with self.report_refusals():
             if seq_len is None:
                 seq_len = tensor.shape[dim] * self.size
-            is_empty = isinstance(seq_len, int) and seq_len == 0
-            expected = 0 if is_empty else self.layout(seq_len).local_len(self.rank)
-            if tensor.shape[dim] != expected:
-                raise ValueError(
-                    f"tensor has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a "
-                    f"{self.layout_kind} ring of {self.size} holds {expected} of {seq_len}; pass the seq_len that the "
-                    "tensor was sharded from."
-                )
-        if self.size == 1 or is_empty:
+            self.check_rows("tensor", tensor, seq_len, dim)
+        if self.size == 1 or seq_len == 0:
             return tensor
         others = [size for axis, size in enumerate(tensor.shape) if axis != dim % tensor.dim()]
         needs_gradient = torch.is_grad_enabled() and tensor.requires_grad
@@ -192,6 +185,20 @@ class Ring:
             RingPeerError: a rank died, stalled or left.
         """
         return pool(self, rows, mask, how, seq_len)
+
+    def check_rows(self, name: str, tensor: Tensor, seq_len: int, dim: int = 1) -> None:
+        """Check that the argument ``name`` is this rank's part of a tensor of ``seq_len`` tokens.
+
+        Raises:
+            ValueError: it is not.
+        """
+        is_empty = isinstance(seq_len, int) and seq_len == 0
+        expected = 0 if is_empty else self.layout(seq_len).local_len(self.rank)
+        if tensor.shape[dim] != expected:
+            raise ValueError(
+                f"{name} has {tensor.shape[dim]} rows along dim {dim}, but rank {self.rank} of a {self.layout_kind} "
+                f"ring of {self.size} holds {expected} of {seq_len}; pass the seq_len that the tensor was sharded from."
+            )
 
     def _pieces(self, seq_len: int, rank: int) -> Sequence[range]:
         return self.layout(seq_len).pieces(rank) if seq_len else (range(0),)

@@ -338,15 +338,12 @@ class _Draft:
         """
         tiles = self.tiles
         if max_tile_rows is not None:
-            tiles = [
-                part
-                for tile in tiles
-                for part in (
-                    [tile]
-                    if tile.branch in uncut
-                    else cut(tile, max_tile_rows, keeps_streams=tile.opens_keys or tile.branch == merged)
-                )
-            ]
+            tiles = []
+            for tile in self.tiles:
+                if tile.branch in uncut:
+                    tiles.append(tile)
+                else:
+                    tiles += cut(tile, max_tile_rows, keeps_streams=tile.opens_keys or tile.branch == merged)
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),
