@@ -183,7 +183,16 @@ def test_tox_pins_releases_the_package_accepts_and_the_tools_that_dev_installs(m
             else:  # a tool, with the range of the extra "dev"
                 assert pinned.specifier == accepted[pinned.name], pinned
     pinned_names = {req.name for req in deps if req.specifier}
-    assert pinned_names == {"torch", "deepspeed", "transformers", "ruff", "mypy", "import-linter", *of_triton}
+    assert pinned_names == {
+        "torch",
+        "accelerate",
+        "deepspeed",
+        "transformers",
+        "ruff",
+        "mypy",
+        "import-linter",
+        *of_triton,
+    }
 
 
 def test_a_build_refuses_an_environment_whose_torch_is_too_old(tmp_path: Path) -> None:

@@ -401,7 +401,7 @@ def test_invalid_arguments_are_refused() -> None:
         shard_inputs(Ring(), input_ids=tokens, **packed)
     with pytest.raises(ValueError, match="cu_seq_lens_q is given for a batch of 2"):
         shard_inputs(Ring(), input_ids=torch.zeros(2, 4), cu_seq_lens_q=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match="token_type_ids has 3 positions and input_ids 4"):
+    with pytest.raises(ValueError, match=r"token_type_ids is \[1, 3\]: expected \[batch, 4"):
         shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
 
 

@@ -45,7 +45,7 @@ _REFUSED = {
 }
 """Attention options that are not supported. Each maps to what the user can do."""
 
-_FOR_FLASH_ATTENTION = frozenset(("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
+FOR_FLASH_ATTENTION = frozenset(("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
 """What DataCollatorWithFlattening adds to ``cu_seq_lens_q``."""
 
 _POSITIONS_AFTER_PADDING = frozenset(
@@ -57,12 +57,20 @@ _POSITIONS_AFTER_PADDING = frozenset(
 """Model types whose first position is ``pad_token_id + 1``."""
 
 
+_OTHER_MASK = (
+    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks and custom masks are "
+    "not supported. If position_ids are not consecutive, as in packed sequences or with a zigzag layout, call the "
+    "model with shard_inputs(ring, …), which passes an attention_mask."
+)
+
+
 @dataclass(frozen=True)
 class _RingMask:
     """The mask that a model passes to its layers. It is not a tensor, so no other attention can use it by mistake."""
 
     padding: Tensor | None
     is_causal: bool
+    refusal: str | None = None
 
 
 def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> None:
@@ -162,14 +170,10 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
                     f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
                     "not supported by a ring; call the model on whole sequences, with use_cache=False."
                 )
-            if mask_function not in (causal_mask_function, bidirectional_mask_function):
-                raise ValueError(
-                    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks and "
-                    "custom masks are not supported. If position_ids are not consecutive, as in packed sequences or "
-                    "with a zigzag layout, call the model with shard_inputs(ring, …), which passes an attention_mask."
-                )
         padding = None if attention_mask is None else attention_mask.bool()
-        return _RingMask(padding, mask_function is causal_mask_function)
+        # A model may make masks that no layer uses, so the layer refuses it.
+        is_known = mask_function in (causal_mask_function, bidirectional_mask_function)
+        return _RingMask(padding, mask_function is causal_mask_function, None if is_known else _OTHER_MASK)
 
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
@@ -216,27 +220,34 @@ def shard_inputs(
     for name in {"seq_len", "document_ids"} & set(others):
         raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
     seq_len = input_ids.shape[1]
-    positions, documents = _documents(input_ids, position_ids, cu_seq_lens_q, first_position)
+    positions, documents = _positions_and_documents(input_ids, position_ids, cu_seq_lens_q, first_position)
     is_packed = bool((documents != 0).any())
     if attention_mask is None and (is_packed or (ring.layout_kind == "zigzag" and ring.size > 1)):
         # Without a mask, transformers treats every jump in the positions as the start of a new document.
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
     whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
-    whole |= {name: tensor for name, tensor in others.items() if name not in _FOR_FLASH_ATTENTION}
+    whole |= {name: tensor for name, tensor in others.items() if name not in FOR_FLASH_ATTENTION}
     if labels is not None:
         whole["labels"] = labels
         if next_token_labels:
             whole["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
             whole["shift_labels"] = whole["labels"]
     for name, tensor in whole.items():
-        if tensor is not None and tensor.shape[1] != seq_len:
-            raise ValueError(f"{name} has {tensor.shape[1]} positions and input_ids {seq_len}: make them equal.")
+        if tensor is not None and (tensor.dim() < 2 or tensor.shape[1] != seq_len):
+            raise ValueError(
+                f"{name} is {[*tensor.shape]}: expected [batch, {seq_len}, …], with the positions of input_ids."
+            )
     local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
     return {**local, "seq_len": seq_len}
 
 
-def _documents(
+def documents_of(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor:
+    """The number of each token's packed document, [batch, seq]."""
+    return _positions_and_documents(input_ids, position_ids, cu_seq_lens, 0)[1]
+
+
+def _positions_and_documents(
     input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None, first_position: int
 ) -> tuple[Tensor, Tensor]:
     """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
@@ -272,6 +283,8 @@ def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
             "transformers' mask functions; masks of pairs of positions, and models that make their own masks, are not "
             "supported by a ring."
         )
+    if attention_mask.refusal is not None:
+        raise ValueError(attention_mask.refusal)
     if is_causal is not None and is_causal != attention_mask.is_causal:
         raise ValueError(f"is_causal = {is_causal}: contradicts the model's mask; leave it out.")
     return attention_mask
@@ -294,14 +307,28 @@ def _check_model(config: Any, seq_len: int | None) -> None:
             "seq_len is not given: the arguments of the model are not those of a shard; call the model with "
             "shard_inputs(ring, input_ids=…)."
         )
+    check_config(config)
+
+
+def check_config(config: Any) -> None:
+    """Check that a model of this configuration can run on a ring of several ranks.
+
+    Raises:
+        ValueError: it has windows, is an encoder-decoder, mixes positions in other layers, or rotates by the length.
+    """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
-    layer_types = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "attention"}
-    if layer_types:
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
+    has_windows = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
+    if window is not None and has_windows:
+        raise ValueError(f"sliding_window = {window}: {_REFUSED['sliding_window']}.")
+    others = layer_types - {"full_attention", "attention"}
+    if others:
         raise ValueError(
-            f"layer_types has {', '.join(sorted(layer_types))}: layers that mix positions without this attention "
+            f"layer_types has {', '.join(sorted(others))}: layers that mix positions without this attention "
             "would see only one shard; use a model of full_attention."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
@@ -312,6 +339,12 @@ def _check_model(config: Any, seq_len: int | None) -> None:
                 f"rope_type = {rope_type!r}: its angles depend on the largest position, which differs between ranks; "
                 "use 'default', 'linear', 'yarn' or 'llama3'."
             )
+
+
+def first_position_of(config: Any) -> int:
+    """The position id of the first token in models of this configuration."""
+    counts_after_padding = getattr(config, "model_type", None) in _POSITIONS_AFTER_PADDING
+    return int(config.pad_token_id) + 1 if counts_after_padding else 0
 
 
 def _check_options(options: dict[str, Any]) -> None:
@@ -329,9 +362,7 @@ def _check_scaling(scaling: float | None, scale: float | None, head_dim: int) ->
 
 
 def _check_positions(position_ids: Tensor, ring: Ring, local_len: int, seq_len: int | None, config: Any) -> None:
-    first = 0
-    if getattr(config, "model_type", None) in _POSITIONS_AFTER_PADDING:
-        first = int(config.pad_token_id) + 1
+    first = first_position_of(config)
     expected = ring.positions(local_len * ring.size if seq_len is None else seq_len).to(position_ids.device) + first
     if position_ids.shape[-1] != local_len or not bool((position_ids == expected).all()):
         raise ValueError(

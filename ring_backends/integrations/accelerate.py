@@ -1,0 +1,187 @@
+"""Training loops of Hugging Face Accelerate, with the batches of each ring on all of its ranks::
+
+    accelerator = Accelerator()
+    ring = attach(accelerator, model, [2048, 16384], [1, 8])
+    model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
+
+The rest of the loop stays as it is. Accelerate replicates or shards the model: DistributedDataParallel, FSDP2 and
+DeepSpeed average gradients over all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from ring_backends.adapters import native
+from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.whole_batches import use_ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
+
+try:
+    from accelerate import Accelerator
+    from accelerate.utils import recursively_apply
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"accelerate cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
+    ) from error
+
+__all__ = ["attach"]
+
+
+def attach(
+    accelerator: Any,
+    model: nn.Module,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    timeout: timedelta = timedelta(seconds=300),
+    **options: Any,
+) -> Ring:
+    """Put a Hugging Face model on rings of an Accelerator's processes. Every process makes this call.
+
+    Call it before ``accelerator.prepare``. After it, the model takes whole batches
+    (:func:`~ring_backends.integrations.whole_batches.use_ring`), and the accelerator treats the ranks of a ring as one
+    process of data parallelism: they read the same batches, and ``gather`` and ``gather_for_metrics`` return one value
+    per ring. ``accelerator.num_processes`` still counts all processes; ``ring.data_size`` is the number of rings.
+
+    Args:
+        accelerator: an ``accelerate.Accelerator``. If its ParallelismConfig has a cp axis, that axis becomes the ring,
+            and Accelerate's own context parallelism is off.
+        model: a causal or masked language model of transformers, a token classifier, or a model without a head; also
+            within a ``PeftModel``.
+        segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`.
+        ring_size: number of processes per ring. None is the size of the cp axis, or all processes without one.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        options: of the attention, such as ``head_mode`` and ``kernel``
+            (:class:`~ring_backends.RingDilatedAttention`).
+
+    Returns:
+        The ring.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the model or the accelerator has a part that is not supported.
+        AdapterUnavailableError: this release of accelerate lacks, or has changed, a part that the ring needs. The
+            message names it.
+    """
+    ring = join(accelerator, ring_size, layout, timeout)
+    use_ring(model, native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options))
+    return ring
+
+
+def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: timedelta) -> Ring:
+    """Make the rings of an Accelerator's processes, without a model. For the arguments and errors, see :func:`attach`.
+
+    ``use_ring`` then puts a model on the ring. Every process makes this call.
+    """
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(f"accelerator = {type(accelerator).__name__}: expected an accelerate.Accelerator.")
+    if "gather" in vars(accelerator):
+        raise ValueError("accelerator: is attached to a ring already; attach every accelerator once.")
+    if accelerator.split_batches or accelerator.dispatch_batches:
+        raise ValueError(
+            "split_batches or dispatch_batches = True: not supported by a ring, whose ranks read whole batches; leave "
+            "both out of the DataLoaderConfiguration."
+        )
+    parallelism: Any = getattr(accelerator, "parallelism_config", None)
+    for axis in ("tp", "sp"):
+        if getattr(parallelism, f"{axis}_size", 1) > 1:
+            raise ValueError(f"{axis}_size = {getattr(parallelism, f'{axis}_size')}: not supported with a ring; use 1.")
+    group = None
+    if getattr(parallelism, "cp_size", 1) > 1:
+        if ring_size not in (None, parallelism.cp_size):
+            raise ValueError(
+                f"ring_size = {ring_size}: the cp axis of the ParallelismConfig has {parallelism.cp_size} processes, "
+                "and becomes the ring; leave ring_size out, or make them equal."
+            )
+        group, ring_size = accelerator.torch_device_mesh["cp"], None
+        replace_method(accelerator, "_prepare_cp", lambda *objects: objects)
+        replace_method(accelerator, "maybe_context_parallel", lambda **buffers: contextlib.nullcontext())
+    ring = native.initialize(ring_size, layout, group, timeout)
+    if ring.size > 1:
+        _read_the_same_batches(accelerator, ring)
+        _gather_once_per_ring(accelerator, ring)
+        _check(accelerator, ring)
+    return ring
+
+
+def replace_method(owner: Any, name: str, function: Any) -> None:
+    """Replace a method of one object.
+
+    Raises:
+        AdapterUnavailableError: the object has no such method.
+    """
+    if not callable(getattr(owner, name, None)):
+        raise AdapterUnavailableError(
+            f"{type(owner).__name__}.{name}: this release of its library has no such method, which a ring replaces; "
+            "use a release that docs/trainer.md lists."
+        )
+    setattr(owner, name, function)
+
+
+def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
+    """Distribute batches over the rings instead of the processes."""
+
+    class ByRing(type(accelerator)):  # type: ignore[misc]
+        """What the accelerator's own ``prepare_data_loader`` sees instead of the accelerator."""
+
+        num_processes = ring.data_size
+        process_index = ring.data_rank
+        # Otherwise process 0 would give every process another batch of an iterable data set.
+        dispatch_batches = False
+
+        def _prepare_device_mesh(self) -> None:
+            """Without a mesh, ``num_processes`` and ``process_index`` decide."""
+
+    by_ring = ByRing.__new__(ByRing)
+    by_ring.__dict__ = accelerator.__dict__  # both have the same lists of prepared objects, now and later
+    replace_method(accelerator, "prepare_data_loader", by_ring.prepare_data_loader)
+
+
+def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
+    gather, gather_for_metrics = accelerator.gather, accelerator.gather_for_metrics
+
+    def one_per_ring(gathered: Tensor) -> Tensor:
+        parts: Tensor = gathered.unflatten(0, (ring.data_size * ring.size, -1))[:: ring.size]
+        return parts.flatten(0, 1)
+
+    def gather_once(tensor: Any) -> Any:
+        return recursively_apply(one_per_ring, gather(tensor))
+
+    def gather_tensors(input_data: Any, use_gather_object: bool = False) -> Any:
+        if use_gather_object:
+            raise ValueError("use_gather_object = True: not supported by a ring; gather tensors.")
+        recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)  # TypeError names the type
+        return gather_for_metrics(input_data)
+
+    accelerator.gather, accelerator.gather_for_metrics = gather_once, gather_tensors
+
+
+def _check(accelerator: Any, ring: Ring) -> None:
+    """Try what was replaced: the batches of a data loader, and a gathered tensor."""
+    loader = accelerator.prepare_data_loader(DataLoader(range(2 * ring.data_size)))  # type: ignore[arg-type]
+    batches = [int(batch) for batch in loader]
+    accelerator._dataloaders.remove(loader)
+    expected = [ring.data_rank, ring.data_rank + ring.data_size]
+    if batches != expected:
+        raise AdapterUnavailableError(
+            f"accelerator.prepare_data_loader gives ring {ring.data_rank} of {ring.data_size} the batches {batches} "
+            f"instead of {expected}: this release of accelerate distributes batches in another way; use a release that "
+            "docs/trainer.md lists."
+        )
+    gathered = accelerator.gather(torch.tensor([ring.data_rank], device=accelerator.device)).tolist()
+    if gathered != [*range(ring.data_size)]:
+        raise AdapterUnavailableError(
+            f"accelerator.gather returns {gathered} from rings 0 … {ring.data_size - 1}: this release of accelerate "
+            "gathers in another way; use a release that docs/trainer.md lists."
+        )

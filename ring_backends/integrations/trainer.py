@@ -1,0 +1,223 @@
+"""Hugging Face's Trainer on rings, with one more line in a script::
+
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    attach(trainer, [2048, 16384], [1, 8])
+    trainer.train()
+
+Start the script with ``torchrun`` or ``accelerate launch``. The ranks of a ring count as one process of data
+parallelism: they read the same batches, and the losses that the Trainer logs are those of one device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ring_backends.adapters import native
+from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.accelerate import join, replace_method
+from ring_backends.integrations.transformers import IGNORED, documents_of
+from ring_backends.integrations.whole_batches import LABELS, inner_model, labels_of_rows, predicts_next, use_ring
+from ring_backends.ring.ring import Ring
+from ring_backends.schedule.layout import LayoutKind
+
+try:
+    from transformers import Trainer
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"transformers' Trainer cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
+    ) from error
+
+__all__ = ["attach"]
+
+_REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "model_init": (lambda trainer: trainer.model_init is not None, "pass a model instead"),
+    "neftune_noise_alpha": (lambda trainer: bool(trainer.args.neftune_noise_alpha), "leave it out"),
+    "use_liger_kernel": (lambda trainer: trainer.args.use_liger_kernel, "leave it out"),
+    "use_cache": (lambda trainer: getattr(trainer.args, "use_cache", False), "leave it out; a ring has no cache"),
+    "predict_with_generate": (lambda trainer: getattr(trainer.args, "predict_with_generate", False), "leave it out"),
+    "eval_use_gather_object": (lambda trainer: trainer.args.eval_use_gather_object, "gather tensors instead"),
+    "train_sampling_strategy = 'batch_rebalance'": (
+        lambda trainer: getattr(trainer.args, "train_sampling_strategy", None) == "batch_rebalance",
+        "its batches differ between the ranks of a ring; choose another strategy",
+    ),
+    "label_names": (lambda trainer: trainer.label_names not in ([], ["labels"]), "the loss is that of labels"),
+    "DataParallel": (lambda trainer: trainer.args.n_gpu > 1, "start one process per GPU with torchrun"),
+    "a wrapped model": (lambda trainer: trainer.model_wrapped is not trainer.model, "call attach() before train()"),
+}
+"""What a Trainer must not have. Each maps to a test, and to what the user can do."""
+
+
+def attach(
+    trainer: Any,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    *,
+    ring_size: int | None = None,
+    layout: LayoutKind = "contiguous",
+    timeout: timedelta = timedelta(seconds=300),
+    **options: Any,
+) -> Ring:
+    """Put a Trainer and its model on rings. Every process makes this call, after ``Trainer(…)`` and before ``train()``.
+
+    Training, evaluation, prediction, saving and resuming then work as on one device with ``ring.data_size`` processes.
+    A batch of the Trainer is one batch per ring: ``per_device_train_batch_size`` is the number of sequences per ring.
+    ``predict`` returns whole sequences. ``compute_loss_func`` gets the whole logits on every rank.
+
+    Args:
+        trainer: a ``transformers.Trainer`` with a causal or masked language model or a token classifier, also within a
+            ``PeftModel``.
+        segment_lengths, dilation_rates, ring_size, layout, timeout, options: as in
+            :func:`ring_backends.integrations.accelerate.attach`.
+
+    Returns:
+        The ring.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid, or the model or an argument of the Trainer is not supported.
+        AdapterUnavailableError: this release of transformers or accelerate lacks, or has changed, a part that the ring
+            needs. The message names it.
+    """
+    _check_trainer(trainer)
+    ring = join(trainer.accelerator, ring_size, layout, timeout)
+    attention = native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
+    use_ring(trainer.model, attention, label_smoothing=trainer.args.label_smoothing_factor)
+    attached = _Attached(trainer, ring)
+    batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
+    replacements = {
+        "compute_loss": attached.compute_loss,
+        "prediction_step": attached.prediction_step,
+        "get_cp_size": lambda: 1,  # all ranks of a ring return the same loss
+        "get_total_train_batch_size": lambda args: batch_size(args) // ring.size,
+        "floating_point_ops": lambda inputs: num_flops(inputs) // ring.size,
+    }
+    for name, function in replacements.items():
+        replace_method(trainer, name, function)
+    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "cp_size", 1) > 1:
+        cut = "_prepare_context_parallel_inputs"
+        replace_method(trainer, cut, lambda model, inputs: (contextlib.nullcontext, inputs))
+    attached.check()
+    return ring
+
+
+def _check_trainer(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"trainer = {type(trainer).__name__}: expected a transformers.Trainer.")
+    if type(trainer).compute_loss is not Trainer.compute_loss:
+        raise ValueError(
+            f"{type(trainer).__name__}.compute_loss: the loss of a ring is computed over the rows of all ranks, so "
+            "attach() replaces this method; use a Trainer that does not override it, with compute_loss_func."
+        )
+    for name, (is_refused, instead) in _REFUSED.items():
+        if is_refused(trainer):
+            raise ValueError(f"{name}: not supported by a ring; {instead}.")
+
+
+class _Attached:
+    """The methods of a Trainer that a ring replaces."""
+
+    def __init__(self, trainer: Any, ring: Ring) -> None:
+        self.trainer, self.ring = trainer, ring
+        self.original_prediction_step = trainer.prediction_step
+        inner, smoother = inner_model(trainer.model), trainer.label_smoother
+        self.predicts_next = predicts_next(inner)
+        # Some models, and the label smoother of older releases, ignore num_items_in_batch.
+        self.takes_num_items = trainer.model_accepts_loss_kwargs and (
+            "loss_function" in inspect.unwrap(type(inner).forward).__code__.co_names
+            if smoother is None
+            else "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
+        )
+
+    def compute_loss(
+        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of the whole batch, as :meth:`transformers.Trainer.compute_loss` returns it on one device."""
+        trainer, inputs = self.trainer, dict(inputs)
+        is_mean_of_rings = trainer.args.average_tokens_across_devices
+        if trainer.compute_loss_func is not None:
+            labels, seq_len = inputs.pop("labels", None), inputs["input_ids"].shape[1]
+            outputs = self._whole(model(**inputs), seq_len)
+            loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
+            is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
+        else:
+            labels = labels_of_rows(inputs, self.predicts_next)
+            if labels is None:
+                raise ValueError(f"the batch has {', '.join(inputs)}, and no labels: there is no loss; add labels.")
+            if not self.takes_num_items or num_items_in_batch is None:
+                num_items_in_batch = (labels != IGNORED).sum()
+                if is_mean_of_rings:  # as one device would count, which has the sequences of all rings in its batch
+                    num_items_in_batch = trainer.accelerator.gather(num_items_in_batch).sum()
+            outputs = model(**inputs, num_items_in_batch=num_items_in_batch)
+            loss = outputs["loss"]
+        if is_mean_of_rings:
+            loss = loss * self.ring.data_size  # the mean over the processes divides by it
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, **options: Any) -> Any:
+        """The loss over the batches of all rings, the logits of the whole sequences, and the labels."""
+        inputs, trainer = self._without_repetitions(inputs), self.trainer
+        loss, logits, labels = self.original_prediction_step(model, inputs, prediction_loss_only, **options)
+        if loss is not None:
+            loss = trainer.accelerator.gather(loss).mean()
+        if trainer.compute_loss_func is None or loss is None:
+            logits = self._whole(logits, inputs["input_ids"].shape[1])
+        return loss, logits, labels
+
+    def _without_repetitions(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """Ignore the labels of the sequences that fill up the last batch of a data set.
+
+        Accelerate takes them from the beginning of the data set, and removes their results, so that only the loss would
+        count them.
+        """
+        state, size = self.trainer.accelerator.gradient_state, self.trainer.args.eval_batch_size
+        if not state.end_of_dataloader or state.remainder < 1:
+            return inputs
+        input_ids = inputs["input_ids"]
+        sequences = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
+        if len(input_ids) < size:  # a collator has packed the sequences into one
+            sequences = documents_of(input_ids, inputs.get("position_ids"), inputs.get("cu_seq_lens_q"))
+        is_repeated = sequences >= state.remainder - self.ring.data_rank * size
+        masked = {name: inputs[name].masked_fill(is_repeated, IGNORED) for name in LABELS & inputs.keys()}
+        return {**inputs, **masked}
+
+    def _whole(self, outputs: Any, seq_len: int) -> Any:
+        """The whole of every tensor of rows."""
+        if isinstance(outputs, dict):
+            return type(outputs)(**{name: self._whole(value, seq_len) for name, value in outputs.items()})
+        if isinstance(outputs, (tuple, list)):
+            return type(outputs)(self._whole(value, seq_len) for value in outputs)
+        local_len = self.ring.layout(seq_len).local_len(self.ring.rank)
+        is_rows = isinstance(outputs, Tensor) and outputs.dim() > 1 and outputs.shape[1] == local_len
+        return self.ring.unshard(outputs, seq_len=seq_len) if is_rows else outputs
+
+    def check(self) -> None:
+        """Try what the Trainer itself computes from the number of processes.
+
+        Raises:
+            AdapterUnavailableError: it is not what one device with ``data_size`` processes computes.
+        """
+        trainer, rings = self.trainer, self.ring.data_size
+        args = trainer.args
+        labels = torch.ones((1, 3), dtype=torch.int64, device=args.device)
+        num_labels = 3 - getattr(trainer, "_loss_shifts_labels", False)
+        num_items = trainer._get_num_items_in_batch([{"labels": labels}], args.device)
+        expected = {
+            "get_total_train_batch_size": args.train_batch_size * args.gradient_accumulation_steps * rings,
+            "_get_num_items_in_batch": num_labels * (rings if args.average_tokens_across_devices else 1),
+        }
+        found = {
+            "get_total_train_batch_size": trainer.get_total_train_batch_size(args),
+            "_get_num_items_in_batch": expected["_get_num_items_in_batch"] if num_items is None else int(num_items),
+        }
+        for name, value in found.items():
+            if value != expected[name]:
+                raise AdapterUnavailableError(
+                    f"Trainer.{name} returns {value} on {rings} rings instead of {expected[name]}: this release of "
+                    "transformers counts processes in another way; use a release that docs/trainer.md lists."
+                )

@@ -1,0 +1,77 @@
+"""Hugging Face's Trainer on rings equals the Trainer on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import transformers
+from trainer_cases import CASES, assert_equal, bf16_losses, resume, run
+
+from ring_backends.testing.world import World
+
+PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with World(2, preload=PRELOAD) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with World(4, preload=PRELOAD) as ranks:
+        yield ranks
+
+
+LONG = pytest.mark.matrix(reason="trains four models")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("llama", "qwen3-packed") else pytest.param(name, marks=LONG) for name in CASES]
+)
+def test_two_ranks(two: World, name: str) -> None:
+    """1 × 2 in both layouts, and 2 × 1."""
+    if name == "lora":
+        pytest.importorskip("peft")
+    if name == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
+        pytest.skip("this release's ModernBERT has an attention of its own")
+    expected = run(name, None)
+    for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
+        assert_equal(two.run(run, name, ring_size, layout), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-packed", *(pytest.param(name, marks=LONG) for name in ("llama", "bert-accumulation"))]
+)
+def test_two_by_two(four: World, name: str) -> None:
+    assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
+
+
+@pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=LONG), "cp"])
+def test_fsdp2(two: World, strategy: str) -> None:
+    """FSDP2 of Accelerate, and its cp axis as the ring."""
+    assert_equal(two.run(run, "llama", 2, "zigzag", strategy), run("llama", None))
+
+
+@pytest.mark.parametrize("ring_size", [pytest.param(1, marks=LONG), 2])
+def test_resume(two: World, tmp_path: Path, ring_size: int) -> None:
+    """A run that is resumed from a training checkpoint goes on as the run that wrote it."""
+    expected, _ = resume(str(tmp_path / "one process"), None)
+    for uninterrupted, resumed in two.run(resume, str(tmp_path / "rings"), ring_size):
+        assert_equal([uninterrupted, resumed], expected)
+
+
+@LONG
+def test_bf16(two: World) -> None:
+    """Rounding of bf16 differs, but by less than the first steps change the loss."""
+    expected = bf16_losses(None)
+    for found in two.run(bf16_losses, 2):
+        torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)

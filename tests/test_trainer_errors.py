@@ -1,0 +1,234 @@
+"""What a Trainer, an Accelerator or a model cannot do on a ring is an error by name, on every rank, before a step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+from accelerate import Accelerator
+from torch import Tensor
+from trainer_cases import PLAIN, SIZES, Case, make_model, make_trainer
+
+from ring_backends.adapters import native
+from ring_backends.integrations.accelerate import attach as attach_accelerator
+from ring_backends.integrations.trainer import attach
+from ring_backends.integrations.whole_batches import use_ring
+from ring_backends.testing.world import RanksFailedError, World
+
+TOKENS = torch.arange(1, 9).view(1, 8)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with World(2, preload=["transformers.trainer", "ring_backends.integrations.trainer"]) as ranks:
+        yield ranks
+
+
+def config_of(kind: str, **options: Any) -> Any:
+    return transformers.AutoConfig.for_model(kind, **{**SIZES, **options})
+
+
+def attach_to(model: Any) -> None:
+    use_ring(model, native.RingDilatedAttention(*PLAIN))
+
+
+@pytest.mark.parametrize(
+    ("config", "maker", "message"),
+    [
+        (config_of("mistral", sliding_window=16), "CausalLM", "sliding_window = 16: a window is not a dilated pattern"),
+        (config_of("modernbert"), "MaskedLM", "sliding_window = .*: a window is not a dilated pattern"),
+        (config_of("llama"), "SequenceClassification", "LlamaForSequenceClassification: its head may pool rows"),
+        (config_of("bert"), "", "BertModel: its head may pool rows"),
+        (config_of("t5", d_model=32, d_kv=8, d_ff=32), "Seq2SeqLM", "is_encoder_decoder = True"),
+        (config_of("mpt", d_model=32, n_heads=4, n_layers=1), "CausalLM", "attn_implementation of Mpt.* own"),
+    ],
+    ids=lambda value: value if value in ("CausalLM", "MaskedLM", "Seq2SeqLM", "SequenceClassification", "") else None,
+)
+def test_models(config: Any, maker: str, message: str) -> None:
+    make = getattr(transformers, f"AutoModelFor{maker}" if maker else "AutoModel")
+    with pytest.raises(ValueError, match=message):
+        attach_to(make.from_config(config))
+
+
+def test_a_model_on_two_rings() -> None:
+    model = make_model("llama")
+    attach_to(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM: is on a ring already"):
+        attach_to(model)
+
+
+def test_a_model_that_is_wrapped() -> None:
+    with pytest.raises(TypeError, match="model = Sequential: expected a model of transformers"):
+        attach_to(torch.nn.Sequential(make_model("llama")))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"use_cache": True}, "use_cache = True: not supported by a ring; leave it out. generate"),
+        ({"logits_to_keep": 1}, "logits_to_keep = 1: not supported"),
+        ({"return_dict": False}, "return_dict = False: not supported"),
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values is given: key/value caches"),
+        ({"inputs_embeds": torch.zeros(1, 8, 32)}, "inputs_embeds is given"),
+        ({"input_ids": None}, "input_ids is not given"),
+        ({"labels": TOKENS[:, :7]}, r"labels is \[1, 7\]: expected \[1, 8\]"),
+        ({"attention_mask": torch.ones(8, 8)[None, None]}, r"attention_mask is \[1, 1, 8, 8\]: expected \[batch, 8"),
+        ({"lengths": torch.tensor([8])}, r"lengths is \[1\]: expected \[batch, 8"),
+        ({"output_router_logits": True}, "output_router_logits = True"),
+        ({"output_attentions": True}, "output_attentions = True: a ring has no matrix"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_arguments_of_a_call(arguments: dict[str, Any], message: str) -> None:
+    model = make_model("llama")
+    attach_to(model)
+    with pytest.raises(ValueError, match=message):
+        model(**{"input_ids": TOKENS, **arguments})
+
+
+def test_generate() -> None:
+    model = make_model("llama")
+    attach_to(model)
+    with pytest.raises(ValueError, match="generate"):
+        model.generate(TOKENS, max_new_tokens=2)
+
+
+def test_another_attention_implementation() -> None:
+    model = make_model("llama")
+    attach_to(model)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match="attn_implementation of LlamaForCausalLM = 'eager': expected 'ring_dilated_"):
+        model(TOKENS)
+
+
+def test_padding_before_tokens_of_roberta() -> None:
+    config = config_of("roberta", pad_token_id=1)
+    model = transformers.AutoModelForMaskedLM.from_config(config)
+    attach_to(model)
+    model(TOKENS + 1)
+    with pytest.raises(ValueError, match="input_ids has padding before a token: roberta"):
+        model(torch.cat([torch.ones_like(TOKENS), TOKENS + 1], 1))
+
+
+class OwnLoss(transformers.Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+def own_loss(trainer: Any) -> None:
+    trainer.__class__ = OwnLoss
+
+
+def wrapped(trainer: Any) -> None:
+    trainer.model_wrapped = torch.nn.Sequential(trainer.model)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "change", "message"),
+    [
+        ({"neftune_noise_alpha": 5.0}, None, "neftune_noise_alpha: not supported by a ring; leave it out"),
+        ({"use_cache": True}, None, "use_cache: not supported by a ring"),
+        ({"eval_use_gather_object": True}, None, "eval_use_gather_object: not supported"),
+        ({"train_sampling_strategy": "batch_rebalance"}, None, "train_sampling_strategy = 'batch_rebalance'"),
+        (
+            {"label_names": ["start_positions"]},
+            None,
+            "label_names: not supported by a ring",
+        ),
+        ({}, own_loss, "OwnLoss.compute_loss: the loss of a ring"),
+        ({}, wrapped, r"a wrapped model: not supported by a ring; call attach\(\) before train"),
+        ({"accelerator_config": {"dispatch_batches": True}}, None, "split_batches or dispatch_batches = True"),
+    ],
+)
+def test_trainers(arguments: dict[str, Any], change: Callable[[Any], None] | None, message: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            trainer = make_trainer(Case(), 1, folder, **arguments)
+        except TypeError:
+            pytest.skip("this release of transformers has no such argument")
+    if change is not None:
+        change(trainer)
+    with pytest.raises(ValueError, match=message):
+        attach(trainer, *PLAIN)
+
+
+def test_what_is_no_trainer() -> None:
+    with pytest.raises(TypeError, match=r"trainer = object: expected a transformers\.Trainer"):
+        attach(object(), *PLAIN)
+    with pytest.raises(TypeError, match=r"accelerator = object: expected an accelerate\.Accelerator"):
+        attach_accelerator(object(), make_model("llama"), *PLAIN)
+
+
+def messages(error: RanksFailedError) -> list[str]:
+    return [f"{outcome.error_type}: {outcome.message}" for outcome in error.outcomes]
+
+
+def call_with_own_tokens(length: int) -> None:
+    """The last token differs between the ranks, or the length does if ``length`` is not 8."""
+    rank = int(os.environ["RANK"])
+    model = make_model("llama")
+    ring = native.initialize()
+    use_ring(model, native.RingDilatedAttention(*PLAIN, ring=ring))
+    tokens = torch.arange(1, 1 + (length if rank else 8)).view(1, -1)
+    tokens[0, -1] += rank
+    model(tokens, labels=tokens)
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_batches_that_differ_within_a_ring(two: World, length: int) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        two.run(call_with_own_tokens, length)
+    for message in messages(raised.value):
+        assert message.startswith("RingMismatchError: the ranks differ in input_ids (rank 0: torch.int64 [1, 8]"), (
+            message
+        )
+        assert "labels (rank 0" in message
+
+
+def train_with(name: str) -> None:
+    """A Trainer on a ring, after one hook of a library has changed."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Case(), 1, folder)
+        with CHANGES[name]():
+            attach(trainer, *PLAIN)
+
+
+def batches_by_rank(self: Any, loader: Any, **_: Any) -> Any:
+    self._dataloaders.append([int(os.environ["RANK"])])
+    return self._dataloaders[-1]
+
+
+def count_world(self: Any, batches: Any, device: Any) -> Tensor:
+    return torch.tensor(2 * batches[0]["labels"].numel())
+
+
+CHANGES: dict[str, Callable[[], Any]] = {
+    "Accelerator.prepare_data_loader": lambda: mock.patch.object(Accelerator, "prepare_data_loader", batches_by_rank),
+    "Accelerator.gather": lambda: mock.patch.object(Accelerator, "gather", lambda self, tensor: tensor.repeat(2) + 1),
+    "Trainer._get_num_items_in_batch": lambda: mock.patch.object(
+        transformers.Trainer, "_get_num_items_in_batch", count_world
+    ),
+    "Trainer.get_total_train_batch_size": lambda: mock.patch.object(
+        transformers.Trainer, "get_total_train_batch_size", return_value=7
+    ),
+    "Trainer.floating_point_ops": lambda: mock.patch.object(transformers.Trainer, "floating_point_ops", None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_releases_without_the_hooks(two: World, name: str) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        two.run(train_with, name)
+    for message in messages(raised.value):
+        assert message.startswith("AdapterUnavailableError"), message
+        assert name.partition(".")[2] in message, message

@@ -1,0 +1,296 @@
+"""Small Trainer and Accelerate runs, on one process and on rings. Each returns its losses, results and parameters."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any, Literal
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import torch
+import transformers
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import DistributedType
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from ring_backends.integrations.accelerate import attach as attach_accelerator
+from ring_backends.integrations.trainer import attach
+from ring_backends.integrations.transformers import IGNORED
+
+N, VOCABULARY, STEPS = 45, 23, 10
+PLAIN = ((4 * N,), (1,))
+"""One segment over the longest batch, of four packed documents: the model's own full attention."""
+
+Kind = Literal["llama", "qwen3", "bert", "modernbert"]
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+}
+OWN_SIZES: dict[Kind, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+    "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "modernbert": {"global_attn_every_n_layers": 1, "attention_dropout": 0.0, "cls_token_id": 1, "sep_token_id": 2},
+}
+
+
+def make_model(kind: Kind, lora: bool = False) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **OWN_SIZES[kind])
+    config.use_cache = False  # with a cache, transformers ignores position_ids that restart
+    is_causal = kind in ("llama", "qwen3")
+    make = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
+    model = make.from_config(config, attn_implementation="sdpa")
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    return model
+
+
+@dataclass(frozen=True)
+class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Documents of different lengths, padded to N tokens or not."""
+
+    number: int = 24
+    padded: bool = True
+    every_label: bool = True
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(index)
+        length = int(torch.randint(9, N + 1, (), generator=generator))
+        tokens = torch.randint(3, VOCABULARY, (length,), generator=generator)
+        labels = tokens if self.every_label else tokens.masked_fill(torch.rand(length, generator=generator) < 0.7, -100)
+        if not self.padded:
+            return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
+        missing = (0, N - length)
+        return {
+            "input_ids": torch.nn.functional.pad(tokens, missing),
+            "attention_mask": torch.nn.functional.pad(torch.ones_like(tokens), missing),
+            "labels": torch.nn.functional.pad(labels, missing, value=IGNORED),
+        }
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a Trainer.
+
+    Attributes:
+        arguments: of TrainingArguments.
+        loss_func: whether to pass a ``compute_loss_func``.
+    """
+
+    kind: Kind = "llama"
+    lora: bool = False
+    packed: bool = False
+    loss_func: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "llama": Case(),
+    "qwen3-packed": Case("qwen3", packed=True),
+    "bert": Case("bert"),
+    "modernbert": Case("modernbert"),
+    "accumulation": Case("qwen3", arguments={"gradient_accumulation_steps": 3}),
+    "bert-accumulation": Case("bert", arguments={"gradient_accumulation_steps": 2}),
+    "lora": Case(lora=True),
+    "label-smoothing": Case(arguments={"label_smoothing_factor": 0.1}),
+    "activation-checkpointing": Case("qwen3", arguments={"gradient_checkpointing": True}),
+    "loss-function": Case(loss_func=True, arguments={"gradient_accumulation_steps": 2}),
+}
+
+
+def reset_accelerate() -> None:
+    """The state of an Accelerator is global. A new run begins without it."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def loss_of_next_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """A user's ``compute_loss_func``, over whole logits."""
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum", ignore_index=IGNORED)
+    return loss / num_items_in_batch
+
+
+def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
+    """A Trainer whose steps have 4 documents, over ``rings`` rings."""
+    reset_accelerate()
+    model = make_model(case.kind, case.lora)  # before DeepSpeed would partition it, which draws other weights
+    collator = transformers.DataCollatorWithFlattening() if case.packed else None
+    data = Documents(padded=not case.packed, every_label=case.kind in ("llama", "qwen3"))
+    options = {
+        "use_cpu": True,
+        "per_device_train_batch_size": 4 // rings,
+        "per_device_eval_batch_size": 4 // rings,
+        "max_steps": STEPS,
+        "learning_rate": 0.1,
+        "optim": "sgd",
+        "lr_scheduler_type": "linear",
+        "max_grad_norm": 0.5,
+        "logging_steps": 1,
+        "logging_strategy": "steps",
+        "report_to": [],
+        "disable_tqdm": True,
+        "save_strategy": "no",
+    }
+    if "deepspeed" in arguments:
+        # Without GPUs and with DeepSpeed, Accelerate would take every process for the only one.
+        import_module("ring_backends.adapters.deepspeed.ring_pass").start_deepspeed()  # without a compiler
+        PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    args = TrainingArguments(output_dir=folder, **{**options, **case.arguments, **arguments})
+    if "fsdp" in arguments:
+        # Accelerate refuses to shard on processes without GPUs. FSDP2 itself does not.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    trainer = Trainer(
+        model=model,
+        args=args,
+        train_dataset=data,
+        eval_dataset=Documents(10, padded=not case.packed, every_label=data.every_label),
+        data_collator=collator,
+        compute_loss_func=loss_of_next_tokens if case.loss_func else None,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def results_of(trainer: Any, case: Case) -> dict[str, Any]:
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    results: dict[str, Any] = {
+        "losses": torch.tensor([entry["loss"] for entry in history], dtype=torch.float64),
+        "gradient norms": torch.tensor([entry["grad_norm"] for entry in history], dtype=torch.float64),
+        "flops": torch.tensor(trainer.state.total_flos, dtype=torch.float64),
+    }
+    if not case.packed:  # Trainer joins the logits of batches by padding, and packed batches differ in length
+        results["predictions"] = torch.from_numpy(trainer.predict(Documents(5)).predictions)
+    else:
+        trainer.args.prediction_loss_only = True
+    results["evaluation loss"] = torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64)
+    parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    return results | {name: whole(value) for name, value in parameters if value.requires_grad}
+
+
+def whole(parameter: Any) -> Tensor:
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()
+    parameter = parameter.detach()
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter.clone()
+
+
+def assert_equal(by_rank: list[dict[str, Any]], expected: dict[str, Any]) -> None:
+    """Compare the results of every rank with those of one process."""
+    for found in by_rank:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            difference = (found[name] - value).abs().max().item()
+            assert difference <= 1e-5, f"{name} differs by {difference}"
+
+
+def run(name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp") -> dict[str, Any]:
+    """Train, predict and evaluate; ``ring_size`` None is one process without a ring."""
+    case = CASES[name]
+    rings = 1 if ring_size is None else int(os.environ["WORLD_SIZE"]) // ring_size
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(case, rings, folder, **arguments_of(strategy, ring_size))
+        if ring_size is not None:
+            attach(trainer, *PLAIN, ring_size=None if strategy == "cp" else ring_size, layout=layout)
+        trainer.train()
+        return results_of(trainer, case)
+
+
+def arguments_of(strategy: str, ring_size: int | None) -> dict[str, Any]:
+    if strategy.startswith("zero"):
+        zero = {"stage": int(strategy[-1]), "stage3_param_persistence_threshold": 0}
+        config: dict[str, Any] = {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+        for name in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_clipping"):
+            config[name] = "auto"
+        return {"use_cpu": False, "deepspeed": {**config, "gradient_accumulation_steps": "auto"}}
+    if strategy not in ("fsdp2", "cp"):
+        return {}
+    arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
+    if strategy == "cp":
+        arguments["parallelism_config"] = ParallelismConfig(cp_size=ring_size)
+    return arguments
+
+
+def resume(folder: str, ring_size: int | None) -> list[dict[str, Any]]:
+    """Train 10 steps, and then again the last 5, from the training checkpoint of step 5. Both results."""
+    case = CASES["accumulation"]
+    rings = 1 if ring_size is None else int(os.environ["WORLD_SIZE"]) // ring_size
+    results = []
+    for checkpoint in (None, f"{folder}/checkpoint-5"):
+        trainer = make_trainer(case, rings, folder, save_strategy="steps", save_steps=5)
+        if ring_size is not None:
+            attach(trainer, *PLAIN, ring_size=ring_size)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        results.append(results_of(trainer, case))
+    return results
+
+
+def bf16_losses(ring_size: int | None) -> Tensor:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(CASES["llama"], 1, folder, bf16=True)
+        if ring_size is not None:
+            attach(trainer, *PLAIN, ring_size=ring_size)
+        trainer.train()
+        losses: Tensor = results_of(trainer, CASES["llama"])["losses"]
+        return losses
+
+
+def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
+    """A loop of Accelerate: five steps of two micro-batches of 4 documents, and an evaluation."""
+    reset_accelerate()
+    case = CASES[name]
+    rings = 1 if ring_size is None else int(os.environ["WORLD_SIZE"]) // ring_size
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = make_model(case.kind, case.lora)
+    if ring_size is not None:
+        attach_accelerator(accelerator, model, *PLAIN, ring_size=ring_size, layout=layout)
+    collator = transformers.DataCollatorWithFlattening() if case.packed else None
+    data = DataLoader(Documents(40, padded=not case.packed), batch_size=4 // rings, collate_fn=collator)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    losses = []
+    batches = iter(data)
+    for first in batches:
+        step = (first, next(batches))
+        counts = [(batch["labels"][:, 1:] != IGNORED).sum() for batch in step]
+        num_items = accelerator.gather(torch.stack(counts).sum()).sum()
+        total = torch.zeros(())
+        for batch in step:
+            with accelerator.accumulate(model):
+                loss = model(**batch, num_items_in_batch=num_items).loss * rings
+                accelerator.backward(loss * 2)  # accelerate divides it by the number of accumulation steps
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+            total += accelerator.gather(loss.detach()).mean()
+        losses.append(total)
+    model.eval()
+    with torch.no_grad():
+        summed = model(**next(iter(data)), num_items_in_batch=100).loss
+    parameters = accelerator.unwrap_model(model).named_parameters()
+    return {
+        "losses": torch.stack(losses),
+        "evaluated": accelerator.gather(summed).sum(),
+        **{name: whole(value) for name, value in parameters if value.requires_grad},
+    }
