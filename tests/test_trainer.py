@@ -55,6 +55,12 @@ def test_two_by_two(four: World, name: str) -> None:
     assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
 
 
+@LONG
+def test_two_by_two_on_the_axes_of_accelerate(four: World) -> None:
+    """Rings on the cp axis, and FSDP2 over the dp_shard and cp axes."""
+    assert_equal(four.run(run, "llama", 2, "contiguous", "cp"), run("llama", None))
+
+
 @pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=LONG), "cp"])
 def test_fsdp2(two: World, strategy: str) -> None:
     """FSDP2 of Accelerate, and its cp axis as the ring."""

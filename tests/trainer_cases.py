@@ -227,7 +227,9 @@ def arguments_of(strategy: str, ring_size: int | None) -> dict[str, Any]:
         return {}
     arguments: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2, "reshard_after_forward": True}}
     if strategy == "cp":
-        arguments["parallelism_config"] = ParallelismConfig(cp_size=ring_size)
+        assert ring_size is not None
+        num_rings = int(os.environ["WORLD_SIZE"]) // ring_size
+        arguments["parallelism_config"] = ParallelismConfig(cp_size=ring_size, dp_shard_size=num_rings)
     return arguments
 
 

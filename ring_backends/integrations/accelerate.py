@@ -10,7 +10,7 @@ DeepSpeed average gradients over all ranks.
 
 from __future__ import annotations
 
-import contextlib
+import copy
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -105,8 +105,9 @@ def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: t
                 "and becomes the ring; leave ring_size out, or make them equal."
             )
         group, ring_size = accelerator.torch_device_mesh["cp"], None
-        replace_method(accelerator, "_prepare_cp", lambda *objects: objects)
-        replace_method(accelerator, "maybe_context_parallel", lambda **buffers: contextlib.nullcontext())
+        # Accelerate's own context parallelism would replace the attention, and drop its masks. FSDP2 reads the mesh.
+        accelerator.state.parallelism_config = copy.copy(parallelism)
+        accelerator.state.parallelism_config.cp_size = 1
     ring = native.initialize(ring_size, layout, group, timeout)
     if ring.size > 1:
         _read_the_same_batches(accelerator, ring)

@@ -10,7 +10,6 @@ parallelism: they read the same batches, and the losses that the Trainer logs ar
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -93,15 +92,11 @@ def attach(
     replacements = {
         "compute_loss": attached.compute_loss,
         "prediction_step": attached.prediction_step,
-        "get_cp_size": lambda: 1,  # all ranks of a ring return the same loss
         "get_total_train_batch_size": lambda args: batch_size(args) // ring.size,
         "floating_point_ops": lambda inputs: num_flops(inputs) // ring.size,
     }
     for name, function in replacements.items():
         replace_method(trainer, name, function)
-    if getattr(getattr(trainer.accelerator, "parallelism_config", None), "cp_size", 1) > 1:
-        cut = "_prepare_context_parallel_inputs"
-        replace_method(trainer, cut, lambda model, inputs: (contextlib.nullcontext, inputs))
     attached.check()
     return ring
 

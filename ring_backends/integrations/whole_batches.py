@@ -109,10 +109,10 @@ class _ShardedForward:
     """The hooks of one model: ``before`` cuts its arguments, and ``after`` adds the loss to its result."""
 
     def __init__(self, inner: Any, ring: Ring, attn_implementation: str, label_smoothing: float) -> None:
-        classes = {base.__name__ for base in type(inner).__mro__}
-        self.predicts_next = bool(classes & _PREDICT_NEXT)
-        self.predicts = self.predicts_next or bool(classes & _PREDICT_OWN)
-        if (not self.predicts and not classes & _WITHOUT_HEAD) or getattr(inner, "pooler", None) is not None:
+        self.predicts_next = predicts_next(inner)
+        self.predicts = self.predicts_next or bool(_class_names(inner) & _PREDICT_OWN)
+        is_known = self.predicts or bool(_class_names(inner) & _WITHOUT_HEAD)
+        if not is_known or getattr(inner, "pooler", None) is not None:
             raise ValueError(
                 f"model = {type(inner).__name__}: its head may pool rows, of which each rank has only a part; use the "
                 "model without a head (add_pooling_layer=False), and pool its rows with ring.pool()."
@@ -141,7 +141,8 @@ class _ShardedForward:
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
-        agree(self.ring, "the batch of a model", {name: _describe(value) for name, value in batch.items()})
+        if self.ring.size > 1:
+            agree(self.ring, "the batch of a model", {name: _describe(value) for name, value in batch.items()})
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.predicts_next)
         if labels is not None:
             self.labels = self.ring.shard(labels)
