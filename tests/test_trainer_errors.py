@@ -17,7 +17,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from torch import Tensor
-from trainer_cases import PLAIN, SIZES, Case, make_model, make_trainer
+from trainer_cases import PLAIN, SIZES, Case, make_model, make_trainer, reset_accelerate
 
 from ring_backends.adapters import native
 from ring_backends.integrations.accelerate import attach as attach_accelerator
@@ -193,6 +193,20 @@ def test_batches_that_differ_within_a_ring(two: World, length: int) -> None:
             message
         )
         assert "labels (rank 0" in message
+
+
+def attach_alone() -> None:
+    """Without GPUs and without ``cpu=True``, an Accelerator does not use the other processes."""
+    reset_accelerate()
+    attach_accelerator(Accelerator(), make_model("llama"), *PLAIN)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate uses all processes")
+def test_an_accelerator_of_one_process(two: World) -> None:
+    with pytest.raises(RanksFailedError) as raised:
+        two.run(attach_alone)
+    for message in messages(raised.value):
+        assert message.startswith("ValueError: accelerator.num_processes = 1: 2 processes were started"), message
 
 
 def train_with(name: str) -> None:

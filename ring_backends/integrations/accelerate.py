@@ -109,6 +109,12 @@ def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: t
         accelerator.state.parallelism_config = copy.copy(parallelism)
         accelerator.state.parallelism_config.cp_size = 1
     ring = native.initialize(ring_size, layout, group, timeout)
+    if accelerator.num_processes != ring.size * ring.data_size:
+        raise ValueError(
+            f"accelerator.num_processes = {accelerator.num_processes}: {ring.size * ring.data_size} processes were "
+            "started, but Accelerate uses others; without GPUs, pass Accelerator(cpu=True), or use_cpu=True to "
+            "TrainingArguments."
+        )
     if ring.size > 1:
         _read_the_same_batches(accelerator, ring)
         _gather_once_per_ring(accelerator, ring)
