@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from ring_backends.engine import compiled
 from ring_backends.engine.autograd import RingExecutor, attend
-from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.cache import KeyValueCache
+from ring_backends.engine.call import AttentionCall, autocast, check_call
+from ring_backends.engine.decoding import check_step, configuration_of
 from ring_backends.engine.hops import Hops, Start, no_hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import check_dropout, check_grad_wire_dtype, check_scale, draw_seed
@@ -196,6 +198,104 @@ class RingDilatedAttention(nn.Module, ABC):
             return compiled.attend(self._handle if on_host else None, inputs.tensors, inputs.options, constants)
         inputs, call = self.check_call(inputs)
         return attend(inputs, RingExecutor(call, self.start(call, inputs, needs_gradients=inputs.needs_gradients)))
+
+    def new_cache(self, max_len: int | None = None) -> KeyValueCache:
+        """Make an empty cache of keys and values for :meth:`prefill` and :meth:`decode`.
+
+        Args:
+            max_len: the largest length of the sequence, in tokens. The first call reserves the memory for it. None lets
+                the cache grow.
+        """
+        return KeyValueCache(self.ring, max_len)
+
+    @torch.no_grad()
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def prefill(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: KeyValueCache,
+        *,
+        seq_len: int | None = None,
+        key_padding_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend causally over a prompt, and keep its keys and values. Every rank passes its rows of the prompt.
+
+        Args:
+            cache: an empty cache of this module.
+            query, key, value, seq_len, key_padding_mask, return_lse: as in :meth:`forward`.
+
+        Returns:
+            As :meth:`forward`. There is no gradient.
+
+        Raises:
+            ValueError: as :meth:`forward`; or the cache is of another ring, or not empty.
+        """
+        with self.ring.report_refusals():
+            self._check_cache(cache)
+            if cache.seq_len:
+                raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
+            if seq_len is None:
+                seq_len = query.shape[1] * self.ring.size
+            if cache.max_len is not None and seq_len > cache.max_len:
+                raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "return_lse": return_lse}
+        results = self(query, key, value, is_causal=True, seq_len=seq_len, **options)
+        cache.fill(autocast(key), autocast(value), key_padding_mask, seq_len)
+        return results
+
+    @torch.no_grad()
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cache: KeyValueCache,
+        *,
+        key_padding_mask: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend from new tokens to the cache and to each other, causally, and add them to the cache.
+
+        Every rank of the ring passes the same tokens, which follow those in the cache. Each rank attends to its own
+        rows, and one exchange merges the results. The output is that of the last rows of a causal call over the whole
+        sequence, the same on every rank.
+
+        Args:
+            query: [batch, new tokens, heads, head_dim].
+            key, value: [batch, new tokens, key/value heads, head_dim].
+            cache: a cache of this module. If it is empty, the sequence begins with these tokens.
+            key_padding_mask: bool [batch, new tokens], True where a key is to be ignored.
+            return_lse: whether to return the LSE too.
+
+        Returns:
+            out, with the shape of query, in query's dtype. With ``return_lse``, the pair (out, LSE), where LSE is
+            [batch, heads, new tokens]. There is no gradient.
+
+        Raises:
+            ValueError, TypeError: an argument is invalid, or does not fit the cache.
+            RingMismatchError: the ranks' calls, caches or tokens differ.
+            RingPeerError: a rank died, stalled or left.
+        """
+        with self.ring.report_refusals():
+            self._check_cache(cache)
+            step = check_step(query, key, value, key_padding_mask, cache, self.pattern, self.scale, self.kernel)
+        out, lse = step.exchange(*step.local_result(), configuration_of(step, self._module_number))
+        cache.append(step.key.transpose(1, 2), step.value.transpose(1, 2), step.ignored)
+        out = out.transpose(1, 2).to(step.query.dtype)
+        return (out, lse) if return_lse else out
+
+    def _check_cache(self, cache: KeyValueCache) -> None:
+        self.ring.check_connected()
+        if not isinstance(cache, KeyValueCache):
+            raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
+        if cache.ring is not self.ring:
+            raise ValueError("cache is of another ring or layout: make it with this module's new_cache().")
+        if self.training and self.dropout_p:
+            raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
 
     def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
         if torch.compiler.is_compiling():

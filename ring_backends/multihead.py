@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.engine.cache import KeyValueCache
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
@@ -110,6 +112,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         dropout_seed: int | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attend over the whole sequence; ``x`` is this rank's part.
 
@@ -122,6 +125,8 @@ class RingDilatedMultiheadAttention(nn.Module):
                 on the position in the whole sequence. Attention depends only on differences of angles, which are the
                 same as with positions counted per document.
             dropout_seed: as in a call of the attention.
+            cache: what ``attention.new_cache()`` made. If it is empty, ``x`` is this rank's part of a prompt. Otherwise
+                it is a few new tokens, the same on every rank. Attention is then causal, and has no gradient.
 
         Returns:
             [batch, local seq, embed_dim].
@@ -132,32 +137,49 @@ class RingDilatedMultiheadAttention(nn.Module):
             RingMismatchError, RingPeerError: as in a call of the attention.
         """
         ring = cast(Ring, self.attention.ring)
+        is_step = cache is not None and cache.seq_len > 0
         with ring.report_refusals():
-            seq_len = self._check(x, ring, seq_len)
+            self._check_rows(x)
+            if not is_step:
+                seq_len = self._check_length(x, ring, seq_len)
         batch, local_len = x.shape[:2]
         query = self.q_proj(x).view(batch, local_len, self.num_heads, self.head_dim)
         key = self.k_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
         value = self.v_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
         if self.rotary:
-            cos, sin = self._rotary_table(ring, seq_len, query)
+            if is_step:
+                assert cache is not None
+                positions = torch.arange(cache.seq_len, cache.seq_len + local_len)
+                dtype = torch.promote_types(query.dtype, torch.float32)
+                cos, sin = self._new_rotary_table(positions, query.device, dtype)
+            else:
+                assert seq_len is not None
+                cos, sin = self._rotary_table(ring, seq_len, query)
             query, key = _rotate_half(query, cos, sin), _rotate_half(key, cos, sin)
-        out = self.attention(
-            query,
-            key,
-            value,
-            is_causal=is_causal,
-            seq_len=seq_len,
-            key_padding_mask=key_padding_mask,
-            document_ids=document_ids,
-            dropout_seed=dropout_seed,
-        )
+        if cache is None:
+            out = self.attention(
+                query,
+                key,
+                value,
+                is_causal=is_causal,
+                seq_len=seq_len,
+                key_padding_mask=key_padding_mask,
+                document_ids=document_ids,
+                dropout_seed=dropout_seed,
+            )
+        else:
+            attention = cast(RingDilatedAttention, self.attention)
+            tensors = query, key, value, cache
+            if is_step:
+                out = attention.decode(*tensors, key_padding_mask=key_padding_mask)
+            else:
+                out = attention.prefill(*tensors, seq_len=seq_len, key_padding_mask=key_padding_mask)
         out = out.reshape(batch, local_len, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)
         return cast(Tensor, self.out_proj(out))
 
-    def _check(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
-        """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
+    def _check_rows(self, x: Tensor) -> None:
         if x.dim() != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
@@ -166,6 +188,9 @@ class RingDilatedMultiheadAttention(nn.Module):
             raise TypeError(
                 f"x is {x.dtype}: the parameters are {self.q_proj.weight.dtype}; convert x, or the module with .to()."
             )
+
+    def _check_length(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
+        """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
         seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
         expected = ring.layout(seq_len).local_len(ring.rank)
         if x.shape[1] != expected:
@@ -183,24 +208,22 @@ class RingDilatedMultiheadAttention(nn.Module):
         """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], in fp32, or fp64 if ``like`` is fp64."""
         dtype = torch.promote_types(like.dtype, torch.float32)
         if torch.compiler.is_compiling():
-            return self._new_rotary_table(ring, seq_len, like.device, dtype)
+            return self._new_rotary_table(ring.positions(seq_len), like.device, dtype)
         key = (ring.layout(seq_len), ring.rank, like.device, dtype)
         if key in self._rotary_tables:
             return self._rotary_tables[key]
         # Autograd cannot save a table made under inference_mode.
         with torch.inference_mode(False), torch.no_grad():
-            table = self._new_rotary_table(ring, seq_len, like.device, dtype)
+            table = self._new_rotary_table(ring.positions(seq_len), like.device, dtype)
         while len(self._rotary_tables) >= _MAX_CACHED_TABLES:
             del self._rotary_tables[next(iter(self._rotary_tables))]
         self._rotary_tables[key] = table
         return table
 
-    def _new_rotary_table(
-        self, ring: Ring, seq_len: int, device: torch.device, dtype: torch.dtype
-    ) -> tuple[Tensor, Tensor]:
+    def _new_rotary_table(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         # Angles in fp64: in fp32 the angle of position 10⁶ is already off by a twentieth of a radian.
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
-        angle = ring.positions(seq_len).to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
+        angle = positions.to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
         return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import typer
 from ring_backends import __version__
 from ring_backends.cli.compare import compare_command
 from ring_backends.cli.convert import convert_command
+from ring_backends.cli.generate import generate_command
 from ring_backends.cli.info import info_command
 from ring_backends.cli.parsing import BranchesCommand
 from ring_backends.cli.plan import plan_command
@@ -33,6 +34,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command("train", cls=BranchesCommand)(train_command)
+app.command("generate")(generate_command)
 app.command("compare", cls=BranchesCommand)(compare_command)
 app.command("plan", cls=BranchesCommand)(plan_command)
 app.command("info")(info_command)

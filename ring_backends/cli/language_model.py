@@ -7,16 +7,54 @@ an argument, so the model works with every adapter.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import cast
+from collections.abc import Callable, Iterable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.cli.train_options import TrainOptions
+from ring_backends.engine.cache import KeyValueCache
+from ring_backends.kernels import resolve_dtype
 from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.ring.ring import Ring
 
 VOCABULARY = 256
+
+
+def make_model(options: TrainOptions, backend: Any, ring: Ring) -> LongNetLM:
+    """The model of a training run, on the CPU in fp32, with the attention of an adapter."""
+    return LongNetLM(
+        options.embed_dim,
+        options.num_heads,
+        options.num_layers,
+        lambda: backend.RingDilatedAttention(
+            options.segment_lengths,
+            options.dilation_rates,
+            ring=ring,
+            head_mode=options.head_mode,
+            offset=options.offset,
+            padding=options.padding,
+            kernel=options.kernel,
+        ),
+        num_kv_heads=options.num_kv_heads,
+        tied=options.tied,
+        activation_checkpointing=options.activation_checkpointing,
+    )
+
+
+def make_optimizer(options: TrainOptions, dtype: torch.dtype) -> Callable[[Iterable[nn.Parameter]], torch.optim.AdamW]:
+    """What makes the optimizer of a training run from the parameters."""
+    eps = max(1e-8, torch.finfo(dtype).tiny)  # 1e-8 is 0 in fp16
+    return lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), eps=eps)
+
+
+def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
+    """Resolve a dtype. ``"auto"`` gives fp32 instead of fp16, since the training loop has no loss scaling."""
+    dtype = resolve_dtype(wanted, device)
+    return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
 class Block(nn.Module):
@@ -43,9 +81,9 @@ class Block(nn.Module):
             nn.Linear(mlp_ratio * embed_dim, embed_dim),
         )
 
-    def forward(self, x: Tensor, seq_len: int) -> Tensor:
+    def forward(self, x: Tensor, seq_len: int | None, cache: KeyValueCache | None = None) -> Tensor:
         """Map x [batch, local seq, embed_dim] to the same shape. ``seq_len`` is the length of the global sequence."""
-        x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len)
+        x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len, cache=cache)
         return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
 
 
@@ -101,20 +139,28 @@ class LongNetLM(nn.Module):
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
-    def forward(self, tokens: Tensor, seq_len: int) -> Tensor:
+    def new_caches(self, max_len: int | None = None) -> list[KeyValueCache]:
+        """An empty cache of keys and values for each block."""
+        attentions = [cast(RingDilatedAttention, cast(Block, block).attention.attention) for block in self.blocks]
+        return [attention.new_cache(max_len) for attention in attentions]
+
+    def forward(self, tokens: Tensor, seq_len: int | None, caches: list[KeyValueCache] | None = None) -> Tensor:
         """Compute the logits of this rank's rows.
 
         Args:
             tokens: int64 [batch, local seq], byte values of this rank's positions.
-            seq_len: length of the global sequence.
+            seq_len: length of the global sequence; of the prompt, if there are caches.
+            caches: as :meth:`new_caches` makes them. If they are not empty, ``tokens`` are the next tokens, the same on
+                every rank.
 
         Returns:
             [batch, local seq, 256], in the dtype of the parameters.
         """
         x = self.embedding(tokens)
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
+            cache = None if caches is None else caches[number]
             if self.activation_checkpointing and torch.is_grad_enabled():
                 x = checkpoint(block, x, seq_len, use_reentrant=False)
             else:
-                x = block(x, seq_len)
+                x = block(x, seq_len, cache)
         return cast(Tensor, self.head(self.norm(x)))

@@ -26,11 +26,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from torch import Tensor
 from torch.nn import functional as F
 
-from ring_backends.cli.language_model import LongNetLM
+from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
 from ring_backends.cli.parsing import describe_branches
 from ring_backends.cli.train_options import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
-from ring_backends.kernels import auto_dtype, resolve_dtype
+from ring_backends.kernels import auto_dtype
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
 from ring_backends.ring.collectives import agree, do_on_rank0
@@ -80,31 +80,10 @@ class Trainer:
         self.console = Console(quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.dtype = training_dtype(options.dtype, device)
         torch.manual_seed(options.seed)
-        model = LongNetLM(
-            options.embed_dim,
-            options.num_heads,
-            options.num_layers,
-            lambda: backend.RingDilatedAttention(
-                options.segment_lengths,
-                options.dilation_rates,
-                ring=ring,
-                head_mode=options.head_mode,
-                offset=options.offset,
-                padding=options.padding,
-                kernel=options.kernel,
-            ),
-            num_kv_heads=options.num_kv_heads,
-            tied=options.tied,
-            activation_checkpointing=options.activation_checkpointing,
-        ).to(device, self.dtype)
+        model = make_model(options, backend, ring).to(device, self.dtype)
         self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        eps = max(1e-8, torch.finfo(self.dtype).tiny)  # 1e-8 is 0 in fp16
-        self.state = backend.parallelize(
-            model,
-            lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), eps=eps),
-            ring,
-            max_grad_norm=options.max_grad_norm,
-        )
+        make = make_optimizer(options, self.dtype)
+        self.state = backend.parallelize(model, make, ring, max_grad_norm=options.max_grad_norm)
 
     def train(self) -> None:
         """Resume, train, save, evaluate, and report."""
@@ -217,14 +196,14 @@ class Trainer:
         if self.is_first and not path.exists():
             self._write_options(path)
         elif self.is_first and not self.options.resume:
-            _options_path(path).unlink(missing_ok=True)
+            options_path(path).unlink(missing_ok=True)
         self.state.save(path)
         if self.is_first:
             self._write_options(path)
 
     def _write_options(self, checkpoint: Path) -> None:
         text = json.dumps(self._plain_options(), indent=2) + "\n"
-        replace_file(_options_path(checkpoint), lambda file: file.write(text.encode()))
+        replace_file(options_path(checkpoint), lambda file: file.write(text.encode()))
 
     def _resume(self) -> None:
         path = self.options.save
@@ -239,12 +218,12 @@ class Trainer:
         if not self.state.has_checkpoint(path):
             self.console.print(f"{path} does not exist; training starts at step 1.")
             return
-        if not _options_path(path).exists():
+        if not options_path(path).exists():
             raise ValueError(
-                f"save = {str(path)!r}: {_options_path(path)} is missing, so `train` did not write this checkpoint; "
+                f"save = {str(path)!r}: {options_path(path)} is missing, so `train` did not write this checkpoint; "
                 "give another --save, or leave --resume out."
             )
-        saved = json.loads(_options_path(path).read_text())
+        saved = json.loads(options_path(path).read_text())
         for name, value in self._plain_options().items():
             if name not in _MAY_DIFFER_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
@@ -331,14 +310,9 @@ class Trainer:
         )
 
 
-def _options_path(checkpoint: Path) -> Path:
+def options_path(checkpoint: Path) -> Path:
+    """The file beside a checkpoint that holds the options of the run."""
     return checkpoint.with_name(checkpoint.name + ".options.json")
-
-
-def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """Resolve a dtype. ``"auto"`` gives fp32 instead of fp16, since the training loop has no loss scaling."""
-    dtype = resolve_dtype(wanted, device)
-    return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
 def _parameters_sha256(state: Mapping[str, Tensor]) -> str:

@@ -1,0 +1,290 @@
+"""One step of decoding: a few new tokens against a cache that is distributed over the ring.
+
+Every rank has the same new tokens. It attends from them to its own rows of the cache, and the ranks exchange and merge
+the results. A rank also computes a part of the attention among the new tokens. Nothing but results travels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ring_backends.engine.cache import KeyValueCache
+from ring_backends.engine.call import autocast
+from ring_backends.engine.validation import check_tensors
+from ring_backends.errors import RingMismatchError
+from ring_backends.kernels import Kernel, KernelInputs, select_kernel
+from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.steps import StepKernel
+from ring_backends.ring.agreement import Configuration
+from ring_backends.schedule.pattern import DilatedPattern
+
+MAX_EXCHANGED_BYTES = 32 * 2**20
+"""The most memory for results of all ranks at a time. The results of longer steps are exchanged in parts."""
+
+_TOLERANCE = 0.05
+"""By how much the keys of equal tokens may differ between ranks, relative to their norm: more than rounding."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """The heads of one branch with the same offset, and the new tokens that they cover in one segment.
+
+    Attributes:
+        branch: index of the branch.
+        heads: the heads.
+        begin: the first position of the segment that they cover.
+        rows: the new tokens, counted from the first one.
+    """
+
+    branch: int
+    heads: range
+    begin: int
+    rows: range
+
+
+@dataclass(frozen=True)
+class Step:
+    """One checked step.
+
+    Attributes:
+        query: [batch, heads, new tokens, head_dim].
+        key, value: [batch, key/value heads, new tokens, head_dim].
+        ignored: bool [batch, new tokens], True for a key to ignore; None for none.
+    """
+
+    pattern: DilatedPattern
+    cache: KeyValueCache
+    kernel: Kernel
+    scale: float
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    ignored: Tensor | None
+
+    def local_result(self) -> tuple[Tensor, Tensor]:
+        """out and LSE of the new tokens over this rank's keys, in the statistics dtype."""
+        query, cache = self.query, self.cache
+        out = torch.zeros_like(query, dtype=statistics_dtype(query.dtype))
+        lse = torch.full_like(out[..., 0], -math.inf)
+        ring = cache.ring
+        for number, group in enumerate(groups(self.pattern, query.shape[1], cache.seq_len, query.shape[2])):
+            heads = _as_slice(group.heads)
+            place = slice(None), heads, _as_slice(group.rows)
+            kv_heads = _kv_heads(group.heads, query.shape[1] // self.key.shape[1])
+            rate = self.pattern.dilation_rates[group.branch]
+            tiles = [
+                self._tile(query[place], cache.key, cache.value, cache.ignored, kv_heads, rows, is_causal=False)
+                for rows in cache.rows(group.begin, cache.seq_len, rate)
+            ]
+            if number % ring.size == ring.rank:  # every rank has the keys of the new tokens
+                own = self.key, self.value, self.ignored, kv_heads, _as_slice(group.rows)
+                tiles.append(self._tile(query[place], *own, is_causal=True))
+            for tile_out, tile_lse in tiles:
+                merge_(out[place], lse[place], tile_out, tile_lse)
+        return out, lse
+
+    def _tile(
+        self,
+        query: Tensor,
+        key: Tensor | None,
+        value: Tensor | None,
+        ignored: Tensor | None,
+        kv_heads: slice | list[int],
+        rows: slice,
+        *,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor]:
+        assert key is not None
+        assert value is not None
+        tile_key, tile_value = (x[:, :, rows][:, kv_heads] for x in (key, value))
+        mask = None
+        if ignored is not None:
+            mask = ignored[:, None, rows].expand(-1, tile_key.shape[1], -1)
+        options = {"is_causal": is_causal, "scale": self.scale, "key_mask": mask}
+        return self.kernel.forward(query, tile_key, tile_value, **options)  # type: ignore[arg-type]
+
+    def exchange(self, out: Tensor, lse: Tensor, configuration: Configuration) -> tuple[Tensor, Tensor]:
+        """Merge the results of all ranks. They are the same on every rank afterwards, bit by bit.
+
+        Raises:
+            RingMismatchError, RingPeerError: the ranks' steps differ, or a rank is gone.
+        """
+        ring = self.cache.ring
+        if ring.agreement is None:
+            return out, lse
+        call = ring.agreement.begin(configuration)
+        marks = self._marks().to(out.dtype)
+        mine = torch.cat([out.transpose(1, 2).flatten(2), lse.transpose(1, 2), marks], -1)  # [batch, new tokens, …]
+        width = max(1, MAX_EXCHANGED_BYTES // (ring.size * mine[:, :1].nbytes))
+        heads, head_dim = out.shape[1], out.shape[3]
+        for index, part in enumerate(mine.split(width, 1)):
+            gathered = ring.all_gather(call, part.contiguous(), index)
+            ring.synchronize()
+            self._compare(gathered[..., -marks.shape[-1] :])
+            begin = index * width
+            into_out, into_lse = (x[:, :, begin : begin + part.shape[1]] for x in (out, lse))
+            into_out.zero_()
+            into_lse.fill_(-math.inf)
+            for of_rank in gathered:
+                of_out, of_lse, _ = of_rank.split([heads * head_dim, heads, marks.shape[-1]], -1)
+                merge_(
+                    into_out, into_lse, of_out.unflatten(2, (heads, head_dim)).transpose(1, 2), of_lse.transpose(1, 2)
+                )
+        return out, lse
+
+    def _marks(self) -> Tensor:
+        """What must be equal on all ranks, [batch, new tokens, 3]: a sum over each key, its norm, the cache's length.
+
+        Ranks with different hardware may round keys differently, so equal bits are not required.
+        """
+        keys = self.key.transpose(1, 2).flatten(2).double()
+        weights = torch.arange(keys.shape[-1], device=keys.device, dtype=torch.float64).mul_(12.9898).cos_()
+        length = torch.full_like(keys[..., 0], self.cache.seq_len % 2**24)
+        return torch.stack([keys @ weights, keys.norm(dim=-1), length], -1)
+
+    def _compare(self, marks: Tensor) -> None:
+        """Refuse a step whose new tokens, or whose caches, differ between the ranks. ``marks`` is [ring size, …]."""
+        sums, norms, lengths = marks.unbind(-1)
+        if bool((lengths != lengths[0]).any()):
+            by_rank = ", ".join(f"rank {rank}: {int(x.flatten()[0])}" for rank, x in enumerate(lengths))
+            raise RingMismatchError(
+                f"the ranks differ in the length of the cache ({by_rank}); make the same calls on all."
+            )
+        differs = (sums - sums[0]).abs() > _TOLERANCE * norms[0]
+        if bool(differs.any()):
+            _, entry, token = (int(x) for x in differs.nonzero()[0])
+            ranks = [rank for rank, of_rank in enumerate(differs) if bool(of_rank.any())]
+            raise RingMismatchError(
+                f"the ranks differ in the new tokens: the key of token {token} in batch entry {entry} differs between "
+                f"rank 0 and ranks {ranks}; every rank must decode the same tokens, so draw them with one seed."
+            )
+
+
+def check_step(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    ignored: Tensor | None,
+    cache: KeyValueCache,
+    pattern: DilatedPattern,
+    scale: float | None,
+    kernel: str,
+) -> Step:
+    """Check the arguments of a step, [batch, new tokens, heads, head_dim].
+
+    Raises:
+        ValueError, TypeError: an argument is invalid, or does not fit the cache.
+    """
+    query, key, value = map(autocast, (query, key, value))
+    check_tensors(query, key, value, ignored)
+    check_cache(cache, key)
+    if query.shape[1] < 1:
+        raise ValueError("query has no tokens: a step has at least one.")
+    seq_len = cache.seq_len + query.shape[1]
+    if cache.max_len is not None and seq_len > cache.max_len:
+        raise ValueError(
+            f"query has {query.shape[1]} tokens, and the cache {cache.seq_len} of max_len = {cache.max_len}: make the "
+            "cache with a larger max_len, or truncate it."
+        )
+    pattern.check(seq_len=seq_len, num_heads=query.shape[2])
+    has_mask = ignored is not None or cache.ignored is not None
+    needs = KernelInputs(query.device, query.dtype, query.shape[3], has_key_mask=has_mask, needs_grad=False)
+    chosen = select_kernel(kernel, needs)
+    if isinstance(chosen, StepKernel):
+        chosen = select_kernel("math", needs)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return Step(pattern, cache, chosen, scale, query, key, value, ignored)
+
+
+def check_cache(cache: KeyValueCache, key: Tensor) -> None:
+    """Refuse keys, [batch, seq, key/value heads, head_dim], that do not fit a cache with rows."""
+    if cache.key is None:
+        return
+    wanted = {
+        "batch": (key.shape[0], cache.key.shape[0]),
+        "key/value heads": (key.shape[2], cache.key.shape[1]),
+        "head_dim": (key.shape[3], cache.key.shape[3]),
+        "dtype": (key.dtype, cache.key.dtype),
+        "device": (key.device, cache.key.device),
+    }
+    for name, (given, own) in wanted.items():
+        if given != own:
+            raise ValueError(f"key has {name} = {given}, and the cache {own}: pass keys like those that it holds.")
+
+
+def configuration_of(step: Step, module_number: str) -> Configuration:
+    """The fields of a step that must be the same on all ranks. They are the same in every step of one kind."""
+    query, ignored = step.query, step.ignored
+    return _configuration(
+        step.pattern,
+        (
+            ("order of calls", f"decode {module_number}"),
+            ("batch", query.shape[0]),
+            ("heads", query.shape[1]),
+            ("key/value heads", step.key.shape[1]),
+            ("head_dim", query.shape[3]),
+            ("new tokens", query.shape[2]),
+            ("dtype", str(query.dtype)),
+            ("device", query.device.type),
+            ("scale", step.scale),
+            ("key_padding_mask", "none" if ignored is None else "given"),
+        ),
+    )
+
+
+@lru_cache(maxsize=256)
+def _configuration(pattern: DilatedPattern, fields: tuple[tuple[str, object], ...]) -> Configuration:
+    return Configuration({**dict(fields), **asdict(pattern)})
+
+
+def groups(pattern: DilatedPattern, num_heads: int, start: int, num_tokens: int) -> Iterator[Group]:
+    """The groups of a step with ``num_tokens`` tokens from position ``start`` on, in the same order on every rank."""
+    end = start + num_tokens
+    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
+        by_offset = _heads_by_offset(pattern, branch, num_heads)
+        for segment in range(start // w, (end - 1) // w + 1):
+            low, high = max(start, segment * w), min(end, segment * w + w)
+            for offset, heads in by_offset:
+                begin = segment * w + offset
+                rows = range(low + (begin - low) % r - start, high - start, r)
+                if rows and begin < segment * w + w:
+                    yield Group(branch, heads, begin, rows)
+
+
+@lru_cache(maxsize=256)
+def _heads_by_offset(pattern: DilatedPattern, branch: int, num_heads: int) -> tuple[tuple[int, range], ...]:
+    """The offsets of a branch, and the heads with each. Their numbers have equal distances."""
+    by_offset: dict[int, list[int]] = {}
+    for head in pattern.heads(branch, num_heads):
+        by_offset.setdefault(pattern.head_offset(branch, head, num_heads), []).append(head)
+    return tuple((offset, _as_range(heads)) for offset, heads in by_offset.items())
+
+
+def _as_range(numbers: Sequence[int]) -> range:
+    step = numbers[1] - numbers[0] if len(numbers) > 1 else 1
+    found = range(numbers[0], numbers[-1] + 1, step)
+    assert [*found] == [*numbers], numbers
+    return found
+
+
+def _as_slice(numbers: range) -> slice:
+    return slice(numbers.start, numbers.stop, numbers.step)
+
+
+def _kv_heads(heads: range, group_size: int) -> slice | list[int]:
+    """The key/value heads of some heads, so that their order fits a kernel's grouped heads."""
+    of_heads = [head // group_size for head in heads]
+    distinct = sorted(set(of_heads))
+    per_head = len(of_heads) // len(distinct)
+    if of_heads != [head for head in distinct for _ in range(per_head)]:
+        return of_heads
+    step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
+    found = range(distinct[0], distinct[-1] + 1, step)
+    return _as_slice(found) if [*found] == distinct else distinct

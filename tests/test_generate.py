@@ -1,0 +1,116 @@
+"""``ring-backends generate`` continues a text with what ``train`` has saved, on any number of ranks alike."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ring_backends import Ring
+from ring_backends.adapters import native
+from ring_backends.cli.generate_options import GenerateOptions
+from ring_backends.cli.generator import draw, generate
+from ring_backends.cli.language_model import LongNetLM
+from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.world import World
+
+PROMPT = b"a prompt of thirty bytes or so."
+OPTIONS: dict[str, Any] = {
+    "checkpoint": Path("unused"),
+    "prompt": PROMPT.decode(),
+    "prompt_file": None,
+    "max_new_tokens": 12,
+    "temperature": 0.9,
+    "top_p": 0.9,
+    "seed": 3,
+    "backend": "native",
+    "nproc_per_node": 1,
+    "layout": "contiguous",
+    "device": "cpu",
+    "timeout": 60.0,
+    "json": None,
+}
+
+
+def continued(ring: Ring, **options: Any) -> list[int]:
+    torch.manual_seed(0)
+    model = LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3], ring=ring)).double().eval()
+    return [*generate(model, ring, PROMPT, GenerateOptions(**{**OPTIONS, **options}), torch.device("cpu"))]
+
+
+def continued_here(layout: Any) -> list[int]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return continued(ring.with_layout(layout))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_two_ranks_draw_what_one_draws(pair: World, layout: str) -> None:
+    expected = continued(Ring())
+    assert len(expected) == 12
+    assert pair.run(continued_here, layout) == [expected] * 2
+
+
+def test_the_likeliest_byte_is_that_of_whole_calls() -> None:
+    torch.manual_seed(0)
+    model = LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3])).double().eval()
+    text = [*PROMPT]
+    with torch.no_grad():
+        for _ in range(12):
+            text.append(int(model(torch.tensor([text]), len(text))[0, -1].argmax()))
+    assert continued(Ring(), temperature=0.0) == text[len(PROMPT) :]
+
+
+def test_top_p_leaves_out_the_unlikely() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    random = torch.Generator().manual_seed(0)
+    drawn = [draw(logits, 1.0, 0.7, random) for _ in range(400)]
+    assert set(drawn) == {0, 1}
+    assert abs(drawn.count(0) / 400 - 0.5 / 0.8) < 0.1
+
+
+def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ring_backends", *arguments]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+
+
+def test_a_checkpoint_of_train(tmp_path: Path) -> None:
+    sizes = ["--seq-len", "512", "--steps", "2", "--embed-dim", "16", "--num-heads", "2"]
+    trained = run("train", *sizes, "--save", "model.pt", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    texts = []
+    for ranks in ("1", "2"):
+        arguments = f"generate model.pt --prompt import --max-new-tokens 9 --nproc-per-node {ranks} --json {ranks}.json"
+        done = run(*arguments.split(), cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert "9 bytes, " in done.stderr
+        result = json.loads((tmp_path / f"{ranks}.json").read_text())
+        assert result["ring_size"] == int(ranks)
+        assert done.stdout == result["text"] + "\n"
+        texts.append(result["bytes"])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["none.pt", "--prompt", "a"], "checkpoint = 'none.pt': does not exist"),
+        (["model.pt"], "--prompt: give either --prompt TEXT or --prompt-file FILE"),
+        (["model.pt", "--prompt", "a", "--prompt-file", "b"], "--prompt: give either"),
+        (["model.pt", "--prompt", ""], "--prompt: is empty"),
+        (["model.pt", "--prompt-file", "absent"], "--prompt-file: prompt_file = 'absent': No such file"),
+        (["model.pt", "--prompt", "a", "--temperature", "-1"], "--temperature: temperature = -1.0: must be at least 0"),
+        (["model.pt", "--prompt", "a", "--top-p", "0"], "--top-p: top_p = 0.0: must be above 0"),
+        (["model.pt", "--prompt", "a"], "checkpoint = 'model.pt': model.pt.options.json is missing"),
+    ],
+)
+def test_invalid_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+    (tmp_path / "model.pt").write_text("")
+    done = run("generate", *arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert f"ring-backends generate: error: {message}" in done.stderr
