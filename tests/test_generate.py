@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from ring_backends import Ring
 from ring_backends.adapters import native
+from ring_backends.cli import app
 from ring_backends.cli.generate_options import GenerateOptions
-from ring_backends.cli.generator import draw, generate
+from ring_backends.cli.generator import draw, generate, read_options
 from ring_backends.cli.language_model import LongNetLM
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
@@ -106,11 +108,16 @@ def test_a_checkpoint_of_train(tmp_path: Path) -> None:
         (["model.pt", "--prompt-file", "absent"], "--prompt-file: prompt_file = 'absent': No such file"),
         (["model.pt", "--prompt", "a", "--temperature", "-1"], "--temperature: temperature = -1.0: must be at least 0"),
         (["model.pt", "--prompt", "a", "--top-p", "0"], "--top-p: top_p = 0.0: must be above 0"),
-        (["model.pt", "--prompt", "a"], "checkpoint = 'model.pt': model.pt.options.json is missing"),
     ],
 )
-def test_invalid_options(tmp_path: Path, arguments: list[str], message: str) -> None:
+def test_invalid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt").write_text("")
-    done = run("generate", *arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stderr
-    assert f"ring-backends generate: error: {message}" in done.stderr
+    done = CliRunner().invoke(app, ["generate", *arguments])
+    assert done.exit_code == 2, done.output
+    assert f"ring-backends generate: error: {message}" in done.output
+
+
+def test_a_checkpoint_without_options(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model.pt.options.json is missing, so `train` did not write this checkpoint"):
+        read_options(tmp_path / "model.pt")

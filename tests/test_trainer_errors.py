@@ -22,7 +22,7 @@ from trainer_cases import PLAIN, SIZES, Case, make_model, make_trainer, reset_ac
 from ring_backends.adapters import native
 from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
-from ring_backends.integrations.whole_batches import use_ring
+from ring_backends.integrations.transformers.whole_batches import use_ring
 from ring_backends.testing.world import RanksFailedError, World
 
 TOKENS = torch.arange(1, 9).view(1, 8)

@@ -146,15 +146,15 @@ class KeyValueCache:
         """Replace batch entry i by entry ``indices[i]``, in beam search, or to remove finished entries.
 
         Args:
-            indices: int64 [new batch], the same on every rank.
+            indices: int32 or int64 [new batch], the same on every rank.
 
         Raises:
             ValueError: ``indices`` has another shape or dtype, or an entry does not exist.
         """
         if self.key is None:
             raise ValueError("the cache is empty: call attention.prefill() or decode() first.")
-        if indices.dtype != torch.int64 or indices.dim() != 1:
-            raise ValueError(f"indices is {indices.dtype} {[*indices.shape]}: expected int64 [batch].")
+        if indices.dtype not in (torch.int32, torch.int64) or indices.dim() != 1:
+            raise ValueError(f"indices is {indices.dtype} {[*indices.shape]}: expected int32 or int64 [batch].")
         batch = self.key.shape[0]
         if indices.numel() == 0 or bool(((indices < 0) | (indices >= batch)).any()):
             raise ValueError(f"indices = {indices.tolist()}: expected at least one number from 0 to {batch - 1}.")

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.whole_batches import use_ring
+from ring_backends.integrations.transformers.whole_batches import use_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 
@@ -50,7 +50,7 @@ def attach(
     """Put a Hugging Face model on rings of an Accelerator's processes. Every process makes this call.
 
     Call it before ``accelerator.prepare``. After it, the model takes whole batches
-    (:func:`~ring_backends.integrations.whole_batches.use_ring`), and the accelerator treats the ranks of a ring as one
+    (:func:`~ring_backends.integrations.transformers.use_ring`), and the accelerator treats the ranks of a ring as one
     process of data parallelism: they read the same batches, and ``gather`` and ``gather_for_metrics`` return one value
     per ring. ``accelerator.num_processes`` still counts all processes; ``ring.data_size`` is the number of rings.
 

@@ -21,8 +21,14 @@ from torch import Tensor
 from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.accelerate import join, replace_method
-from ring_backends.integrations.transformers import IGNORED, documents_of
-from ring_backends.integrations.whole_batches import LABELS, inner_model, labels_of_rows, predicts_next, use_ring
+from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
+from ring_backends.integrations.transformers.whole_batches import (
+    LABELS,
+    inner_model,
+    labels_of_rows,
+    predicts_next,
+    use_ring,
+)
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 

@@ -1,17 +1,8 @@
-"""Ring dilated attention for Hugging Face transformers, selected by ``attn_implementation``::
-
-    from ring_backends.integrations.transformers import register, shard_inputs
-
-    register(attention)  # of any adapter
-    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
-    logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
-
-Every rank has the whole model and its rows of the sequence. Layers that work row by row (projections, norms, rotary
-embedding by ``position_ids``) stay unchanged. The attention uses the ring.
-"""
+"""The attention implementation that is registered with transformers: one RingDilatedAttention for all layers."""
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.data import document_ids
+from ring_backends.engine.cache import KeyValueCache
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.ring.ring import Ring
 
@@ -31,11 +22,6 @@ except ImportError as error:
         f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
     ) from error
 
-__all__ = ["IGNORED", "register", "shard_inputs"]
-
-IGNORED = -100
-"""The label that losses of transformers ignore."""
-
 _REFUSED = {
     "sliding_window": "a window is not a dilated pattern; use segment lengths instead",
     "softcap": "soft-capping is not supported; set it to None in the model",
@@ -45,9 +31,6 @@ _REFUSED = {
 }
 """Attention options that are not supported. Each maps to what the user can do."""
 
-FOR_FLASH_ATTENTION = frozenset(("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
-"""What DataCollatorWithFlattening adds to ``cu_seq_lens_q``."""
-
 _POSITIONS_AFTER_PADDING = frozenset(
     (
         *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
@@ -56,12 +39,43 @@ _POSITIONS_AFTER_PADDING = frozenset(
 )
 """Model types whose first position is ``pad_token_id + 1``."""
 
-
 _OTHER_MASK = (
     "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks and custom masks are "
     "not supported. If position_ids are not consecutive, as in packed sequences or with a zigzag layout, call the "
     "model with shard_inputs(ring, …), which passes an attention_mask."
 )
+
+
+registered: dict[str, RingDilatedAttention] = {}
+"""The attention of every registered name."""
+
+current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
+"""What the layers compute while :func:`~ring_backends.integrations.transformers.generate` runs; None at other times."""
+
+
+@dataclass
+class Step:
+    """One call of a model with caches of keys and values.
+
+    Attributes:
+        caches: the cache of each layer, by its ``layer_idx``.
+        seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
+            tokens, the same on every rank.
+    """
+
+    caches: list[KeyValueCache]
+    seq_len: int | None = None
+
+    def attend(self, attention: RingDilatedAttention, layer: nn.Module, tensors: list[Tensor], mask: _RingMask) -> Any:
+        """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, head_dim]."""
+        index: Any = getattr(layer, "layer_idx", None)
+        if index is None or index >= len(self.caches):
+            raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
+        ignored = None if mask.padding is None else ~mask.padding
+        arguments = *tensors, self.caches[index]
+        if self.seq_len is not None:
+            return attention.prefill(*arguments, seq_len=self.seq_len, key_padding_mask=ignored)
+        return attention.decode(*arguments, key_padding_mask=ignored)
 
 
 @dataclass(frozen=True)
@@ -127,11 +141,18 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
+        step = current_step.get()
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
             _check_options(options)
             _check_scaling(scaling, attention.scale, query.shape[-1])
             _check_layer(module, query.shape[2], key.shape[2])
+            if step is not None and not mask.is_causal:
+                raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
+        rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        if step is not None:
+            return step.attend(attention_of(module), module, rows, mask), None
+        with ring.report_refusals():
             config = getattr(module, "config", None)
             if ring.size > 1:
                 _check_model(config, seq_len)
@@ -142,7 +163,7 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             own.dropout_p = dropout
             own.train()
         out = own(
-            *(tensor.transpose(1, 2) for tensor in (query, key, value)),
+            *rows,
             is_causal=mask.is_causal,
             seq_len=seq_len,
             # Passed even if this rank has no padding, since either all ranks or no rank must pass a mask.
@@ -165,7 +186,10 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         # Some releases of transformers pass the positions of the queries, others their number.
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
-            if num_queries != kv_length or kv_offset:
+            assert num_queries is not None
+            if current_step.get() is not None and attention_mask is not None:
+                attention_mask = attention_mask[:, -num_queries:]  # that of the cached keys is in the cache
+            elif current_step.get() is None and (num_queries != kv_length or kv_offset):
                 raise ValueError(
                     f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
                     "not supported by a ring; call the model on whole sequences, with use_cache=False."
@@ -175,104 +199,9 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         is_known = mask_function in (causal_mask_function, bidirectional_mask_function)
         return _RingMask(padding, mask_function is causal_mask_function, None if is_known else _OTHER_MASK)
 
+    registered[name] = attention
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
-
-
-def shard_inputs(
-    ring: Ring,
-    *,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    labels: Tensor | None = None,
-    next_token_labels: bool = True,
-    position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    first_position: int = 0,
-    **others: Any,
-) -> dict[str, Any]:
-    """Make this rank's arguments of the model. Every rank passes the tensors of the whole sequence.
-
-    Args:
-        ring: the ring of the registered attention.
-        input_ids: int64 [batch, seq].
-        attention_mask: [batch, seq], 0 where a token is padding.
-        labels: int64 [batch, seq], as for the model on one device; :data:`IGNORED` where there is no label.
-        next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
-            shifted before sharding, since the last label of a shard is on the next rank. False for masked language
-            models.
-        position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``; None for one
-            document per batch entry. DataCollatorWithFlattening makes them.
-        cu_seq_lens_q: int [documents + 1], 0 and the end of each packed document. The same collator makes them with
-            ``return_flash_attn_kwargs=True``. Its other arguments for flash-attn may be given, and are left out.
-        first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
-        others: other tensors [batch, seq, …], such as token_type_ids.
-
-    Returns:
-        Keyword arguments: the local rows of these tensors, ``position_ids``, ``seq_len``, and ``document_ids`` for
-        packed sequences. A loss that the model itself computes is the mean over this rank's labels. For the gradient of
-        the mean over all labels pass a sum to ``state.loss``.
-
-    Raises:
-        ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
-            documents; or ``seq_len`` or ``document_ids`` is given.
-    """
-    for name in {"seq_len", "document_ids"} & set(others):
-        raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
-    seq_len = input_ids.shape[1]
-    positions, documents = _positions_and_documents(input_ids, position_ids, cu_seq_lens_q, first_position)
-    is_packed = bool((documents != 0).any())
-    if attention_mask is None and (is_packed or (ring.layout_kind == "zigzag" and ring.size > 1)):
-        # Without a mask, transformers treats every jump in the positions as the start of a new document.
-        attention_mask = torch.ones_like(input_ids)
-    whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
-    whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
-    whole |= {name: tensor for name, tensor in others.items() if name not in FOR_FLASH_ATTENTION}
-    if labels is not None:
-        whole["labels"] = labels
-        if next_token_labels:
-            whole["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
-            whole["shift_labels"] = whole["labels"]
-    for name, tensor in whole.items():
-        if tensor is not None and (tensor.dim() < 2 or tensor.shape[1] != seq_len):
-            raise ValueError(
-                f"{name} is {[*tensor.shape]}: expected [batch, {seq_len}, …], with the positions of input_ids."
-            )
-    local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
-    return {**local, "seq_len": seq_len}
-
-
-def documents_of(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor:
-    """The number of each token's packed document, [batch, seq]."""
-    return _positions_and_documents(input_ids, position_ids, cu_seq_lens, 0)[1]
-
-
-def _positions_and_documents(
-    input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None, first_position: int
-) -> tuple[Tensor, Tensor]:
-    """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
-    batch, seq_len = input_ids.shape[:2]
-    if position_ids is not None and position_ids.shape not in ((batch, seq_len), (1, seq_len)):
-        raise ValueError(f"position_ids is {[*position_ids.shape]}: expected {[batch, seq_len]}, as input_ids.")
-    positions = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
-    documents = torch.zeros_like(positions)
-    if cu_seq_lens is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; pack all documents into one batch entry.")
-        documents = document_ids(cu_seq_lens, seq_len).to(positions)
-        positions = positions - cu_seq_lens.to(positions)[documents]  # in padding, −1 is the end of the last document
-    elif position_ids is not None:
-        documents = (position_ids == first_position).expand(batch, -1).cumsum(1) - 1
-        starts = torch.where(documents.diff(dim=1, prepend=documents[:, :1] - 1) > 0, positions, 0)
-        positions = positions - starts.cummax(1).values
-    positions = positions + first_position
-    if position_ids is not None and not torch.equal(positions, position_ids.expand(batch, -1)):
-        raise ValueError(
-            f"position_ids = {position_ids.flatten()[:4].tolist()}…: expected numbers that begin with {first_position} "
-            "and go on by 1 in each packed document, those of cu_seq_lens_q if that is given; leave them out for one "
-            "document per batch entry."
-        )
-    return positions, documents
 
 
 def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:

@@ -17,14 +17,8 @@ from torch.nn import functional as F
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.transformers import (
-    FOR_FLASH_ATTENTION,
-    IGNORED,
-    check_config,
-    first_position_of,
-    register,
-    shard_inputs,
-)
+from ring_backends.integrations.transformers.attention import check_config, current_step, first_position_of, register
+from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, describe, shard_inputs
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
 
@@ -35,8 +29,6 @@ except ImportError as error:
     raise AdapterUnavailableError(
         f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
     ) from error
-
-__all__ = ["use_ring"]
 
 _PREDICT_NEXT = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 _PREDICT_OWN = frozenset(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()) | frozenset(
@@ -135,14 +127,16 @@ class _ShardedForward:
                     )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], Any]:
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut a whole batch into this rank's rows."""
         self.labels = None
+        if current_step.get() is not None:  # generate() cuts the prompt itself
+            return args, kwargs
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
         if self.ring.size > 1:
-            agree(self.ring, "the batch of a model", {name: _describe(value) for name, value in batch.items()})
+            agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.predicts_next)
         if labels is not None:
             self.labels = self.ring.shard(labels)
@@ -224,16 +218,3 @@ def labels_of_rows(batch: Mapping[str, Any], predicts_next: bool) -> Tensor | No
     if shifted is not None or labels is None:
         return shifted
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if predicts_next else labels
-
-
-def _describe(value: Any) -> str:
-    """A text that differs if two arguments differ."""
-    if not isinstance(value, Tensor):
-        return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-    size = value.element_size()
-    bits = value.detach().contiguous().view(-1)
-    if value.dtype != torch.bool:
-        bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=value.device).mul_(0x9E3779B1)
-    checksum = int((bits.long() * weights).sum()) & (2**64 - 1)
-    return f"{value.dtype} {[*value.shape]} checksum {checksum:016x}"

@@ -1,0 +1,21 @@
+"""Ring dilated attention for Hugging Face transformers, selected by ``attn_implementation``::
+
+    from ring_backends.integrations.transformers import register, shard_inputs
+
+    register(attention)  # of any adapter
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
+    logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
+
+Every rank has the whole model and its rows of the sequence. Layers that work row by row (projections, norms, rotary
+embedding by ``position_ids``) stay unchanged. The attention uses the ring. :func:`use_ring` lets a model take whole
+batches instead, and :func:`generate` continues a text.
+"""
+
+from __future__ import annotations
+
+from ring_backends.integrations.transformers.attention import register
+from ring_backends.integrations.transformers.generation import generate
+from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs
+from ring_backends.integrations.transformers.whole_batches import use_ring
+
+__all__ = ["IGNORED", "generate", "register", "shard_inputs", "use_ring"]

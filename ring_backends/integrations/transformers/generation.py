@@ -1,0 +1,194 @@
+"""Text generation: transformers' own loop, with keys and values that lie on all ranks of a ring."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ring_backends.engine.cache import KeyValueCache
+from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.transformers.attention import Step, check_config, current_step, registered
+from ring_backends.integrations.transformers.inputs import describe
+from ring_backends.integrations.transformers.whole_batches import inner_model
+from ring_backends.ring.collectives import agree
+from ring_backends.ring.ring import Ring
+
+try:
+    from transformers.cache_utils import Cache, CacheLayerMixin
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
+    ) from error
+
+_REFUSED = {
+    "past_key_values": "the ring has caches of its own",
+    "cache_implementation": "the ring has caches of its own",
+    "inputs_embeds": "give input_ids",
+    "assistant_model": "assisted generation is not supported",
+    "prefill_chunk_size": "the prompt is computed at once, on all ranks",
+}
+"""Options of generate() that must be absent. Each maps to the reason, or to what the user can do."""
+
+_MIN_ROWS = 2
+"""Prompts with fewer tokens per rank are not distributed."""
+
+
+def generate(
+    model: nn.Module,
+    ring: Ring,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    **generation_options: Any,
+) -> Any:
+    """Continue a text as ``model.generate`` does, with the keys and values of the text on all ranks of a ring.
+
+    Every rank makes the same call, and gets the same result. The prompt is computed on all ranks, each with its rows.
+    The following tokens are computed on every rank, except that a rank attends to its own keys only. Greedy search,
+    sampling, beams, logits processors and stopping criteria are those of transformers. To sample, seed torch with the
+    same number on every rank.
+
+    Args:
+        model: a causal language model whose ``attn_implementation`` is a registered one, in evaluation mode.
+        ring: the ring of the registered attention.
+        input_ids: int64 [batch, prompt], the same on every rank.
+        attention_mask: [batch, prompt], 0 where a token is padding. Pad on the left, as for ``model.generate``.
+        generation_options: other arguments of ``model.generate``.
+
+    Returns:
+        What ``model.generate`` returns: int64 [batch, prompt + new tokens] by default.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid or not supported.
+        RingMismatchError: the ranks' prompts or tokens differ.
+        RingPeerError: a rank died, stalled or left.
+    """
+    with ring.report_refusals():
+        inner = _check(model, ring, input_ids, generation_options)
+    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+    agree(ring, "generate", {name: describe(value) for name, value in given.items()})
+    caches = [KeyValueCache(ring) for _ in range(inner.config.get_text_config().num_hidden_layers)]
+    generation = _Generation(ring, Step(caches))
+    hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
+    token = current_step.set(generation.step)
+    generating: Any = model
+    options = {"attention_mask": attention_mask, "past_key_values": generation.cache, **generation_options}
+    try:
+        with torch.no_grad():
+            return generating.generate(input_ids=input_ids, **options)
+    finally:
+        current_step.reset(token)
+        hook.remove()
+
+
+def _check(model: nn.Module, ring: Ring, input_ids: object, options: dict[str, Any]) -> Any:
+    inner = inner_model(model)
+    name = inner.config._attn_implementation
+    if name not in registered:
+        raise ValueError(
+            f"attn_implementation = {name!r}: expected a registered one; call register(attention) and "
+            "model.set_attn_implementation('ring_dilated'), or use_ring(model, attention)."
+        )
+    own = registered[name].ring
+    if own is not ring:
+        raise ValueError(
+            f"ring = a {ring.layout_kind} ring of {ring.size}: expected that of the registered attention, a "
+            f"{own.layout_kind} ring of {own.size}; pass attention.ring."
+        )
+    check_config(inner.config)
+    if model.training:
+        raise ValueError("model is in training mode: its dropout would change the text; call model.eval() first.")
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.shape[1]:
+        raise ValueError("input_ids: expected int64 [batch, prompt] with at least one token.")
+    for name, instead in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is given: not supported by a ring; {instead}.")
+    if options.get("use_cache") is False:
+        raise ValueError("use_cache = False: a ring generates with its caches; leave it out.")
+    return inner
+
+
+class _Generation:
+    """The caches of one call of :func:`generate`, and the hook that distributes the prompt."""
+
+    def __init__(self, ring: Ring, step: Step) -> None:
+        self.ring, self.step = ring, step
+        self.cache = Cache(layers=[_RingLayer(cache) for cache in step.caches])
+
+    def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
+        input_ids: Any = kwargs.get("input_ids")
+        is_prompt = input_ids is not None and not self.step.caches[0].seq_len
+        if not is_prompt or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
+            return args, kwargs
+        length = input_ids.shape[1] - 1
+        rows = {name: value for name, value in kwargs.items() if _has_rows(value, input_ids)}
+        local = {name: self.ring.shard(value[:, :length]) for name, value in rows.items()}
+        if "position_ids" not in local:
+            positions = self.ring.positions(length).to(input_ids.device)
+            local["position_ids"] = positions.expand(len(input_ids), -1)
+        if local.get("attention_mask") is None:
+            local["attention_mask"] = torch.ones_like(local["input_ids"])
+        self.step.seq_len = length
+        try:
+            module.base_model(**local, past_key_values=self.cache, use_cache=True)
+        finally:
+            self.step.seq_len = None
+        last = {name: value[:, length:] for name, value in rows.items() if name != "attention_mask"}
+        if kwargs.get("cache_position") is not None:
+            last["cache_position"] = kwargs["cache_position"][length:]
+        return args, {**kwargs, **last}
+
+
+def _has_rows(value: object, input_ids: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == input_ids.shape[1]
+
+
+class _RingLayer(CacheLayerMixin):
+    """What transformers' loop needs to know of the cache of one layer. The attention itself uses the cache."""
+
+    is_sliding = False
+    is_croppable = True
+
+    def __init__(self, cache: KeyValueCache) -> None:
+        super().__init__()
+        self.cache = cache
+        self.is_initialized = True
+
+    def lazy_initialization(self, *tensors: Tensor) -> None:
+        """The first call of the attention makes the memory."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values of the new tokens alone. The attention adds them to the cache."""
+        return key_states, value_states
+
+    def get_seq_length(self, *args: Any) -> int:
+        return self.cache.seq_len
+
+    def get_mask_sizes(self, new: Any, *args: Any) -> tuple[int, int]:
+        """(number of keys, 0). ``new`` is the number of new tokens, or their positions in older releases."""
+        return self.cache.seq_len + (new if isinstance(new, int) else len(new)), 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+    def reset(self) -> None:
+        self.cache.truncate(0)
+
+    def crop(self, max_length: int) -> None:
+        """Keep ``max_length`` tokens, or remove the last ``-max_length``."""
+        self.cache.truncate(max_length if max_length >= 0 else self.cache.seq_len + max_length)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.cache.select_batch(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.cache.select_batch(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        assert self.cache.key is not None
+        self.cache.select_batch(torch.arange(len(self.cache.key)).repeat_interleave(repeats))

@@ -1,0 +1,184 @@
+"""Text that Hugging Face models generate on a ring is what transformers generates on one device."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import transformers
+
+from ring_backends import Ring
+from ring_backends.adapters import native
+from ring_backends.integrations.transformers import generate, register, use_ring
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.world import RanksFailedError, World
+
+NEW, VOCABULARY = 12, 23
+CONFIGS: dict[str, Any] = {
+    "llama": {"num_key_value_heads": 2},
+    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "beams": {"num_beams": 3, "num_return_sequences": 2},
+    "sampling": {"do_sample": True, "top_p": 0.9, "temperature": 1.5},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "processors": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
+    "stopping": {"eos_token_id": 7, "pad_token_id": 0, "max_time": 1000.0},
+}
+
+
+def make_model(kind: str, attn_implementation: str) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+        **CONFIGS[kind],
+    )
+    config.initializer_range = 0.5  # larger differences between logits, so that rounding decides nothing
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
+    return model.double().eval()
+
+
+def prompts(padded: bool) -> tuple[Tensor, Tensor | None]:
+    input_ids = torch.randint(1, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
+    if not padded:
+        return input_ids, None
+    mask = torch.ones_like(input_ids)
+    mask[1, :6] = 0
+    return input_ids * mask, mask
+
+
+def expected(kind: str, options: str, padded: bool) -> Tensor:
+    input_ids, mask = prompts(padded)
+    model = make_model(kind, "sdpa")
+    torch.manual_seed(3)
+    found: Tensor = model.generate(
+        input_ids, attention_mask=torch.ones_like(input_ids) if mask is None else mask, **arguments(options)
+    )
+    return found
+
+
+def arguments(options: str) -> dict[str, Any]:
+    return {"max_new_tokens": NEW, **OPTIONS[options]}
+
+
+def generated(ring: Ring, kind: str, options: str, padded: bool) -> Tensor:
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    model = make_model(kind, "ring_dilated")
+    input_ids, mask = prompts(padded)
+    torch.manual_seed(3)
+    found: Tensor = generate(model, ring, input_ids, mask, **arguments(options))
+    return found
+
+
+def generated_here(spec: RingSpec, layout: Any, kind: str, options: str, padded: bool) -> Tensor:
+    ring = ring_here("ring_backends.adapters.native", spec)
+    assert ring is not None
+    return generated(ring.with_layout(layout), kind, options, padded)
+
+
+QUICK = [("llama", "greedy", True), ("llama", "beams", False), ("qwen3", "sampling", True)]
+LONG = pytest.mark.matrix(reason="other models and options run in the quick tests")
+CASES = [
+    case if case in QUICK else pytest.param(*case, marks=LONG)
+    for case in itertools.product(CONFIGS, OPTIONS, (False, True))
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "padded"), CASES)
+def test_rings_of_one_two_and_four(world: World, kind: str, options: str, padded: bool) -> None:
+    wanted = expected(kind, options, padded)
+    assert torch.equal(generated(Ring(), kind, options, padded), wanted)
+    for spec, layout in ((TWO, "contiguous"), (FOUR, "zigzag")):
+        for found in world.run(generated_here, spec, layout, kind, options, padded):
+            assert torch.equal(found, wanted)
+
+
+def test_short_prompts_and_the_result_of_use_ring() -> None:
+    """A prompt of one token, and a model whose forward takes whole batches."""
+    wanted = make_model("llama", "sdpa").generate(torch.tensor([[5]]), max_new_tokens=NEW, do_sample=False)
+    ring, model = Ring(), make_model("llama", "sdpa")
+    use_ring(model, native.RingDilatedAttention([64], [1], ring=ring))
+    assert torch.equal(generate(model, ring, torch.tensor([[5]]), max_new_tokens=NEW, do_sample=False), wanted)
+    assert model(wanted, labels=wanted).loss.isfinite()
+
+
+def test_a_dilated_pattern_generates_what_whole_calls_do() -> None:
+    ring = Ring()
+    register(native.RingDilatedAttention([4, 64], [1, 3], ring=ring))
+    model = make_model("llama", "ring_dilated")
+    input_ids, _ = prompts(padded=False)
+    text = input_ids
+    with torch.no_grad():
+        for _ in range(NEW):
+            text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generate(model, ring, input_ids, max_new_tokens=NEW, do_sample=False), text)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"past_key_values": transformers.DynamicCache()}, "past_key_values is given: not supported by a ring"),
+        ({"cache_implementation": "static"}, "cache_implementation is given"),
+        ({"prefill_chunk_size": 8}, "prefill_chunk_size is given"),
+        ({"use_cache": False}, "use_cache = False"),
+    ],
+)
+def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
+    ring = Ring()
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    with pytest.raises(ValueError, match=message):
+        generate(make_model("llama", "ring_dilated"), ring, prompts(padded=False)[0], max_new_tokens=2, **options)
+
+
+def test_models_that_are_refused() -> None:
+    ring = Ring()
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    input_ids = prompts(padded=False)[0]
+    with pytest.raises(ValueError, match="attn_implementation = 'sdpa': expected a registered one"):
+        generate(make_model("llama", "sdpa"), ring, input_ids)
+    model = make_model("llama", "ring_dilated")
+    with pytest.raises(ValueError, match="a contiguous ring of 1: expected that of the registered attention"):
+        generate(model, Ring(), input_ids)
+    with pytest.raises(ValueError, match="input_ids: expected int64"):
+        generate(model, ring, input_ids[0])
+    with pytest.raises(ValueError, match=r"model is in training mode: .* call model.eval\(\)"):
+        generate(model.train(), ring, input_ids)
+
+
+def unequal_here(what: str) -> None:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    input_ids = prompts(padded=False)[0]
+    if what == "prompts":
+        input_ids[0, 0] = 1 + ring.rank
+    model = make_model("llama", "ring_dilated")
+    torch.manual_seed(ring.rank)
+    generate(model, ring, input_ids, max_new_tokens=50, do_sample=True, temperature=5.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [("prompts", r"the ranks differ in input_ids \(rank 0"), ("seeds", "the ranks differ in the new tokens")],
+)
+def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
+    with pytest.raises(RanksFailedError, match=message) as raised:
+        pair.run(unequal_here, what)
+    assert [outcome.error_type for outcome in raised.value.outcomes] == ["RingMismatchError"] * 2
