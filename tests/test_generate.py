@@ -98,6 +98,22 @@ def test_a_checkpoint_of_train(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.matrix(reason="trains until the model knows a document")
+def test_the_commands_of_the_documentation(tmp_path: Path) -> None:
+    page = Path(__file__).resolve().parent.parent / "docs" / "decoding.md"
+    if not page.exists():
+        pytest.skip("this tree has no docs/")
+    block = page.read_text().partition("```console\n")[2].partition("```")[0]
+    lines = block.splitlines()
+    commands = [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
+    for command in commands:
+        command = command.replace("ring-backends", f"{sys.executable} -m ring_backends")
+        command = command.replace("python -c", f"{sys.executable} -c")
+        done = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == lines[len(commands) :]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
