@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers import (
     FOR_FLASH_ATTENTION,
     IGNORED,
@@ -141,7 +142,7 @@ class _ShardedForward:
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
-        agree(self.ring, "the batch of a model", {name: _describe(value) for name, value in batch.items()})
+        agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.predicts_next)
         if labels is not None:
             self.labels = self.ring.shard(labels)
@@ -223,16 +224,3 @@ def labels_of_rows(batch: Mapping[str, Any], predicts_next: bool) -> Tensor | No
     if shifted is not None or labels is None:
         return shifted
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if predicts_next else labels
-
-
-def _describe(value: Any) -> str:
-    """A text that differs if two arguments differ."""
-    if not isinstance(value, Tensor):
-        return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-    size = value.element_size()
-    bits = value.detach().contiguous().view(-1)
-    if value.dtype != torch.bool:
-        bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=value.device).mul_(0x9E3779B1)
-    checksum = int((bits.long() * weights).sum()) & (2**64 - 1)
-    return f"{value.dtype} {[*value.shape]} checksum {checksum:016x}"
