@@ -126,7 +126,7 @@ class _SlideEncoder:
         is_random = any(module.training for module in self.slide_encoder.encoder.modules())
         own_seed = int(torch.randint(2**53, ())) if is_random else 0
         fields = {"x": describe(x), "coords": describe(coords), "all_layer_embed": bool(all_layer_embed)}
-        seeds = agree(ring, "the slide of a slide encoder", fields | {"is_random": is_random}, [own_seed])
+        seeds = agree(ring, "the slide of a slide encoder", fields | {"training mode": is_random}, [own_seed])
         with _seeded(int(seeds[0][0]) + ring.data_rank, x.device) if is_random else contextlib.nullcontext():
             return self._embed(ring, x, places, all_layer_embed)
 
