@@ -124,6 +124,15 @@ def embed_here(rings: RingSpec, layout: str, num_tiles: int, all_layer_embed: bo
     return embed(on_ring(rings, layout, **options), num_tiles, all_layer_embed)
 
 
+def rows_here(rings: RingSpec, num_tiles: int) -> tuple[int, int]:
+    """How many rows of a slide this rank projects, and how many go through its feed-forward networks."""
+    model, found = on_ring(rings), {}
+    for name, module in (("tiles", model.patch_embed), ("tokens", model.encoder.layers[0].ffn)):
+        module.register_forward_hook(lambda module, args, out, name=name: found.update({name: args[0].shape[1]}))
+    model(*make_slide(num_tiles))
+    return found["tiles"], found["tokens"]
+
+
 def mean_of_ranks(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Gradients as a framework that averages over the ranks reduces them. All ranks must have the same gradients."""
     assert all(grads.keys() == of_ranks[0].keys() for grads in of_ranks)

@@ -49,6 +49,11 @@ def test_four_ranks(world: World, rings: Any) -> None:
         cases.assert_same(found, cases.embed_by_own_code(num_tiles, True), 1e-11)
 
 
+def test_every_rank_computes_its_own_rows(two: World) -> None:
+    """The class token and 30 tiles on rank 0, and the other 31 tiles on rank 1."""
+    assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [(30, 31), (31, 31)]
+
+
 def test_gradients_without_those_of_the_mixing_weights_differ() -> None:
     """GigaPath treats the weights with which it mixes its branches as constants."""
     exact, own = (cases.embed_by_own_code(61, True, exact=exact) for exact in (True, False))

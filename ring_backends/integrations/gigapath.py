@@ -2,8 +2,8 @@
 
     from ring_backends.integrations import gigapath
 
-    pattern = gigapath.pattern_of(slide_encoder)
-    gigapath.use_ring(slide_encoder, backend.RingDilatedAttention(**asdict(pattern), ring=ring))
+    attention = backend.RingDilatedAttention(**vars(gigapath.pattern_of(slide_encoder)), ring=ring)
+    gigapath.use_ring(slide_encoder, attention)
     (embedding,) = slide_encoder(tiles, coords)  # the same on every rank
 
 The tiles, and all activations, are sharded over the ranks. Layers that work row by row, such as projections and norms,
@@ -33,8 +33,7 @@ __all__ = ["pattern_of", "use_ring"]
 def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
     """The pattern of a slide encoder's attention, as its constructor computed it from ``max_wsi_size``.
 
-    ``RingDilatedAttention(**dataclasses.asdict(pattern_of(slide_encoder)), ring=ring)`` makes the attention for
-    :func:`use_ring`.
+    ``RingDilatedAttention(**vars(pattern_of(slide_encoder)), ring=ring)`` makes the attention for :func:`use_ring`.
 
     Args:
         slide_encoder: a ``LongNetViT`` of GigaPath.
