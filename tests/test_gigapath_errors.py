@@ -148,7 +148,7 @@ CALLS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((SLIDE[0].numpy, SLIDE[1]), TypeError, "x = builtin_function_or_method: expected a tensor [batch, tiles, 24]"),
     ((SLIDE[0][0], SLIDE[1]), ValueError, "x is [6, 24]: expected [batch, tiles, 24]; add the batch with x[None]"),
     ((SLIDE[0][..., :23], SLIDE[1]), ValueError, "x is [2, 6, 23]: expected [batch, tiles, 24]"),
-    ((SLIDE[0], SLIDE[1][0]), ValueError, "coords is [6, 2]: expected [batch, tiles, 2]"),
+    ((SLIDE[0], SLIDE[1][0, 0]), ValueError, "coords is [2]: expected [batch, tiles, 2]"),
     ((SLIDE[0], SLIDE[1][:, :5]), ValueError, "coords is [2, 5, 2] and x is [2, 6, 24]: give one pair"),
     ((SLIDE[0][:, :0], SLIDE[1][:, :0]), ValueError, "x is [2, 0, 24]: a slide needs at least one tile"),
     ((SLIDE[0].half(), SLIDE[1]), TypeError, "x is torch.float16 and patch_embed is torch.float64: convert x"),

@@ -55,8 +55,9 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     """Put GigaPath's slide encoder on the ring of ``attention``.
 
     After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False)`` with the same whole
-    slide: x [batch, tiles, in_chans], coords [batch, tiles, 2]. Every rank gets the embeddings of the published class,
-    a list of [batch, embed_dim]. flash-attn is not needed, and every dtype of the attention works.
+    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2], in pixels. Every rank gets the
+    embeddings of the published class, a list of [batch, embed_dim]. flash-attn is not needed. fp64, fp32, bf16 and fp16
+    work, also under autocast.
 
     If every rank computes the same loss from the embeddings, the gradients of the parameters and of x, averaged over
     all ranks, are those of one device. DistributedDataParallel, FSDP2 and DeepSpeed average, and so does
@@ -157,14 +158,15 @@ class _SlideEncoder:
         """Check the arguments of a call, and return the place of every tile in ``pos_embed``, [batch, tiles]."""
         model: Any = self.slide_encoder
         in_chans, weight = model.patch_embed.proj.in_features, model.patch_embed.proj.weight
-        for name, value, width in (("x", x, in_chans), ("coords", coords, 2)):
+        for name, value, width, dims in (("x", x, in_chans, (3,)), ("coords", coords, 2, (2, 3))):
             if not isinstance(value, Tensor):
                 raise TypeError(f"{name} = {type(value).__name__}: expected a tensor [batch, tiles, {width}].")
-            if value.dim() != 3 or value.shape[2] != width:
+            if value.dim() not in dims or value.shape[-1] != width:
                 raise ValueError(
                     f"{name} is {[*value.shape]}: expected [batch, tiles, {width}]; add the batch with {name}[None]."
                 )
-        if coords.shape[1] != x.shape[1] or coords.shape[0] not in (1, x.shape[0]):
+        of_batch = coords if coords.dim() == 3 else coords[None]
+        if of_batch.shape[1] != x.shape[1] or of_batch.shape[0] not in (1, x.shape[0]):
             raise ValueError(
                 f"coords is {[*coords.shape]} and x is {[*x.shape]}: give one pair of coordinates for every tile of x."
             )
@@ -182,7 +184,7 @@ class _SlideEncoder:
                 attention.pattern.check(seq_len=seq_len, num_heads=num_heads)
             except ValueError as error:
                 raise ValueError(f"x has {x.shape[1]} tiles, with the class token {seq_len} tokens: {error}") from None
-        places: Tensor = model.coords_to_pos(coords, model.tile_size)
+        places: Tensor = model.coords_to_pos(of_batch, model.tile_size)
         first, last = (int(bound) for bound in places.aminmax())
         if first < 1 or last >= model.pos_embed.shape[1]:
             raise ValueError(
