@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import Step, check_config, current_step, registered
-from ring_backends.integrations.transformers.inputs import describe
 from ring_backends.integrations.transformers.whole_batches import inner_model
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring

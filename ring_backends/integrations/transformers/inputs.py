@@ -35,7 +35,7 @@ def shard_inputs(
         ring: the ring of the registered attention.
         input_ids: int64 [batch, seq].
         attention_mask: [batch, seq], 0 where a token is padding.
-        labels: int64 [batch, seq], as for the model on one device; :data:`IGNORED` where there is no label.
+        labels: int64 [batch, seq], as for the model on one device; ``IGNORED``, −100, where there is no label.
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
@@ -111,16 +111,3 @@ def _positions_and_documents(
             "document per batch entry."
         )
     return positions, documents
-
-
-def describe(value: Any) -> str:
-    """A text that differs if two arguments differ."""
-    if not isinstance(value, Tensor):
-        return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
-    size = value.element_size()
-    bits = value.detach().contiguous().view(-1)
-    if value.dtype != torch.bool:
-        bits = bits.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
-    weights = torch.arange(1, 2 * bits.numel(), 2, device=value.device).mul_(0x9E3779B1)
-    checksum = int((bits.long() * weights).sum()) & (2**64 - 1)
-    return f"{value.dtype} {[*value.shape]} checksum {checksum:016x}"

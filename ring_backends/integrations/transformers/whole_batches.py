@@ -17,8 +17,9 @@ from torch.nn import functional as F
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
+from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import check_config, current_step, first_position_of, register
-from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, describe, shard_inputs
+from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, shard_inputs
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
 

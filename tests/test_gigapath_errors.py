@@ -1,0 +1,225 @@
+"""What GigaPath's slide encoder cannot do on a ring is an error by name, on every rank, before the first hop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import gigapath_cases as cases
+import gigapath_reference
+import pytest
+import torch
+from torch import nn
+
+from ring_backends import AdapterUnavailableError, DilatedPattern, Ring
+from ring_backends.integrations import gigapath
+from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.rings import TWO_OF_TWO, new_ring
+from ring_backends.testing.world import World
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with World(2, preload=["gigapath_cases"]) as ranks:
+        yield ranks
+
+
+def use(model: Any, **options: Any) -> None:
+    gigapath.use_ring(model, cases.attention_of(cases.make_model(), **options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"segment_lengths": [8, 16], "dilation_rates": [1, 2]},
+            r"use RingDilatedAttention\(\[8, 16, 32, 64, 128\], \[1, 2, 4, 8, 16\], offset='block', padding='zeros', ",
+        ),
+        ({"offset": "mod"}, "not the pattern of the slide encoder; use RingDilated"),
+        ({"head_mode": "grouped", "offset": None}, "not the pattern of the slide encoder; use RingDilated"),
+        ({"scale": 1.0}, r"attention has scale = 1.0: expected 1 / sqrt\(head_dim\)"),
+        ({"dropout_p": 0.1}, "attention has dropout_p = 0.1: the slide encoder has 0.0"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_attentions(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        use(cases.make_model(), **options)
+
+
+def test_dropout_of_the_own_attention() -> None:
+    with pytest.raises(ValueError, match=r"the slide encoder has 0.2; use .*, dropout_p=0.2, ring=ring\)"):
+        use(cases.make_model(attention_dropout=0.2))
+
+
+def test_what_is_no_slide_encoder() -> None:
+    model = cases.make_model()
+    with pytest.raises(TypeError, match=r"slide_encoder = Sequential: expected a LongNetViT.* before it is wrapped"):
+        use(nn.Sequential(model))
+    with pytest.raises(TypeError, match=r"= ClassificationHead: expected .*; give model.slide_encoder"):
+        use(cases.ClassificationHead(model))
+    with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
+        gigapath.use_ring(model, nn.Linear(1, 1))  # type: ignore[arg-type]
+    use(model)
+    with pytest.raises(ValueError, match="slide_encoder is on a ring already"):
+        use(model)
+
+
+@pytest.mark.parametrize("name", ["xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel"])
+def test_options_of_the_encoder(name: str) -> None:
+    model = cases.make_model()
+    setattr(model.encoder.args, name, 1)
+    with pytest.raises(ValueError, match=rf"encoder.args.{name} = 1: not supported by a ring, since .*; use"):
+        use(model)
+
+
+@pytest.mark.parametrize("name", ["embed_positions", "relative_position"])
+def test_parts_of_the_encoder(name: str) -> None:
+    model = cases.make_model()
+    setattr(model.encoder, name, nn.Embedding(2, 2))
+    with pytest.raises(ValueError, match=rf"slide_encoder.encoder.{name} = Embedding: not supported"):
+        use(model)
+
+
+def without(owner: Callable[[Any], Any], name: str) -> Callable[[Any], None]:
+    return lambda model: delattr(owner(model), name)
+
+
+class NewForward(gigapath_reference.LongNetViT):
+    def forward(self, x: Any, coords: Any, padding_mask: Any = None, all_layer_embed: bool = False) -> Any:
+        return super().forward(x, coords, all_layer_embed)
+
+
+class NewPooling(gigapath_reference.LongNetViT):
+    def forward(self, x: Any, coords: Any, all_layer_embed: bool = False) -> Any:
+        return [2 * embedding for embedding in super().forward(x, coords, all_layer_embed)]
+
+
+class NewSelfAttention(gigapath_reference.DilatedAttention):
+    def forward(self, query: Any, key: Any, value: Any, *, rotary: Any = None) -> Any:  # type: ignore[override]
+        return None
+
+
+def has_new_attention(model: Any) -> None:
+    model.encoder.layers[0].self_attn.__class__ = NewSelfAttention
+
+
+def has_new_module(model: Any) -> None:
+    model.encoder.layers[1].self_attn.q_norm = nn.LayerNorm(4)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without(lambda model: model, "tile_size"), "slide_encoder.tile_size: this release of gigapath has no such"),
+        (without(lambda model: model.encoder, "layers"), "slide_encoder.encoder.layers: this release"),
+        (without(lambda model: model.encoder.args, "dilated_ratio"), "encoder.args.dilated_ratio: this release"),
+        (
+            without(lambda model: model.encoder.layers[0].self_attn, "out_proj"),
+            r"slide_encoder.encoder.layers\[0\].self_attn.out_proj: this release",
+        ),
+        (has_new_attention, r"layers\[0\].self_attn.forward has no parameter 'attn_mask' in this release of gigapath"),
+        (has_new_module, r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use a release that docs/"),
+    ],
+)
+def test_other_releases(change: Callable[[Any], None], message: str) -> None:
+    model = cases.make_model()
+    change(model)
+    with pytest.raises(AdapterUnavailableError, match=message):
+        use(model)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (NewForward, "slide_encoder.forward has a new parameter 'padding_mask'"),
+        (NewPooling, r"NewPooling.forward\(all_layer_embed=False\) of this release .* does not return the embeddings"),
+    ],
+)
+def test_other_forwards(changed: Any, message: str) -> None:
+    model = changed(8, 32, 1, slide_ngrids=4)
+    with pytest.raises(AdapterUnavailableError, match=message):
+        use(model, **vars(DilatedPattern.torchscale((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))))
+
+
+SLIDE = cases.make_slide(6)
+CALLS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+    ((SLIDE[0].numpy, SLIDE[1]), TypeError, "x = builtin_function_or_method: expected a tensor [batch, tiles, 24]"),
+    ((SLIDE[0][0], SLIDE[1]), ValueError, "x is [6, 24]: expected [batch, tiles, 24]; add the batch with x[None]"),
+    ((SLIDE[0][..., :23], SLIDE[1]), ValueError, "x is [2, 6, 23]: expected [batch, tiles, 24]"),
+    ((SLIDE[0], SLIDE[1][0, 0]), ValueError, "coords is [2]: expected [batch, tiles, 2]"),
+    ((SLIDE[0], SLIDE[1][:, :5]), ValueError, "coords is [2, 5, 2] and x is [2, 6, 24]: give one pair"),
+    ((SLIDE[0][:, :0], SLIDE[1][:, :0]), ValueError, "x is [2, 0, 24]: a slide needs at least one tile"),
+    ((SLIDE[0].half(), SLIDE[1]), TypeError, "x is torch.float16 and patch_embed is torch.float64: convert x"),
+    ((SLIDE[0], SLIDE[1] + 20 * 256), ValueError, "expected pixels from 0 to below 5120, tile_size × slide_ngrids"),
+    ((SLIDE[0], -SLIDE[1] - 256), ValueError, "coords has values from -"),
+]
+
+
+@pytest.mark.parametrize("case", CALLS, ids=[message for _, _, message in CALLS])
+def test_arguments_of_a_call(case: Any) -> None:
+    arguments, error, message = case
+    with pytest.raises(error) as raised:
+        cases.on_ring(None)(*arguments)
+    assert message in str(raised.value)
+
+
+def test_the_encoder_alone() -> None:
+    with pytest.raises(ValueError, match=r"slide_encoder.encoder was called directly: .* call slide_encoder\(x, coor"):
+        cases.on_ring(None).encoder(None, token_embeddings=torch.zeros(1, 4, 64, dtype=torch.float64))
+
+
+def long_slide_here(rings: Any, padding: Any) -> Ended:
+    """100 tiles with a branch (60, 8), as GigaPath's (185363, 8)."""
+    model = cases.make_model()
+    for layer in model.encoder.layers:
+        layer.self_attn.args.segment_length = [8, 16, 32, 60, 128]
+    ring = cases.ring_of(rings) if rings else Ring()
+    gigapath.use_ring(model, cases.attention_of(model, ring, padding=padding))
+    model(*cases.make_slide(59))
+    return ending(lambda: model(*cases.make_slide(100)))
+
+
+def test_slides_whose_outputs_gigapath_misplaces(two: World) -> None:
+    for ended in [long_slide_here(None, "zeros"), *two.run(long_slide_here, TWO_OF_TWO, "zeros")]:
+        assert ended.error == "ValueError"
+        assert "x has 100 tiles, with the class token 101 tokens: padding='zeros' with segment leng" in ended.message
+        assert "or padding='masked'" in ended.message
+    for ended in [long_slide_here(None, "masked"), *two.run(long_slide_here, TWO_OF_TWO, "masked")]:
+        assert ended.error == "no error", ended
+
+
+def bad_call_here(case: int) -> Ended:
+    model = cases.on_ring(TWO_OF_TWO)
+    return ending(lambda: model(*CALLS[case][0]))
+
+
+def bad_setup_here() -> Ended:
+    return ending(lambda: use(cases.make_model(), ring=cases.ring_of(TWO_OF_TWO), scale=1.0))
+
+
+def other_slides_here(change: str) -> Ended:
+    model, (x, coords) = cases.make_model(), cases.make_slide(30)
+    use(model, ring=new_ring(cases.ADAPTER, TWO_OF_TWO, timeout=timedelta(seconds=60)))  # a mismatch closes the ring
+    if torch.distributed.get_rank() == 1:
+        x = {"x": x.flip(1), "tiles": x[:, :29]}.get(change, x)
+        coords = {"coords": coords.flip(1), "tiles": coords[:, :29]}.get(change, coords)
+        model.train(change != "training mode")
+    return ending(lambda: model(x, coords))
+
+
+def test_every_rank_raises(two: World) -> None:
+    assert all(ended.error == "ValueError" for ended in two.run(bad_setup_here))
+    for case in (1, 7):
+        for ended in two.run(bad_call_here, case):
+            assert ended.error == CALLS[case][1].__name__
+            assert ended.seconds < AT_ONCE
+
+
+@pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode"])
+def test_ranks_with_different_slides(two: World, change: str) -> None:
+    field = "x" if change == "tiles" else change
+    for ended in two.run(other_slides_here, change):
+        assert ended.error == "RingMismatchError", ended
+        assert f"the ranks differ in {field} (rank 0: " in ended.message, ended
