@@ -50,8 +50,14 @@ class DecoderLayer(nn.Module):
         self.inner_attention = InnerAttention()
 
     def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
-        query, key, value = self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1)).split((HEADS, HEADS // 2, HEADS // 2), 2)
-        query, key, value = rotate(query, freqs).transpose(1, 2), rotate(key, freqs).transpose(1, 2), value.transpose(1, 2)
+        query, key, value = (
+            self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1)).split((HEADS, HEADS // 2, HEADS // 2), 2)
+        )
+        query, key, value = (
+            rotate(query, freqs).transpose(1, 2),
+            rotate(key, freqs).transpose(1, 2),
+            value.transpose(1, 2),
+        )
         out = self.inner_attention(query, key, value, enable_gqa=True)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.feed_forward(x).relu()
@@ -97,7 +103,9 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        return self.head(self.encoder(self.embedding(tokens) + self.positions(self.freqs), src_key_padding_mask=padding))
+        return self.head(
+            self.encoder(self.embedding(tokens) + self.positions(self.freqs), src_key_padding_mask=padding)
+        )
 
 
 PLANS = {"decoder": "layers.*.inner_attention", "encoder": "encoder.layers.*.self_attn"}
@@ -156,11 +164,11 @@ def run(
             wrapped = without_sync(model)
         else:
             sharding = init_device_mesh("cpu", (world,)) if strategy == "fsdp2-world" else mesh
-            for layer in (model.layers.values() if kind == "decoder" else model.encoder.layers):
+            for layer in model.layers.values() if kind == "decoder" else model.encoder.layers:
                 fully_shard(layer, mesh=sharding)
             fully_shard(model, mesh=sharding)
     if compiled:
-        wrapped = torch.compile(wrapped, backend="aot_eager")
+        model.compile(backend="aot_eager", fullgraph=kind == "decoder")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
     def loss_of(step: int, *, backward: bool) -> float:
@@ -173,14 +181,16 @@ def run(
             sharded = context_parallel(mesh["ring"], buffers=buffers, buffer_seq_dims=dims)
         with sharded:
             logits = wrapped(tokens, padding)
-            loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
+            loss = (
+                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
+            )
             if backward:
                 (loss * world).backward()
         assert tokens.shape[1] == N
-        total = loss.detach().clone()
+        loss = loss.detach()
         if shape is not None:
-            dist.all_reduce(total)
-        return float(total)
+            dist.all_reduce(loss)
+        return float(loss)
 
     losses = []
     for step in range(STEPS):
@@ -195,3 +205,10 @@ def run(
 
 def whole(parameter: Tensor) -> Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach().clone()
+
+
+def put(module: Any, style: RingDilated, name: str | None = None) -> Any:
+    """The module, or its parts of this name, on a ring of the whole world."""
+    axis._axes.clear()
+    shape = 1, dist.get_world_size()
+    return parallelize_module(module, mesh_of(shape)["ring"], style if name is None else {name: style})

@@ -6,17 +6,20 @@ the same layout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ring_backends.registry import load_adapter
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
+from ring_backends.torch_internals import internal
 
 
 @dataclass(eq=False)
@@ -27,11 +30,31 @@ class Axis:
         backend: name of the adapter that made the ring.
         seq_len: length of the sequence that an open ``context_parallel`` has sharded; None outside of one. A plain
             attribute, since autograd recomputes activations on another thread, which has no context variables.
+        buffers: the tensors that it has sharded.
     """
 
     ring: Ring
     backend: str
     seq_len: int | None = None
+    buffers: list[Tensor] = field(default_factory=list)
+
+    def check_buffers(self) -> None:
+        """Check that DistributedDataParallel has not replaced the rows of this rank by those of rank 0.
+
+        Raises:
+            RuntimeError: it has.
+        """
+        purpose = "the check of sharded buffers"
+        model: Any = internal(DistributedDataParallel, "_active_ddp_module", purpose)
+        if model is None or not internal(model, "will_sync_module_buffers", purpose)():
+            return
+        copied = {id(buffer) for buffer in internal(model, "modules_buffers", purpose)}
+        if any(id(buffer) in copied for buffer in self.buffers):
+            raise RuntimeError(
+                "DistributedDataParallel has copied rank 0's rows of a buffer of the model to all ranks, and "
+                "context_parallel has sharded the buffer: switch that off by forward_sync_buffers=False, or "
+                "broadcast_buffers=False before torch 2.13."
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self

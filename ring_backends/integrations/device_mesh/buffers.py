@@ -32,7 +32,10 @@ def context_parallel(
     Call ``backward`` inside the context. Outside of it, autograd would read the restored tensors, and raises an error.
 
     Inside the context a buffer has other memory than outside. So two views of one tensor, such as ``batch[:, :-1]`` and
-    ``batch[:, 1:]``, may both be buffers.
+    ``batch[:, 1:]``, may both be buffers. What the context writes to a buffer is lost at its end.
+
+    DistributedDataParallel copies rank 0's buffers to all ranks in each forward. Switch that off if a buffer of the
+    model is sharded: ``forward_sync_buffers=False``, or ``broadcast_buffers=False`` before torch 2.13.
 
     Args:
         mesh: one axis of a DeviceMesh, on which a :class:`RingDilated` has been applied.
@@ -46,7 +49,7 @@ def context_parallel(
         ValueError: no style has been applied on the axis; a buffer is a Parameter, requires a gradient, or is given
             twice; the buffers differ in length, or in number from ``buffer_seq_dims``; ``no_restore_buffers`` has a
             tensor that is not in ``buffers``; or a context of this axis is open.
-        RuntimeError: at the end: a buffer that is to be restored was written to.
+        RuntimeError: from a call of attention: DistributedDataParallel has overwritten a buffer.
     """
     axis = axis_of(mesh)
     with axis.ring.report_refusals():
@@ -64,31 +67,18 @@ def context_parallel(
     with torch.no_grad():
         shards = [axis.ring.shard(buffer, dim) for buffer, dim in zip(buffers, dims, strict=True)]
     wholes = [None if id(buffer) in kept else buffer.data for buffer in buffers]
-    axis.seq_len = seq_len
+    axis.seq_len, axis.buffers = seq_len, buffers
     try:
         for buffer, shard in zip(buffers, shards, strict=True):
             buffer.data = shard
         increment_version(buffers)
-        versions = [_version(buffer) for buffer in buffers]
         yield
-        with axis.ring.report_refusals():
-            for index, (buffer, whole) in enumerate(zip(buffers, wholes, strict=True)):
-                if whole is not None and _version(buffer) != versions[index]:
-                    raise RuntimeError(
-                        f"buffers[{index}] was written to inside context_parallel, and would be restored: make a new "
-                        "tensor instead. DistributedDataParallel writes to the buffers of its model: give it "
-                        "broadcast_buffers=False."
-                    )
     finally:
-        axis.seq_len = None
+        axis.seq_len, axis.buffers = None, []
         for buffer, whole in zip(buffers, wholes, strict=True):
             if whole is not None:
                 buffer.data = whole
                 increment_version(buffer)
-
-
-def _version(buffer: Tensor) -> int:
-    return 0 if buffer.is_inference() else buffer._version
 
 
 def _check_buffers(buffers: Any, dims: Any) -> tuple[list[Tensor], list[int]]:

@@ -64,6 +64,10 @@ class CallForm:
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
         return cls(axis, is_causal, seq_dim, names, defaults)
 
+    def check_buffers(self) -> None:
+        if self.axis.buffers and not torch.compiler.is_compiling():
+            self.axis.check_buffers()
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Every argument of a call by its name, with the defaults."""
         if len(args) > len(self.names):
@@ -106,6 +110,7 @@ class InnerAttentionOnRing(nn.Module):
         """
         attention, call = self.ring_attention, self.ring_call
         with attention.ring.report_refusals():
+            call.check_buffers()
             given = call.bind(args, kwargs)
             query, key, value = (given.pop(name, None) for name in call.names[:3])
             order = f"{_ORDERS[call.seq_dim]}, by RingDilated(seq_dim={call.seq_dim})"
@@ -164,6 +169,7 @@ class MultiheadAttentionOnRing(nn.MultiheadAttention):
         seq_dim = 1 if self.batch_first else 0
         order = "[batch, local seq, features]" if self.batch_first else "[local seq, batch, features]"
         with attention.ring.report_refusals():
+            call.check_buffers()
             _check_tensors(query, key, value, order, dims=3, seq_dim=seq_dim)
             _refuse({"need_weights": need_weights, "attn_mask": attn_mask})
             is_causal = call.causal(is_causal)

@@ -85,7 +85,9 @@ class RingDilated(ParallelStyle):
             )
         if is_causal is not None and not isinstance(is_causal, bool):
             raise TypeError(f"is_causal = {is_causal!r}: expected True, False, or None to take it from the call.")
-        create_attention(backend, segment_lengths, dilation_rates, **options)  # raises if an argument is invalid
+        create_attention(
+            backend, segment_lengths, dilation_rates, ring=None, **options
+        )  # raises if an argument is invalid
         self._pattern, self._options = (segment_lengths, dilation_rates), options
         self._backend, self._layout, self._timeout = backend, layout, timeout
         self._seq_dim, self._is_causal = seq_dim, is_causal
