@@ -95,26 +95,32 @@ def with_gradients(out: Tensor, tensors: list[Tensor], grad_out: Tensor) -> list
     return [out.detach(), *grad(out, tensors, grad_out)]
 
 
-def pattern_here(is_causal: bool, documents: bool, seq_dim: int) -> list[Tensor]:
-    attention = put(InnerAttention(), RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag"))
-    tensors = [tensor.transpose(1, seq_dim).transpose(1, 2) for tensor in make_tensors(num_kv_heads=2)]
-    options = {"document_ids": document_ids()} if documents else {"key_padding_mask": document_ids() == 1}
-    results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **options)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "documents": {"document_ids": (torch.arange(N) >= torch.tensor([[10], [30]])).long()},
+    "padding": {"key_padding_mask": torch.arange(N) >= torch.tensor([[10], [30]])},
+    "dropout": {"dropout_seed": 3},
+}
+
+
+def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
+    options: dict[str, Any] = {"dropout_p": 0.3} if name == "dropout" else {}
+    style = RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag", **options)
+    tensors = [tensor.transpose(1, 2).transpose(1, seq_dim) for tensor in make_tensors(num_kv_heads=2)]
+    attention = put(InnerAttention(), style)
+    results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **OPTIONS[name])
     return [result.transpose(1, seq_dim) for result in results]
 
 
-def document_ids() -> Tensor:
-    return (torch.arange(N) >= torch.tensor([[10], [30]])).long()
-
-
-@pytest.mark.parametrize(("is_causal", "documents", "seq_dim"), [(True, True, 1), (False, False, 2)])
-def test_a_dilated_pattern(two: World, is_causal: bool, documents: bool, seq_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_causal", "seq_dim"), [("documents", True, 1), ("padding", False, 2), ("dropout", True, 2)]
+)
+def test_a_dilated_pattern(two: World, name: str, is_causal: bool, seq_dim: int) -> None:
     """Equals ``dilated_attention`` of the whole sequence, also with the options of a ring attention."""
     *inputs, grad_out = (tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2))
     inputs = [tensor.requires_grad_() for tensor in inputs]
-    options = {"document_ids": document_ids()} if documents else {"key_padding_mask": document_ids() == 1}
-    out = dilated_attention(*inputs, *PATTERN, is_causal=is_causal, **options)
-    assert_equal(two.run(pattern_here, is_causal, documents, seq_dim), with_gradients(out, inputs, grad_out))
+    dropout_p = 0.3 if name == "dropout" else 0.0
+    out = dilated_attention(*inputs, *PATTERN, is_causal=is_causal, dropout_p=dropout_p, **OPTIONS[name])
+    assert_equal(two.run(pattern_here, name, is_causal, seq_dim), with_gradients(out, inputs, grad_out))
 
 
 MULTIHEAD: list[dict[str, Any]] = [{"batch_first": True}, {"kdim": 12, "vdim": 20, "bias": False}]
@@ -126,7 +132,7 @@ def make_multihead(options: dict[str, Any]) -> tuple[nn.MultiheadAttention, list
     module = nn.MultiheadAttention(16, HEADS, **options)
     shape = (2, N) if module.batch_first else (N, 2)
     tensors = [torch.randn(*shape, width) for width in (16, module.kdim, module.vdim, 16)]
-    return module, tensors, document_ids() == 1
+    return module, tensors, OPTIONS["padding"]["key_padding_mask"]
 
 
 def multihead_here(options: dict[str, Any], is_causal: bool) -> list[Tensor]:

@@ -46,7 +46,7 @@ class Axis:
         """
         purpose = "the check of sharded buffers"
         model: Any = internal(DistributedDataParallel, "_active_ddp_module", purpose)
-        if model is None or not internal(model, "will_sync_module_buffers", purpose)():
+        if self.ring.size == 1 or model is None or not internal(model, "will_sync_module_buffers", purpose)():
             return
         copied = {id(buffer) for buffer in internal(model, "modules_buffers", purpose)}
         if any(id(buffer) in copied for buffer in self.buffers):

@@ -65,6 +65,7 @@ class CallForm:
         return cls(axis, is_causal, seq_dim, names, defaults)
 
     def check_buffers(self) -> None:
+        """Check the buffers of an open context, outside of a graph."""
         if self.axis.buffers and not torch.compiler.is_compiling():
             self.axis.check_buffers()
 
