@@ -42,11 +42,11 @@ LONG = pytest.mark.matrix(reason="trains a model")
 every_model = pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("decoder", "ddp"),
-        ("encoder", "fsdp2-world"),
+        ("encoder", "ddp"),
+        ("decoder", "fsdp2-world"),
         ("decoder", "fsdp2-mesh"),
-        pytest.param("encoder", "ddp", marks=LONG),
-        pytest.param("decoder", "fsdp2-world", marks=LONG),
+        pytest.param("decoder", "ddp", marks=LONG),
+        pytest.param("encoder", "fsdp2-world", marks=LONG),
         pytest.param("encoder", "fsdp2-mesh", marks=LONG),
     ],
 )

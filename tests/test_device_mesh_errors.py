@@ -179,6 +179,10 @@ MULTIHEAD_CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         lambda attention: attention(x[0], x[0], x[0], need_weights=False),
         "query has shape [2, 8]: expected [local seq, batch, features]",
     ),
+    "features": (
+        lambda attention: attention(x[..., :7], x, x, need_weights=False),
+        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features",
+    ),
     "cross": (lambda attention: attention(x, x[1:], x[1:], need_weights=False), "key has 2 rows and query 3"),
     "bias": (
         lambda attention: attention(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5)),

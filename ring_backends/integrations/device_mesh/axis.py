@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -44,9 +45,11 @@ class Axis:
         Raises:
             RuntimeError: it has.
         """
+        if not self.buffers or self.ring.size == 1 or torch.compiler.is_compiling():
+            return
         purpose = "the check of sharded buffers"
         model: Any = internal(DistributedDataParallel, "_active_ddp_module", purpose)
-        if self.ring.size == 1 or model is None or not internal(model, "will_sync_module_buffers", purpose)():
+        if model is None or not internal(model, "will_sync_module_buffers", purpose)():
             return
         copied = {id(buffer) for buffer in internal(model, "modules_buffers", purpose)}
         if any(id(buffer) in copied for buffer in self.buffers):

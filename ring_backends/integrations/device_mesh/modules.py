@@ -60,14 +60,8 @@ class CallForm:
     def of(cls, module: nn.Module, axis: Axis, is_causal: bool | None, seq_dim: int) -> CallForm:
         """Read the names and the defaults from the signature of the module's forward."""
         parameters = _parameters(module)
-        names = tuple(each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD)
         defaults = {each.name: each.default for each in parameters if each.default is not each.empty}
-        return cls(axis, is_causal, seq_dim, names, defaults)
-
-    def check_buffers(self) -> None:
-        """Check the buffers of an open context, outside of a graph."""
-        if self.axis.buffers and not torch.compiler.is_compiling():
-            self.axis.check_buffers()
+        return cls(axis, is_causal, seq_dim, _positional(parameters), defaults)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Every argument of a call by its name, with the defaults."""
@@ -111,7 +105,7 @@ class InnerAttentionOnRing(nn.Module):
         """
         attention, call = self.ring_attention, self.ring_call
         with attention.ring.report_refusals():
-            call.check_buffers()
+            call.axis.check_buffers()
             given = call.bind(args, kwargs)
             query, key, value = (given.pop(name, None) for name in call.names[:3])
             order = f"{_ORDERS[call.seq_dim]}, by RingDilated(seq_dim={call.seq_dim})"
@@ -170,8 +164,12 @@ class MultiheadAttentionOnRing(nn.MultiheadAttention):
         seq_dim = 1 if self.batch_first else 0
         order = "[batch, local seq, features]" if self.batch_first else "[local seq, batch, features]"
         with attention.ring.report_refusals():
-            call.check_buffers()
+            call.axis.check_buffers()
             _check_tensors(query, key, value, order, dims=3, seq_dim=seq_dim)
+            widths = {"query": (query, self.embed_dim), "key": (key, self.kdim), "value": (value, self.vdim)}
+            for name, (tensor, width) in widths.items():
+                if tensor.shape[2] != width:
+                    raise ValueError(f"{name} has shape {list(tensor.shape)}: expected {order} with {width} features.")
             _refuse({"need_weights": need_weights, "attn_mask": attn_mask})
             is_causal = call.causal(is_causal)
             ignored = None if key_padding_mask is None else _as_bool(key_padding_mask)
@@ -223,12 +221,17 @@ def is_multihead_attention(module: nn.Module) -> bool:
 
 def is_inner_attention(module: nn.Module) -> bool:
     """Whether the first three arguments of a module's forward are query, key and value."""
-    names = [parameter.name for parameter in _parameters(module)[:3]]
+    names = _positional(_parameters(module))[:3]
     return len(names) == 3 and all(name.fullmatch(given) for name, given in zip(_NAMES, names, strict=True))
 
 
 def _parameters(module: nn.Module) -> list[inspect.Parameter]:
     return list(inspect.signature(module.forward).parameters.values())
+
+
+def _positional(parameters: list[inspect.Parameter]) -> tuple[str, ...]:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in parameters if parameter.kind in kinds)
 
 
 def _check_tensors(query: object, key: object, value: object, order: str, *, dims: int, seq_dim: int) -> None:
