@@ -29,7 +29,7 @@ def context_parallel(
     buffer holds this rank's rows, as ``ring_of(mesh).shard`` cuts them, and the modules on the axis know the length of
     the whole sequence. The sequence may have any length. Every rank of the axis enters with the same whole tensors.
 
-    Call ``backward`` inside the context. Outside of it, autograd would read the restored tensors, and raises an error.
+    Call ``backward`` inside the context. Outside of it, autograd raises an error, since the buffers are whole again.
 
     Inside the context a buffer has other memory than outside. So two views of one tensor, such as ``batch[:, :-1]`` and
     ``batch[:, 1:]``, may both be buffers. What the context writes to a buffer is lost at its end.
@@ -57,8 +57,8 @@ def context_parallel(
         kept = _check_kept(buffers, no_restore_buffers)
         if buffers and axis.seq_len is not None:
             raise ValueError(
-                "mesh: a context_parallel of this axis is open, and would be sharded again; give all buffers to one "
-                "context."
+                "mesh: a context_parallel of this axis is open: one sequence is sharded at a time; give all buffers to "
+                "one context."
             )
     if not buffers:
         yield
