@@ -1,4 +1,5 @@
-"""Support for models and trainers of other libraries, one module per library.
+"""Support for models and trainers of other libraries, and for PyTorch's ``parallelize_module``.
 
-Attention and training themselves live elsewhere. A module imports its library, and any package below this one.
+Each has a module or a folder. Attention and training themselves live elsewhere. A module imports its library, and any
+package below this one.
 """

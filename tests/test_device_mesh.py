@@ -1,0 +1,219 @@
+"""A model whose attention parallelize_module has put on a mesh axis equals the model on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from device_mesh_cases import HEADS, InnerAttention, Kind, N, make_model, mesh_of, put, run
+from torch import Tensor, nn
+from torch.autograd import grad
+from torch.utils.checkpoint import checkpoint
+
+from ring_backends import dilated_attention
+from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
+from ring_backends.testing.world import World
+
+PATTERN = ([8, 24], [1, 3])
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with World(2) as ranks:
+        yield ranks
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[World]:
+    with World(4) as ranks:
+        yield ranks
+
+
+def assert_equal(of_ranks: list[Any], expected: Any) -> None:
+    for found in of_ranks:
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+LONG = pytest.mark.matrix(reason="trains a model")
+
+every_model = pytest.mark.parametrize(
+    ("kind", "strategy"),
+    [
+        ("encoder", "ddp"),
+        ("decoder", "fsdp2-world"),
+        ("decoder", "fsdp2-mesh"),
+        pytest.param("decoder", "ddp", marks=LONG),
+        pytest.param("encoder", "fsdp2-world", marks=LONG),
+        pytest.param("encoder", "fsdp2-mesh", marks=LONG),
+    ],
+)
+
+
+@every_model
+def test_training_on_two_ranks(two: World, kind: Kind, strategy: str) -> None:
+    """1 × 2 in both layouts, and 2 × 1."""
+    expected = run(kind)
+    for shape, layout in (((1, 2), "contiguous"), ((1, 2), "zigzag"), ((2, 1), "contiguous")):
+        assert_equal(two.run(run, kind, shape, strategy, layout), expected)
+
+
+@every_model
+def test_training_on_two_by_two(four: World, kind: Kind, strategy: str) -> None:
+    assert_equal(four.run(run, kind, (2, 2), strategy, "zigzag"), run(kind))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("decoder", marks=LONG), pytest.param("encoder", marks=LONG)])
+def test_training_of_a_compiled_model(two: World, kind: Kind) -> None:
+    """The decoder is one graph. The encoder's layers make a float mask, whose values break the graph."""
+    assert_equal(two.run(run, kind, (1, 2), "ddp", "zigzag", compiled=True), run(kind))
+
+
+def make_tensors(num_kv_heads: int = HEADS) -> list[Tensor]:
+    """Query, key, value and the gradient of the output: [2, heads, N, 8]."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(2, heads, N, 8, generator=generator) for heads in (HEADS, num_kv_heads, num_kv_heads, HEADS)]
+
+
+def on_ring(module: nn.Module, tensors: list[Tensor], dim: int, **options: Any) -> list[Tensor]:
+    """The whole output, and the whole gradients of query, key and value."""
+    mesh = mesh_of((1, 2))["ring"]
+    ring, (*inputs, grad_out) = ring_of(mesh), [tensor.clone() for tensor in tensors]
+    masks = [value for value in options.values() if isinstance(value, Tensor)]
+    buffers = [*inputs, grad_out, *masks]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[dim] * 4 + [1] * len(masks)):
+        rows = [tensor.detach().requires_grad_() for tensor in inputs]
+        out = module(*rows, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        results = [out.detach(), *grad(out, rows, grad_out)]
+    return [ring.unshard(result, dim, N) for result in results]
+
+
+def with_gradients(out: Tensor, tensors: list[Tensor], grad_out: Tensor) -> list[Tensor]:
+    return [out.detach(), *grad(out, tensors, grad_out)]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "documents": {"document_ids": (torch.arange(N) >= torch.tensor([[10], [30]])).long()},
+    "padding": {"key_padding_mask": torch.arange(N) >= torch.tensor([[10], [30]])},
+    "dropout": {"dropout_seed": 3},
+}
+
+
+def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
+    options: dict[str, Any] = {"dropout_p": 0.3} if name == "dropout" else {}
+    style = RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag", **options)
+    tensors = [tensor.transpose(1, 2).transpose(1, seq_dim) for tensor in make_tensors(num_kv_heads=2)]
+    attention = put(InnerAttention(), style)
+    results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **OPTIONS[name])
+    return [result.transpose(1, seq_dim) for result in results]
+
+
+@pytest.mark.parametrize(
+    ("name", "is_causal", "seq_dim"), [("documents", True, 1), ("padding", False, 2), ("dropout", True, 2)]
+)
+def test_a_dilated_pattern(two: World, name: str, is_causal: bool, seq_dim: int) -> None:
+    """Equals ``dilated_attention`` of the whole sequence, also with the options of a ring attention."""
+    *inputs, grad_out = (tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2))
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    dropout_p = 0.3 if name == "dropout" else 0.0
+    out = dilated_attention(*inputs, *PATTERN, is_causal=is_causal, dropout_p=dropout_p, **OPTIONS[name])
+    assert_equal(two.run(pattern_here, name, is_causal, seq_dim), with_gradients(out, inputs, grad_out))
+
+
+MULTIHEAD: list[dict[str, Any]] = [{"batch_first": True}, {"kdim": 12, "vdim": 20, "bias": False}]
+
+
+def make_multihead(options: dict[str, Any]) -> tuple[nn.MultiheadAttention, list[Tensor], Tensor]:
+    """A module, its inputs and the gradient of its output, and a mask."""
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(16, HEADS, **options)
+    shape = (2, N) if module.batch_first else (N, 2)
+    tensors = [torch.randn(*shape, width) for width in (16, module.kdim, module.vdim, 16)]
+    return module, tensors, OPTIONS["padding"]["key_padding_mask"]
+
+
+def multihead_here(options: dict[str, Any], is_causal: bool) -> list[Tensor]:
+    module, tensors, mask = make_multihead(options)
+    module = put(module, RingDilated([N], [1], layout="zigzag"))
+    is_first = module.batch_first
+    return on_ring(module, tensors, int(is_first), key_padding_mask=mask, need_weights=False, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("options", MULTIHEAD, ids=str)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_multihead_attention(two: World, options: dict[str, Any], is_causal: bool) -> None:
+    module, (*inputs, grad_out), mask = make_multihead(options)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    later = torch.ones(N, N, dtype=torch.bool).triu(1) if is_causal else None
+    out, _ = module(*inputs, key_padding_mask=mask, need_weights=False, attn_mask=later)
+    assert_equal(two.run(multihead_here, options, is_causal), with_gradients(out, inputs, grad_out))
+
+
+def copies_here() -> list[Tensor]:
+    """Logits of a converted model, of a deep copy, with activation checkpointing, and with parameters that a plain
+    model loads.
+    """
+    model, plain = make_model("decoder"), make_model("decoder")
+    names = [*model.state_dict()]
+    mesh, model = mesh_of((1, 2))["ring"], put(model, RingDilated([N], [1]), "layers.*.inner_attention")
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    assert [*model.state_dict()] == names
+    assert type(model.layers["0"].inner_attention) is type(model.layers["1"].inner_attention)
+    copied = copy.deepcopy(model)
+    plain.load_state_dict(model.state_dict())
+    tokens, results = torch.arange(N)[None] % 23, []
+    whole, whole_freqs = tokens.clone(), model.freqs.clone()
+    with context_parallel(mesh, buffers=[tokens, model.freqs, copied.freqs], buffer_seq_dims=[1, 0, 0]):
+        results += [model(tokens, tokens), copied(tokens, tokens)]
+        layer = model.layers["0"]
+        x = model.embedding(tokens).requires_grad_()
+        outs = [layer(x, model.freqs), checkpoint(layer, x, model.freqs, use_reentrant=False)]
+        dout = torch.randn_like(x)
+        gradients = [grad(out, [x, *layer.parameters()], dout) for out in outs]
+    assert_equal([gradients[0]], gradients[1])
+    ring = ring_of(mesh)
+    assert torch.equal(tokens, whole)
+    assert torch.equal(model.freqs, whole_freqs)
+    return [*(ring.unshard(logits, seq_len=N).detach() for logits in results), plain(whole, whole).detach()]
+
+
+def test_copies_and_state_dicts(two: World) -> None:
+    for first, *others in two.run(copies_here):
+        assert_equal(others, first)
+
+
+def buffers_here() -> None:
+    """The buffers inside and after a context."""
+    put(InnerAttention(), RingDilated([N], [1], layout="zigzag"))
+    mesh = mesh_of((1, 2))["ring"]
+    ring = ring_of(mesh)
+    batch = torch.arange(2 * (N + 1)).view(2, N + 1)
+    tokens, labels = batch[:, :-1], batch[:, 1:]  # views of one tensor
+    table, kept = torch.randn(3, N), torch.randn(N)
+    buffers, dims = [tokens, labels, table, kept], [1, 1, -1, 0]
+    wholes = [buffer.clone() for buffer in buffers]
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=dims, no_restore_buffers={kept}):
+        for buffer, whole, dim in zip(buffers, wholes, dims, strict=True):
+            assert torch.equal(buffer, ring.shard(whole, dim))
+    assert torch.equal(batch, torch.arange(2 * (N + 1)).view(2, N + 1))
+    for buffer, whole, address in zip(buffers[:3], wholes, addresses, strict=False):
+        assert torch.equal(buffer, whole)
+        assert buffer.data_ptr() == address
+    assert torch.equal(kept, ring.shard(wholes[3], 0))
+    with pytest.raises(KeyError), context_parallel(mesh, buffers=[table], buffer_seq_dims=[1]):
+        raise KeyError
+    assert torch.equal(table, wholes[2])
+    with torch.inference_mode(), context_parallel(mesh, buffers=[made := torch.ones(N)], buffer_seq_dims=[0]):
+        assert len(made) < N
+    assert len(made) == N
+    with context_parallel(mesh):
+        pass
+
+
+def test_buffers(two: World) -> None:
+    two.run(buffers_here)

@@ -1,0 +1,282 @@
+"""What RingDilated and context_parallel do not support is an error by name, on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from device_mesh_cases import InnerAttention, N, make_model, mesh_of, put
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+from ring_backends.adapters import native
+from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.world import World
+
+FULL = ([N], [1])
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[World]:
+    with World(2) as ranks:
+        yield ranks
+
+
+class NoCausal(nn.Module):
+    def forward(self, xq: Tensor, xk: Tensor, xv: Tensor, window: int = 0) -> Tensor:
+        raise NotImplementedError
+
+
+class WithDropout(InnerAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+
+class WithSink(InnerAttention):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sink = nn.Parameter(torch.zeros(4))
+
+
+def with_own_forward() -> nn.Module:
+    module = InnerAttention()
+    module.forward = MethodType(InnerAttention.forward, module)  # type: ignore[method-assign]
+    return module
+
+
+def applied_twice() -> nn.Module:
+    return put(InnerAttention(), RingDilated(*FULL))
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "linear": (lambda: nn.Linear(2, 2), "module = Linear: not an attention that RingDilated can put on a ring"),
+    "model": (lambda: make_model("decoder"), "module = Decoder: not an attention"),
+    "sink": (WithSink, "module = WithSink: has the parameters or buffers sink"),
+    "dropout": (WithDropout, r"module = WithDropout: has an nn.Dropout with p = 0.1"),
+    "causal": (NoCausal, "is_causal is not given, and the forward of NoCausal has no such argument"),
+    "replaced": (with_own_forward, "module = InnerAttention: its forward was replaced on the instance"),
+    "twice": (applied_twice, "module = InnerAttentionOnRing: is on a ring already"),
+    "own": (lambda: native.RingDilatedAttention([4], [1]), "module = NativeRingDilatedAttention: is on a ring already"),
+    "bias_kv": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
+    "zero_attn": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_bias_kv and add_zero_attn"),
+}
+
+
+def module_here(name: str) -> Ended:
+    module = MODULES[name][0]()
+    return ending(lambda: put(module, RingDilated(*FULL)))
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules(two: World, name: str) -> None:
+    for of_rank in two.run(module_here, name):
+        assert of_rank.is_a(TypeError if "not an attention" in MODULES[name][1] else ValueError), of_rank
+        assert MODULES[name][1] in of_rank.message, of_rank
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"segment_lengths": [4, 8]}, "segment_lengths"),
+        ({"layout": "striped"}, "'striped'"),
+        ({"timeout": 3}, "timeout = 3: expected a datetime.timedelta"),
+        ({"timeout": timedelta(0)}, "timeout = 0:00:00: must be above 0"),
+        ({"backend": "mpi"}, "backend = 'mpi': no such adapter"),
+        ({"seq_dim": 3}, "seq_dim = 3: expected 2 for"),
+        ({"is_causal": 1}, "is_causal = 1: expected True, False, or None"),
+        ({"scale": "x"}, "scale = 'x'"),
+        ({"window": 3}, "window"),
+        ({"ring": None}, "ring"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        RingDilated(**{"segment_lengths": [4], "dilation_rates": [1], **options})
+
+
+def meshes_here() -> list[Ended]:
+    put(InnerAttention(), RingDilated(*FULL))
+    mesh = mesh_of((1, 2))
+    styles = [
+        RingDilated(*FULL, layout="zigzag"),
+        RingDilated(*FULL, timeout=timedelta(seconds=9)),
+    ]
+    return [
+        *(ending(lambda style=style: parallelize_module(InnerAttention(), mesh["ring"], style)) for style in styles),
+        ending(lambda: parallelize_module(InnerAttention(), mesh, RingDilated(*FULL))),
+        ending(lambda: ring_of(mesh)),
+        ending(lambda: ring_of("ring")),  # type: ignore[arg-type]
+        ending(lambda: ring_of(mesh["data"])),
+        ending(lambda: context_parallel(mesh["data"], buffers=[torch.ones(N)], buffer_seq_dims=[0]).__enter__()),
+        ending(lambda: put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1))),
+        ending(lambda: parallelize_module(InnerAttention(), mesh["ring"], RingDilated(*FULL))),
+    ]
+
+
+def test_meshes(two: World) -> None:
+    expected = [
+        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style",
+        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ",
+        "mesh has 2 axes, ('data', 'ring'): expected one",
+        "mesh has 2 axes",
+        "mesh = str: expected one axis of a DeviceMesh",
+        "mesh: no RingDilated has been applied on its axis data",
+        "mesh: no RingDilated has been applied on its axis data",
+        "dropout_p is given: MultiheadAttention has dropout = 0.0",
+        "",
+    ]
+    for of_rank in two.run(meshes_here):
+        for ended, message in zip(of_rank, expected, strict=True):
+            assert message in ended.message, ended
+        assert of_rank[-1].error == "no error", of_rank[-1]
+
+
+def row(heads: int = 4, rows: int = N) -> Tensor:
+    return torch.ones(2, heads, rows, 8)
+
+
+CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "mask": (
+        lambda attention: attention(row(), row(), row(), attn_mask=torch.ones(N, N, dtype=torch.bool)),
+        "attn_mask is given: masks of pairs are not supported by a ring",
+    ),
+    "gqa": (
+        lambda attention: attention(row(), row(2), row(2)),
+        "enable_gqa = False with 4 query heads and 2 key heads",
+    ),
+    "cross": (
+        lambda attention: attention(row(), row(rows=N - 1), row(rows=N - 1)),
+        f"key has {N - 1} rows and query {N}: cross-attention",
+    ),
+    "dims": (
+        lambda attention: attention(row()[0], row()[0], row()[0]),
+        "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)",
+    ),
+    "type": (lambda attention: attention(row(), None, row()), "key = NoneType: expected a plain torch.Tensor"),
+    "missing": (lambda attention: attention(row(), row()), "value = NoneType: expected a plain torch.Tensor"),
+    "twice": (lambda attention: attention(row(), row(), row(), q=row()), "q is given twice"),
+    "many": (lambda attention: attention(row(), row(), row(), None), "4 arguments are given by position"),
+    "scale": (lambda attention: attention(row(), row(), row(), scale=1.0), "set RingDilated(scale=1.0)"),
+    "causal": (lambda attention: attention(row(), row(), row(), is_causal=None), "is_causal = None: expected True"),
+    "unknown": (lambda attention: attention(row(), row(), row(), window=3), "window is given: a ring does not have"),
+    "rows": (lambda attention: in_context(attention, row()), "but with seq_len = 44 rank"),
+}
+
+MULTIHEAD_CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "weights": (lambda attention: attention(x, x, x), "need_weights is given: a ring has no matrix of weights"),
+    "mask": (
+        lambda attention: attention(x, x, x, need_weights=False, attn_mask=torch.ones(3, 3)),
+        "attn_mask is given: masks of pairs",
+    ),
+    "dims": (
+        lambda attention: attention(x[0], x[0], x[0], need_weights=False),
+        "query has shape [2, 8]: expected [local seq, batch, features]",
+    ),
+    "features": (
+        lambda attention: attention(x[..., :7], x, x, need_weights=False),
+        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features",
+    ),
+    "cross": (lambda attention: attention(x, x[1:], x[1:], need_weights=False), "key has 2 rows and query 3"),
+    "bias": (
+        lambda attention: attention(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5)),
+        "key_padding_mask is torch.float32 with values other than 0 and −inf",
+    ),
+}
+x = torch.ones(3, 2, 8)
+
+
+def in_context(attention: nn.Module, tensor: Tensor) -> None:
+    with context_parallel(mesh_of((1, 2))["ring"], buffers=[torch.ones(N - 1)], buffer_seq_dims=[0]):
+        attention(tensor, tensor, tensor)
+
+
+def calls_here(kind: str) -> list[Ended]:
+    module = InnerAttention() if kind == "inner" else nn.MultiheadAttention(8, 2)
+    attention = put(module, RingDilated(*FULL, timeout=timedelta(seconds=60)))
+    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
+    return [ending(lambda call=call: call(attention)) for call, _ in calls.values()]
+
+
+@pytest.mark.parametrize("kind", ["inner", "multihead"])
+def test_calls(two: World, kind: str) -> None:
+    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
+    for of_rank in two.run(calls_here, kind):
+        for ended, (_, message) in zip(of_rank, calls.values(), strict=True):
+            assert message in ended.message, ended
+
+
+def one_refuses_here() -> Ended:
+    """Only rank 0 passes a mask."""
+    attention = put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60)))
+    mask = None if mesh_of((1, 2)).get_rank() else torch.ones(N, N)
+    return ending(lambda: attention(row(), row(), row(), attn_mask=mask))
+
+
+def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
+    first, second = two.run(one_refuses_here)
+    assert first.is_a(ValueError), first
+    assert second.error == "RingMismatchError", second
+    assert "attn_mask is given" in second.message
+
+
+def entering(buffers: Any, dims: Any, **options: Any) -> Ended:
+    return ending(lambda: context_parallel(ring_mesh(), buffers=buffers, buffer_seq_dims=dims, **options).__enter__())
+
+
+def ring_mesh() -> DeviceMesh:
+    return mesh_of((1, 2))["ring"]
+
+
+def contexts_here() -> dict[str, Ended]:
+    put(InnerAttention(), RingDilated(*FULL))
+    ones, weight = torch.ones(2, N), torch.ones(N, requires_grad=True)
+
+    def backward_outside() -> None:
+        with context_parallel(ring_mesh(), buffers=[ones], buffer_seq_dims=[1]):
+            out = (weight[: ones.shape[1]] * ones).sum()
+        out.backward()
+
+    def open_twice() -> None:
+        context = context_parallel(ring_mesh(), buffers=[ones], buffer_seq_dims=[1])
+        with context, context_parallel(ring_mesh(), buffers=[torch.ones(3)], buffer_seq_dims=[0]):
+            pass
+
+    def broadcast_by_ddp() -> None:
+        plain = make_model("decoder")
+        plain.freqs = plain.freqs[: N - 1].clone()  # of a length that the ring size divides
+        parallelize_module(plain, ring_mesh(), {"layers.*.inner_attention": RingDilated(*FULL)})
+        model = nn.parallel.DistributedDataParallel(plain)
+        tokens = torch.zeros(1, N - 1, dtype=torch.long)
+        with context_parallel(ring_mesh(), buffers=[tokens, plain.freqs], buffer_seq_dims=[1, 0]):
+            model(tokens, tokens)
+
+    return {
+        "buffers has 1 tensors and buffer_seq_dims 0 numbers": entering([ones], None),
+        "buffers = Tensor: expected a list": entering(ones, [0]),
+        "buffer_seq_dims = int: expected a list": entering([ones], 0),
+        "buffers[0] = str: expected a plain torch.Tensor": entering(["tokens"], [0]),
+        "buffer_seq_dims[0] = 2: expected a dimension of buffers[0], which is [2, 45]": entering([ones], [2]),
+        "buffer_seq_dims[0] = 'seq'": entering([ones], ["seq"]),
+        "buffers[1] is in the list twice": entering([ones, ones], [0, 1]),
+        "buffers have the lengths [2, 45] along buffer_seq_dims = [0, 1]": entering([ones, torch.ones(1, N)], [0, 1]),
+        "buffers have the lengths [0]": entering([ones[:0]], [0]),
+        "buffers[0] is a Parameter [2, 45]": entering([nn.Parameter(ones.clone())], [1]),
+        "buffers[0] requires a gradient": entering([weight], [0]),
+        "no_restore_buffers has a tensor that is not in buffers": entering([ones], [1], no_restore_buffers={weight}),
+        "a context_parallel of this axis is open": ending(open_twice),
+        "modified by an inplace operation": ending(backward_outside),
+        "DistributedDataParallel has copied rank 0's rows of a buffer": ending(broadcast_by_ddp),
+    }
+
+
+def test_contexts(two: World) -> None:
+    for of_rank in two.run(contexts_here):
+        for message, ended in of_rank.items():
+            assert message in ended.message, (message, ended)
