@@ -12,8 +12,11 @@ from torch.nn import functional as F
 from torchscale_reference import (
     BRANCHES,
     EMBED_DIM,
+    FFN_DIM,
     HEADS,
+    LAYERS,
     MODELS,
+    VOCABULARY,
     attention,
     close,
     inputs,
@@ -24,8 +27,9 @@ from torchscale_reference import (
     torchscale_state,
 )
 
-from ring_backends import DilatedPattern, dilated_attention
-from ring_backends.longnet import LongNetEncoder
+from ring_backends import DilatedPattern, Ring, dilated_attention
+from ring_backends.adapters.native import NativeRingDilatedAttention
+from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
 
@@ -182,3 +186,44 @@ def test_the_gigapath_patterns_that_the_error_names() -> None:
     default.check(seq_len=185363, num_heads=16)
     with pytest.raises(ValueError, match="segment length 185363 and dilation rate 8 on 185364 tokens"):
         default.check(seq_len=185364, num_heads=16)
+
+
+def decoded_here(layout: Any) -> Tensor:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return decoded(ring.with_layout(layout))
+
+
+def decoded(ring: Ring) -> Tensor:
+    """The logits of the last 5 tokens of 21, with caches."""
+    model = decoder(ring)
+    caches = model.new_caches(21)
+    model(ring.shard(DECODED[:, :16]), seq_len=16, caches=caches)
+    return torch.cat([model(DECODED[:, at : at + 1], caches=caches) for at in range(16, 21)], 1).detach()
+
+
+DECODED = torch.randint(VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(5))
+
+
+def decoder(ring: Ring) -> LongNetDecoder:
+    torch.manual_seed(0)
+    attention = NativeRingDilatedAttention([6, 64], [2, 3], ring=ring)
+    sizes = {"vocab_size": VOCABULARY, "output_size": VOCABULARY, "num_positions": 40}
+    return LongNetDecoder(EMBED_DIM, 4, FFN_DIM, LAYERS, attention, **sizes).double().eval()
+
+
+def test_a_decoder_with_caches(pair: World) -> None:
+    wanted = decoder(Ring())(DECODED)[:, 16:].detach()
+    torch.testing.assert_close(decoded(Ring()), wanted, rtol=0, atol=1e-10)
+    for layout in ("contiguous", "zigzag"):
+        for found in pair.run(decoded_here, layout):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+
+
+def test_caches_that_do_not_fit() -> None:
+    model = decoder(Ring())
+    with pytest.raises(ValueError, match="caches has 1 caches and the model 2 layers"):
+        model(DECODED, caches=model.new_caches()[:1])
+    encoder = LongNetEncoder(EMBED_DIM, 4, FFN_DIM, 1, NativeRingDilatedAttention([6], [1]))
+    with pytest.raises(ValueError, match="caches is given: LongNetEncoder is not causal"):
+        encoder(torch.zeros(1, 4, EMBED_DIM), caches=model.new_caches()[:1])

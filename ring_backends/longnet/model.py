@@ -5,13 +5,15 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ring_backends.attention import RingDilatedAttention
+from ring_backends.engine.cache import KeyValueCache
 from ring_backends.longnet.torchscale import OPTIONS, load_parameters, read_checkpoint, sizes_of
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
@@ -54,7 +56,14 @@ class _Layer(nn.Module):
         self.ffn = ffn
         self.final_layer_norm = nn.LayerNorm(self_attn.embed_dim, eps, **factory)
 
-    def forward(self, x: Tensor, is_causal: bool, seq_len: int, key_padding_mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        is_causal: bool,
+        seq_len: int | None,
+        key_padding_mask: Tensor | None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         # The dtype is checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its
         # inputs.
         weight = self.self_attn_layer_norm.weight
@@ -64,7 +73,11 @@ class _Layer(nn.Module):
                     f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
                 )
         x = x + self.self_attn(
-            self.self_attn_layer_norm(x), is_causal=is_causal, seq_len=seq_len, key_padding_mask=key_padding_mask
+            self.self_attn_layer_norm(x),
+            is_causal=is_causal,
+            seq_len=seq_len,
+            key_padding_mask=key_padding_mask,
+            cache=cache,
         )
         return cast(Tensor, x + self.ffn(self.final_layer_norm(x)))
 
@@ -179,6 +192,7 @@ class LongNet(nn.Module):
         *,
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
+        caches: Sequence[KeyValueCache] | None = None,
         features_only: bool = False,
         return_hidden_states: bool = False,
     ) -> Any:
@@ -190,6 +204,8 @@ class LongNet(nn.Module):
             seq_len: length of the global sequence. None: local length × ring size.
             key_padding_mask: bool [batch, local seq], True = ignore this key. To treat padding as
                 torchscale does, set the embeddings of padding to zero and pass no mask.
+            caches: what :meth:`LongNetDecoder.new_caches` made. If they are empty, ``x`` is this rank's part of a
+                prompt. Otherwise it is a few new tokens, the same on every rank.
             features_only: whether to skip ``output_projection``.
             return_hidden_states: whether to return also the embeddings and each layer's output, before ``layer_norm``.
 
@@ -203,10 +219,11 @@ class LongNet(nn.Module):
         """
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
-            x, seq_len = self._embed(x, ring, seq_len)
+            self._check_caches(caches)
+            x, seq_len = self._embed(x, ring, seq_len, caches[0].seq_len if caches else 0)
         states = [x]
-        for layer in self.layers:
-            x = layer(x, self._is_causal, seq_len, key_padding_mask)
+        for index, layer in enumerate(self.layers):
+            x = layer(x, self._is_causal, seq_len, key_padding_mask, None if caches is None else caches[index])
             if return_hidden_states:
                 states.append(x)
         if self.layer_norm is not None:
@@ -215,8 +232,20 @@ class LongNet(nn.Module):
             x = self.output_projection(x)
         return (x, states) if return_hidden_states else x
 
-    def _embed(self, x: Tensor, ring: Ring, seq_len: int | None) -> tuple[Tensor, int]:
-        """Return the scaled embeddings with positions added, and the length of the global sequence."""
+    def _check_caches(self, caches: Sequence[KeyValueCache] | None) -> None:
+        if caches is not None and not self._is_causal:
+            raise ValueError(f"caches is given: {type(self).__name__} is not causal; use a LongNetDecoder.")
+        if caches is not None and len(caches) != len(self.layers):
+            raise ValueError(
+                f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with new_caches()."
+            )
+
+    def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int) -> tuple[Tensor, int]:
+        """Return the scaled embeddings with positions added, and the length of the sequence.
+
+        Args:
+            num_cached: the position of the first row of ``x``, if it is new tokens; 0 if it is this rank's part.
+        """
         if not isinstance(x, Tensor):
             raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
         is_tokens = x.dtype in (torch.int64, torch.int32)
@@ -230,8 +259,12 @@ class LongNet(nn.Module):
         if x.dim() != 2 if is_tokens else x.dim() != 3 or x.shape[2] != embed_dim:
             expected = f"[batch, local seq] of token ids, or [batch, local seq, embed_dim = {embed_dim}]"
             raise ValueError(f"x has shape {tuple(x.shape)} and is {x.dtype}: expected {expected}; reshape it.")
-        seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
-        positions = ring.positions(seq_len)
+        if num_cached:
+            seq_len = num_cached + x.shape[1]
+            positions = torch.arange(num_cached, seq_len)
+        else:
+            seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+            positions = ring.positions(seq_len)
         if x.shape[1] != len(positions):
             raise ValueError(
                 f"x has {x.shape[1]} local rows, but this rank holds {len(positions)} rows of seq_len = {seq_len}; "
@@ -325,3 +358,12 @@ class LongNetDecoder(LongNet):
 
     _kind = "decoder"
     _is_causal = True
+
+    def new_caches(self, max_len: int | None = None) -> list[KeyValueCache]:
+        """Make an empty cache of keys and values for each layer.
+
+        Args:
+            max_len: as in :meth:`ring_backends.RingDilatedAttention.new_cache`.
+        """
+        attentions = (cast(_Layer, layer).self_attn.attention for layer in self.layers)
+        return [cast(RingDilatedAttention, attention).new_cache(max_len) for attention in attentions]
