@@ -13,6 +13,7 @@ from trainer_cases import assert_equal, run_accelerate
 
 from ring_backends.testing.world import World
 
+LONG = pytest.mark.matrix(reason="trains more models")
 PRELOAD = ["accelerate", "transformers.models.llama.modeling_llama", "ring_backends.integrations.accelerate"]
 
 
@@ -22,7 +23,7 @@ def two() -> Iterator[World]:
         yield ranks
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("lora", marks=pytest.mark.matrix(reason="trains four models"))])
+@pytest.mark.parametrize("name", ["llama", pytest.param("lora", marks=LONG)])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     if name == "lora":
@@ -32,8 +33,9 @@ def test_two_ranks(two: World, name: str) -> None:
         assert_equal(two.run(run_accelerate, name, ring_size, layout), expected)
 
 
-def test_two_by_two() -> None:
-    """Packed documents, on two rings of two."""
+@pytest.mark.parametrize("name", ["qwen3-packed", pytest.param("llama", marks=LONG), pytest.param("lora", marks=LONG)])
+def test_two_by_two(name: str) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
     with World(4, preload=PRELOAD) as ranks:
-        found = ranks.run(run_accelerate, "qwen3-packed", 2, "zigzag")
-    assert_equal(found, run_accelerate("qwen3-packed", None))
+        assert_equal(ranks.run(run_accelerate, name, 2, "zigzag"), run_accelerate(name, None))

@@ -31,6 +31,13 @@ def four() -> Iterator[World]:
         yield ranks
 
 
+def skip_if_missing(name: str) -> None:
+    if name == "lora":
+        pytest.importorskip("peft")
+    if name == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
+        pytest.skip("this release's ModernBERT has an attention of its own")
+
+
 LONG = pytest.mark.matrix(reason="trains four models")
 
 
@@ -39,19 +46,15 @@ LONG = pytest.mark.matrix(reason="trains four models")
 )
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
-    if name == "lora":
-        pytest.importorskip("peft")
-    if name == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
-        pytest.skip("this release's ModernBERT has an attention of its own")
+    skip_if_missing(name)
     expected = run(name, None)
     for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
         assert_equal(two.run(run, name, ring_size, layout), expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["qwen3-packed", *(pytest.param(name, marks=LONG) for name in ("llama", "bert-accumulation"))]
-)
+@pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
 def test_two_by_two(four: World, name: str) -> None:
+    skip_if_missing(name)
     assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
 
 
