@@ -33,7 +33,8 @@ def test_two_ranks(two: World, name: str) -> None:
         assert_equal(two.run(run_accelerate, name, ring_size, layout), expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3-packed", pytest.param("llama", marks=LONG), pytest.param("lora", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("name", ["qwen3-packed", "llama", "lora"])
 def test_two_by_two(name: str) -> None:
     if name == "lora":
         pytest.importorskip("peft")

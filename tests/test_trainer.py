@@ -52,7 +52,8 @@ def test_two_ranks(two: World, name: str) -> None:
         assert_equal(two.run(run, name, ring_size, layout), expected)
 
 
-@pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
+@LONG
+@pytest.mark.parametrize("name", CASES)
 def test_two_by_two(four: World, name: str) -> None:
     skip_if_missing(name)
     assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
