@@ -20,10 +20,17 @@ from ring_backends.engine import compiled
 from ring_backends.engine.autograd import RingExecutor, attend
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, autocast, check_call
-from ring_backends.engine.decoding import check_step, configuration_of
+from ring_backends.engine.decoding import check_cache, check_step, configuration_of
 from ring_backends.engine.hops import Hops, Start, no_hops
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.validation import check_dropout, check_grad_wire_dtype, check_scale, draw_seed
+from ring_backends.engine.validation import (
+    check_dropout,
+    check_grad_wire_dtype,
+    check_layout,
+    check_scale,
+    check_tensors,
+    draw_seed,
+)
 from ring_backends.ring.agreement import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -237,8 +244,9 @@ class RingDilatedAttention(nn.Module, ABC):
             self._check_cache(cache)
             if cache.seq_len:
                 raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
-            if seq_len is None:
-                seq_len = query.shape[1] * self.ring.size
+            check_tensors(autocast(query), autocast(key), autocast(value), key_padding_mask)
+            check_cache(cache, autocast(key))
+            seq_len = check_layout(query.shape[1], seq_len, self.ring).seq_len
             if cache.max_len is not None and seq_len > cache.max_len:
                 raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
         options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "return_lse": return_lse}
@@ -293,7 +301,14 @@ class RingDilatedAttention(nn.Module, ABC):
         if not isinstance(cache, KeyValueCache):
             raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
         if cache.ring is not self.ring:
-            raise ValueError("cache is of another ring or layout: make it with this module's new_cache().")
+            rings = (f"a {ring.layout_kind} ring of {ring.size}" for ring in (cache.ring, self.ring))
+            raise ValueError("cache is of {}, and the module on {}: make it with its new_cache().".format(*rings))
+        if cache.owner not in (None, self._module_number):
+            raise ValueError(
+                f"cache holds the keys of module {cache.owner}, and this is module {self._module_number}: make one "
+                "cache for each module, with its new_cache()."
+            )
+        cache.owner = self._module_number
         if self.training and self.dropout_p:
             raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
 

@@ -125,8 +125,9 @@ class RingDilatedMultiheadAttention(nn.Module):
                 on the position in the whole sequence. Attention depends only on differences of angles, which are the
                 same as with positions counted per document.
             dropout_seed: as in a call of the attention.
-            cache: what ``attention.new_cache()`` made. If it is empty, ``x`` is this rank's part of a prompt. Otherwise
-                it is a few new tokens, the same on every rank. Attention is then causal, and has no gradient.
+            cache: what ``attention.new_cache()`` made. With ``seq_len``, ``x`` is this rank's part of a prompt, and the
+                cache is empty. Without it, ``x`` is a few new tokens, the same on every rank. Attention is then causal,
+                and has no gradient.
 
         Returns:
             [batch, local seq, embed_dim].
@@ -137,9 +138,10 @@ class RingDilatedMultiheadAttention(nn.Module):
             RingMismatchError, RingPeerError: as in a call of the attention.
         """
         ring = cast(Ring, self.attention.ring)
-        is_step = cache is not None and cache.seq_len > 0
+        is_step = cache is not None and seq_len is None
         with ring.report_refusals():
             self._check_rows(x)
+            _check_cache(cache, document_ids, dropout_seed)
             if not is_step:
                 seq_len = self._check_length(x, ring, seq_len)
         batch, local_len = x.shape[:2]
@@ -228,6 +230,16 @@ class RingDilatedMultiheadAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rotary_tables": {}}
+
+
+def _check_cache(cache: object, document_ids: object, dropout_seed: object) -> None:
+    if cache is None:
+        return
+    if not isinstance(cache, KeyValueCache):
+        raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
+    for name, value in {"document_ids": document_ids, "dropout_seed": dropout_seed}.items():
+        if value is not None:
+            raise ValueError(f"{name} is given: decoding has no packed documents and no dropout; leave it out.")
 
 
 def _rotate_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_cases import assert_equal, run_accelerate
+from trainer_cases import assert_equal, run_accelerate, sums
 
 from ring_backends.testing.world import World
 
@@ -40,3 +40,8 @@ def test_two_by_two(name: str) -> None:
         pytest.importorskip("peft")
     with World(4, preload=PRELOAD) as ranks:
         assert_equal(ranks.run(run_accelerate, name, 2, "zigzag"), run_accelerate(name, None))
+
+
+def test_reduce_takes_one_value_per_ring(two: World) -> None:
+    assert two.run(sums, 2) == [(1.0, 1.0)] * 2
+    assert two.run(sums, 1) == [(3.0, 1.5)] * 2

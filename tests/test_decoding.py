@@ -243,6 +243,54 @@ def test_memory_does_not_exceed_max_len() -> None:
         module.decode(*tokens(1), cache)
 
 
+def test_a_module_does_not_take_the_cache_of_another() -> None:
+    module = native.RingDilatedAttention(**PATTERN)
+    cache = module.new_cache()
+    module.decode(*tokens(1), cache)
+    other = copy.deepcopy(module)
+    with pytest.raises(ValueError, match="cache holds the keys of module 0, and this is module 0, copy 1"):
+        other.decode(*tokens(1), cache)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (tokens(3, batch=1), "key has batch = 1, and the cache 2"),
+        (tokens(3, dtype=torch.float32), r"key has dtype = torch\.float32"),
+    ],
+)
+def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message: str) -> None:
+    module = native.RingDilatedAttention(**PATTERN)
+    cache = module.new_cache()
+    module.decode(*tokens(4), cache)
+    cache.truncate(0)
+    with pytest.raises(ValueError, match=message):
+        module.prefill(*prompt, cache)
+    assert cache.seq_len == 0
+    module.prefill(*tokens(6, 1), cache)
+    out = module.decode(*tokens(1, 2), cache)
+    torch.testing.assert_close(out, last_rows(joined(tokens(6, 1), tokens(1, 2)), 1), rtol=0, atol=1e-10)
+
+
+def early_here() -> None:
+    """A batch is reordered, and inference mode ends, when rank 1 holds no row yet."""
+    ring = ring_here(NATIVE, TWO)
+    assert ring is not None
+    module = native.RingDilatedAttention(**PATTERN, ring=ring)
+    cache = module.new_cache()
+    first, second = tokens(1, 1), tokens(1, 2)
+    with torch.inference_mode():
+        module.decode(*first, cache)
+    cache.select_batch(torch.tensor([1, 0]))
+    out = module.decode(*second, cache)
+    whole = joined([tensor[[1, 0]] for tensor in first], second)
+    torch.testing.assert_close(out, last_rows(whole, 1), rtol=0, atol=1e-10)
+
+
+def test_ranks_without_rows(pair: World) -> None:
+    pair.run(early_here)
+
+
 def test_invalid_arguments() -> None:
     module = native.RingDilatedAttention(**PATTERN, dropout_p=0.1)
     cache = module.new_cache()
@@ -261,7 +309,7 @@ def test_invalid_arguments() -> None:
         module.decode(query, key.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), cache)
     with pytest.raises(ValueError, match="query has no tokens"):
         module.decode(*tokens(0), cache)
-    with pytest.raises(ValueError, match="cache is of another ring or layout"):
+    with pytest.raises(ValueError, match="cache is of a contiguous ring of 1, and the module on a"):
         module.decode(*tokens(1), native.RingDilatedAttention(**PATTERN, ring=Ring()).new_cache())
     with pytest.raises(TypeError, match="cache = list"):
         module.decode(*tokens(1), [])
@@ -271,6 +319,12 @@ def test_invalid_arguments() -> None:
         cache.select_batch(torch.tensor([2]))
     with pytest.raises(ValueError, match="seq_len = 4: the cache has max_len = 3"):
         module.prefill(*tokens(4), module.new_cache(max_len=3))
+    with pytest.raises(TypeError, match=r"indices = \[0\]: expected a tensor"):
+        cache.select_batch([0])
+    with pytest.raises(TypeError, match=r"query = \[1\]: expected a torch\.Tensor"):
+        module.prefill([1], *tokens(4)[1:], module.new_cache(max_len=3))
+    with pytest.raises(ValueError, match="cache has seq_len = 0: there is no batch yet"):
+        module.new_cache().select_batch(torch.tensor([0]))
     with pytest.raises(ValueError, match="max_len = 0"):
         module.new_cache(max_len=0)
 
@@ -288,6 +342,8 @@ def unequal_here(what: str) -> Ended:
         cache.truncate(8)
     if what == "cache" and other:
         cache.ring = Ring()
+    if what == "edits":
+        cache.select_batch(torch.tensor([1, 0] if other else [0, 1]))
     new = tokens(2 if what == "number" and other else 1, 5 if what == "tokens" and other else 2)
     return ending(lambda: module.decode(*new, cache))
 
@@ -297,8 +353,9 @@ def unequal_here(what: str) -> Ended:
     [
         ("tokens", "the ranks differ in the new tokens: the key of token 0 in batch entry 0"),
         ("length", r"the ranks differ in the length of the cache \(rank 0: 9, rank 1: 8\)"),
+        ("edits", r"the ranks differ in the calls of truncate\(\) and select_batch\(\)"),
         ("number", r"new tokens \(rank 0: 1, rank 1: 2\)"),
-        ("cache", "rank 1 refused its arguments with ValueError: cache is of another ring|cache is of another ring"),
+        ("cache", "cache is of a contiguous ring of 1, and the module on a contiguous ring of 2"),
     ],
 )
 def test_ranks_that_differ(pair: World, what: str, message: str) -> None:

@@ -39,10 +39,10 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def continued(ring: Ring, **options: Any) -> list[int]:
+def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
     torch.manual_seed(0)
     model = LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3], ring=ring)).double().eval()
-    return [*generate(model, ring, PROMPT, GenerateOptions(**{**OPTIONS, **options}), torch.device("cpu"))]
+    return [*generate(model, ring, text, GenerateOptions(**{**OPTIONS, **options}), torch.device("cpu"))]
 
 
 def continued_here(layout: Any) -> list[int]:
@@ -56,6 +56,16 @@ def test_two_ranks_draw_what_one_draws(pair: World, layout: str) -> None:
     expected = continued(Ring())
     assert len(expected) == 12
     assert pair.run(continued_here, layout) == [expected] * 2
+
+
+def one_byte_here() -> list[int]:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return continued(ring, text=b"a")
+
+
+def test_a_prompt_of_one_byte(pair: World) -> None:
+    assert pair.run(one_byte_here) == [continued(Ring(), text=b"a")] * 2
 
 
 def test_the_likeliest_byte_is_that_of_whole_calls() -> None:

@@ -225,3 +225,12 @@ def test_a_compiled_layer_has_one_graph_per_length() -> None:
         assert counter.frame_count == num_graphs
         for got, wanted in zip(*answers, strict=True):
             torch.testing.assert_close(got, wanted)
+
+
+def test_what_a_cache_excludes() -> None:
+    attention = full_attention()
+    module, x = make(attention), random_input(3)
+    with pytest.raises(ValueError, match="document_ids is given: decoding has no packed documents"):
+        module(x, cache=attention.new_cache(), document_ids=torch.zeros(1, 3, dtype=torch.int64))
+    with pytest.raises(TypeError, match="cache = list: expected a cache"):
+        module(x, cache=[1])

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
-from trainer_cases import CASES, assert_equal, bf16_losses, resume, run
+from trainer_cases import CASES, assert_equal, bf16_losses, evaluations, resume, run
 
 from ring_backends.testing.world import World
 
@@ -85,3 +85,11 @@ def test_bf16(two: World) -> None:
     expected = bf16_losses(None)
     for found in two.run(bf16_losses, 2):
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
+
+
+@pytest.mark.parametrize("average", [pytest.param(True, marks=LONG), False])
+def test_evaluations_with_short_last_batches(two: World, average: bool) -> None:
+    """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
+    expected = torch.tensor(evaluations(None, average))
+    for found in two.run(evaluations, 1, average):
+        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)

@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sampling": {"do_sample": True, "top_p": 0.9, "temperature": 1.5},
     "sampled beams": {"num_beams": 2, "do_sample": True},
     "processors": {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2, "min_new_tokens": 3},
-    "stopping": {"eos_token_id": 7, "pad_token_id": 0, "max_time": 1000.0},
+    "stopping": {"eos_token_id": 7, "pad_token_id": 0},
 }
 
 
@@ -131,6 +131,9 @@ def test_a_dilated_pattern_generates_what_whole_calls_do() -> None:
     assert torch.equal(generate(model, ring, input_ids, max_new_tokens=NEW, do_sample=False), text)
 
 
+STATIC = transformers.GenerationConfig(cache_implementation="static")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -138,6 +141,14 @@ def test_a_dilated_pattern_generates_what_whole_calls_do() -> None:
         ({"cache_implementation": "static"}, "cache_implementation is given"),
         ({"prefill_chunk_size": 8}, "prefill_chunk_size is given"),
         ({"use_cache": False}, "use_cache = False"),
+        ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens is given"),
+        ({"guidance_scale": 1.5}, "guidance_scale is given"),
+        ({"max_time": 5.0}, "max_time is given: .* the clocks of the ranks differ"),
+        (
+            {"generation_config": transformers.GenerationConfig(cache_implementation="static")},
+            "cache_implementation is",
+        ),
+        ({"attention_mask": torch.ones(2, 3)}, r"attention_mask is \[2, 3\]: expected \[2, 21\]"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
@@ -145,6 +156,29 @@ def test_options_that_are_refused(options: dict[str, Any], message: str) -> None
     register(native.RingDilatedAttention([64], [1], ring=ring))
     with pytest.raises(ValueError, match=message):
         generate(make_model("llama", "ring_dilated"), ring, prompts(padded=False)[0], max_new_tokens=2, **options)
+
+
+def test_a_configuration_without_cache() -> None:
+    """A model that was trained often has use_cache=False."""
+    wanted = expected("llama", "greedy", padded=False)
+    ring = Ring()
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    model = make_model("llama", "ring_dilated")
+    model.generation_config.use_cache = False
+    assert torch.equal(generate(model, ring, prompts(padded=False)[0], **arguments("greedy")), wanted)
+
+
+def test_after_training_with_dropout() -> None:
+    ring = Ring()
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    model = make_model("llama", "ring_dilated")
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    input_ids = prompts(padded=False)[0]
+    model.train()(input_ids, use_cache=False)
+    assert torch.equal(
+        generate(model.eval(), ring, input_ids, **arguments("greedy")), expected("llama", "greedy", padded=False)
+    )
 
 
 def test_models_that_are_refused() -> None:
@@ -156,8 +190,10 @@ def test_models_that_are_refused() -> None:
     model = make_model("llama", "ring_dilated")
     with pytest.raises(ValueError, match="a contiguous ring of 1: expected that of the registered attention"):
         generate(model, Ring(), input_ids)
-    with pytest.raises(ValueError, match="input_ids: expected int64"):
+    with pytest.raises(ValueError, match=r"input_ids is torch.int64 \[21\]: expected int64"):
         generate(model, ring, input_ids[0])
+    with pytest.raises(ValueError, match=r"input_ids is torch.float32 \[2, 21\]: expected int64"):
+        generate(model, ring, input_ids.float())
     with pytest.raises(ValueError, match=r"model is in training mode: .* call model.eval\(\)"):
         generate(model.train(), ring, input_ids)
 
@@ -171,12 +207,34 @@ def unequal_here(what: str) -> None:
         input_ids[0, 0] = 1 + ring.rank
     model = make_model("llama", "ring_dilated")
     torch.manual_seed(ring.rank)
-    generate(model, ring, input_ids, max_new_tokens=50, do_sample=True, temperature=5.0)
+    number = 50 + ring.rank if what == "options" else 50
+    generate(model, ring, input_ids, max_new_tokens=number, do_sample=True, temperature=5.0)
+
+
+def one_token_here() -> Tensor:
+    """Beams from a prompt of one token, of which rank 1 holds no row."""
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    register(native.RingDilatedAttention([64], [1], ring=ring))
+    found: Tensor = generate(
+        make_model("llama", "ring_dilated"), ring, torch.tensor([[5]]), max_new_tokens=4, num_beams=3
+    )
+    return found
+
+
+def test_beams_of_a_short_prompt(pair: World) -> None:
+    wanted = make_model("llama", "sdpa").generate(torch.tensor([[5]]), max_new_tokens=4, num_beams=3)
+    for found in pair.run(one_token_here):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(
     ("what", "message"),
-    [("prompts", r"the ranks differ in input_ids \(rank 0"), ("seeds", "the ranks differ in the new tokens")],
+    [
+        ("prompts", r"the ranks differ in input_ids \(rank 0"),
+        ("seeds", "the ranks differ in the new tokens"),
+        ("options", r"the ranks differ in max_new_tokens \(rank 0: 50, rank 1: 51"),
+    ],
 )
 def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as raised:

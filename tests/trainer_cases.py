@@ -296,3 +296,22 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
         "evaluated": accelerator.gather(summed).sum(),
         **{name: whole(value) for name, value in parameters if value.requires_grad},
     }
+
+
+def evaluations(ring_size: int | None, average: bool) -> list[float]:
+    """Evaluation losses of data sets whose last batches are not full."""
+    rings = 1 if ring_size is None else int(os.environ["WORLD_SIZE"]) // ring_size
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Case(), rings, folder, average_tokens_across_devices=average)
+        if ring_size is not None:
+            attach(trainer, *PLAIN, ring_size=ring_size)
+        return [trainer.evaluate(Documents(number))["eval_loss"] for number in (10, 5, 3, 1)]
+
+
+def sums(ring_size: int) -> tuple[float, float]:
+    """The sum and the mean over the rings of ``accelerator.reduce``."""
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    ring = attach_accelerator(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    own = torch.tensor(1.0 + ring.data_rank)
+    return accelerator.reduce(own, "sum").item(), accelerator.reduce(own, "mean").item()

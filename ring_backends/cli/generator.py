@@ -116,7 +116,12 @@ def read_options(checkpoint: Path) -> TrainOptions:
             f"checkpoint = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; give the "
             "PATH of train --save."
         )
-    saved: dict[str, Any] = json.loads(path.read_text())
+    try:
+        saved: dict[str, Any] = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"checkpoint = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again."
+        ) from None
     names = [field.name for field in dataclasses.fields(TrainOptions)]
     missing = [name for name in names if name not in saved]
     if missing:

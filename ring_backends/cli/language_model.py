@@ -149,9 +149,9 @@ class LongNetLM(nn.Module):
 
         Args:
             tokens: int64 [batch, local seq], byte values of this rank's positions.
-            seq_len: length of the global sequence; of the prompt, if there are caches.
-            caches: as :meth:`new_caches` makes them. If they are not empty, ``tokens`` are the next tokens, the same on
-                every rank.
+            seq_len: length of the global sequence.
+            caches: as :meth:`new_caches` makes them. With ``seq_len``, ``tokens`` are this rank's part of a prompt.
+                Without it, they are the next tokens, the same on every rank.
 
         Returns:
             [batch, local seq, 256], in the dtype of the parameters.

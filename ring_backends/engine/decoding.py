@@ -1,7 +1,7 @@
 """One step of decoding: a few new tokens against a cache that is distributed over the ring.
 
 Every rank has the same new tokens. It attends from them to its own rows of the cache, and the ranks exchange and merge
-the results. A rank also computes a part of the attention among the new tokens. Nothing but results travels.
+the results. A rank also computes a part of the attention among the new tokens. No keys and values are sent.
 """
 
 from __future__ import annotations
@@ -139,22 +139,28 @@ class Step:
         return out, lse
 
     def _marks(self) -> Tensor:
-        """What must be equal on all ranks, [batch, new tokens, 3]: a sum over each key, its norm, the cache's length.
+        """What must be equal on all ranks, [batch, new tokens, 4]: each key's sum and norm, and the state of the cache.
 
-        Ranks with different hardware may round keys differently, so equal bits are not required.
+        Ranks with different hardware may round keys differently, so equal bits are not required. The state is the
+        length of the cache and a checksum of its edits, both modulo 2²⁴, which is exact in fp32.
         """
         keys = self.key.transpose(1, 2).flatten(2).double()
         weights = torch.arange(keys.shape[-1], device=keys.device, dtype=torch.float64).mul_(12.9898).cos_()
-        length = torch.full_like(keys[..., 0], self.cache.seq_len % 2**24)
-        return torch.stack([keys @ weights, keys.norm(dim=-1), length], -1)
+        state = (torch.full_like(keys[..., 0], number % 2**24) for number in (self.cache.seq_len, self.cache.edits))
+        return torch.stack([keys @ weights, keys.norm(dim=-1), *state], -1)
 
     def _compare(self, marks: Tensor) -> None:
         """Refuse a step whose new tokens, or whose caches, differ between the ranks. ``marks`` is [ring size, …]."""
-        sums, norms, lengths = marks.unbind(-1)
+        sums, norms, lengths, edits = marks.unbind(-1)
         if bool((lengths != lengths[0]).any()):
             by_rank = ", ".join(f"rank {rank}: {int(x.flatten()[0])}" for rank, x in enumerate(lengths))
             raise RingMismatchError(
                 f"the ranks differ in the length of the cache ({by_rank}); make the same calls on all."
+            )
+        if bool((edits != edits[0]).any()):
+            raise RingMismatchError(
+                "the ranks differ in the calls of truncate() and select_batch() of the cache; make the same calls with "
+                "the same arguments on every rank."
             )
         differs = (sums - sums[0]).abs() > _TOLERANCE * norms[0]
         if bool(differs.any()):

@@ -51,8 +51,8 @@ def attach(
 
     Call it before ``accelerator.prepare``. After it, the model takes whole batches
     (:func:`~ring_backends.integrations.transformers.use_ring`), and the accelerator treats the ranks of a ring as one
-    process of data parallelism: they read the same batches, and ``gather`` and ``gather_for_metrics`` return one value
-    per ring. ``accelerator.num_processes`` still counts all processes; ``ring.data_size`` is the number of rings.
+    process of data parallelism: they read the same batches; ``gather``, ``gather_for_metrics`` and ``reduce`` take one
+    value per ring. ``accelerator.num_processes`` still counts all processes; ``ring.data_size`` is the number of rings.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. If its ParallelismConfig has a cp axis, that axis becomes the ring,
@@ -156,7 +156,7 @@ def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
 
 
 def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
-    gather, gather_for_metrics = accelerator.gather, accelerator.gather_for_metrics
+    gather, gather_for_metrics, reduce = accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce
 
     def one_per_ring(gathered: Tensor) -> Tensor:
         parts: Tensor = gathered.unflatten(0, (ring.data_size * ring.size, -1))[:: ring.size]
@@ -171,7 +171,15 @@ def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
         recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)  # TypeError names the type
         return gather_for_metrics(input_data)
 
+    def share(total: Tensor) -> Tensor:
+        return total / ring.size if total.is_floating_point() else total // ring.size
+
+    def reduce_once(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        reduced = reduce(tensor, reduction, scale)
+        return recursively_apply(share, reduced) if reduction == "sum" else reduced
+
     accelerator.gather, accelerator.gather_for_metrics = gather_once, gather_tensors
+    accelerator.reduce = reduce_once
 
 
 def _check(accelerator: Any, ring: Ring) -> None:

@@ -16,8 +16,10 @@ def describe(value: Any) -> str:
     The checksum depends on the order of the elements along the first two dimensions. It adds the elements of all other
     dimensions, so that large tensors need little extra memory.
     """
+    if hasattr(value, "to_dict"):  # a configuration of transformers
+        value = str(value.to_dict())
     if not isinstance(value, Tensor):
-        return str(value) if isinstance(value, (bool, int, float, str)) else type(value).__name__
+        return str(value) if isinstance(value, (bool, int, float, str, list, tuple)) else type(value).__name__
     bits = value.detach().contiguous()
     if value.dtype != torch.bool:
         bits = bits.view(-1).view(_INTEGERS[value.element_size()]).view(value.shape)

@@ -126,6 +126,7 @@ class _Attached:
     def __init__(self, trainer: Any, ring: Ring) -> None:
         self.trainer, self.ring = trainer, ring
         self.original_prediction_step = trainer.prediction_step
+        self.is_evaluating = False
         inner, smoother = inner_model(trainer.model), trainer.label_smoother
         self.predicts_next = predicts_next(inner)
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
@@ -150,7 +151,11 @@ class _Attached:
             labels = labels_of_rows(inputs, self.predicts_next)
             if labels is None:
                 raise ValueError(f"the batch has {', '.join(inputs)}, and no labels: there is no loss; add labels.")
-            if not self.takes_num_items or num_items_in_batch is None:
+            # Without average_tokens_across_devices, num_items_in_batch is that of this ring. In an evaluation a ring
+            # may have no label, and the loss is that of all rings.
+            is_own_count = self.is_evaluating and not is_mean_of_rings
+            is_mean_of_rings = is_mean_of_rings or self.is_evaluating
+            if not self.takes_num_items or num_items_in_batch is None or is_own_count:
                 num_items_in_batch = (labels != IGNORED).sum()
                 if is_mean_of_rings:  # as one device would count, which has the sequences of all rings in its batch
                     num_items_in_batch = trainer.accelerator.gather(num_items_in_batch).sum()
@@ -163,7 +168,11 @@ class _Attached:
     def prediction_step(self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, **options: Any) -> Any:
         """The loss over the batches of all rings, the logits of the whole sequences, and the labels."""
         inputs, trainer = self._without_repetitions(inputs), self.trainer
-        loss, logits, labels = self.original_prediction_step(model, inputs, prediction_loss_only, **options)
+        self.is_evaluating = True
+        try:
+            loss, logits, labels = self.original_prediction_step(model, inputs, prediction_loss_only, **options)
+        finally:
+            self.is_evaluating = False
         if loss is not None:
             loss = trainer.accelerator.gather(loss).mean()
         if trainer.compute_loss_func is None or loss is None:

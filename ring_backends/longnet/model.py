@@ -204,8 +204,8 @@ class LongNet(nn.Module):
             seq_len: length of the global sequence. None: local length × ring size.
             key_padding_mask: bool [batch, local seq], True = ignore this key. To treat padding as
                 torchscale does, set the embeddings of padding to zero and pass no mask.
-            caches: what :meth:`LongNetDecoder.new_caches` made. If they are empty, ``x`` is this rank's part of a
-                prompt. Otherwise it is a few new tokens, the same on every rank.
+            caches: what :meth:`LongNetDecoder.new_caches` made. With ``seq_len``, ``x`` is this rank's part of a
+                prompt, and the caches are empty. Without it, ``x`` is a few new tokens, the same on every rank.
             features_only: whether to skip ``output_projection``.
             return_hidden_states: whether to return also the embeddings and each layer's output, before ``layer_norm``.
 
@@ -220,8 +220,9 @@ class LongNet(nn.Module):
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
             self._check_caches(caches)
-            x, seq_len = self._embed(x, ring, seq_len, caches[0].seq_len if caches else 0)
-        states = [x]
+            is_step = caches is not None and seq_len is None
+            x, whole_len = self._embed(x, ring, seq_len, caches[0].seq_len if caches and is_step else None)
+        states, seq_len = [x], None if is_step else whole_len
         for index, layer in enumerate(self.layers):
             x = layer(x, self._is_causal, seq_len, key_padding_mask, None if caches is None else caches[index])
             if return_hidden_states:
@@ -240,11 +241,11 @@ class LongNet(nn.Module):
                 f"caches has {len(caches)} caches and the model {len(self.layers)} layers; make them with new_caches()."
             )
 
-    def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int) -> tuple[Tensor, int]:
+    def _embed(self, x: Tensor, ring: Ring, seq_len: int | None, num_cached: int | None) -> tuple[Tensor, int]:
         """Return the scaled embeddings with positions added, and the length of the sequence.
 
         Args:
-            num_cached: the position of the first row of ``x``, if it is new tokens; 0 if it is this rank's part.
+            num_cached: the position of the first row of ``x``, if it is new tokens; None if it is this rank's part.
         """
         if not isinstance(x, Tensor):
             raise TypeError(f"x = {x!r}: expected a tensor of embeddings or token ids; make it one.")
@@ -259,7 +260,7 @@ class LongNet(nn.Module):
         if x.dim() != 2 if is_tokens else x.dim() != 3 or x.shape[2] != embed_dim:
             expected = f"[batch, local seq] of token ids, or [batch, local seq, embed_dim = {embed_dim}]"
             raise ValueError(f"x has shape {tuple(x.shape)} and is {x.dtype}: expected {expected}; reshape it.")
-        if num_cached:
+        if num_cached is not None:
             seq_len = num_cached + x.shape[1]
             positions = torch.arange(num_cached, seq_len)
         else:

@@ -149,19 +149,19 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             _check_layer(module, query.shape[2], key.shape[2])
             if step is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
+        own = attention_of(module)
+        if own.dropout_p != dropout:  # the model passes 0 after its eval()
+            own.dropout_p = dropout
+            own.train()
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if step is not None:
-            return step.attend(attention_of(module), module, rows, mask), None
+            return step.attend(own, module, rows, mask), None
         with ring.report_refusals():
             config = getattr(module, "config", None)
             if ring.size > 1:
                 _check_model(config, seq_len)
             if position_ids is not None and document_ids is None:
                 _check_positions(position_ids, ring, query.shape[2], seq_len, config)
-        own = attention_of(module)
-        if own.dropout_p != dropout:  # the model passes 0 after its eval()
-            own.dropout_p = dropout
-            own.train()
         out = own(
             *rows,
             is_causal=mask.is_causal,

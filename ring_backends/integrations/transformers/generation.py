@@ -27,7 +27,14 @@ _REFUSED = {
     "cache_implementation": "the ring has caches of its own",
     "inputs_embeds": "give input_ids",
     "assistant_model": "assisted generation is not supported",
+    "assistant_early_exit": "assisted generation is not supported",
+    "prompt_lookup_num_tokens": "assisted generation is not supported",
+    "custom_generate": "only the loops of transformers itself are supported",
+    "guidance_scale": "it would call the model with another prompt",
     "prefill_chunk_size": "the prompt is computed at once, on all ranks",
+    "max_time": "the clocks of the ranks differ; use max_new_tokens",
+    "output_attentions": "a ring has no matrix of attention weights",
+    "output_hidden_states": "each rank has only its rows of them",
 }
 """Options of generate() that must be absent. Each maps to the reason, or to what the user can do."""
 
@@ -65,15 +72,18 @@ def generate(
         RingPeerError: a rank died, stalled or left.
     """
     with ring.report_refusals():
-        inner = _check(model, ring, input_ids, generation_options)
-    given = {"input_ids": input_ids, "attention_mask": attention_mask}
+        inner = _check(model, ring, input_ids, attention_mask, generation_options)
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, **generation_options}
     agree(ring, "generate", {name: describe(value) for name, value in given.items()})
-    caches = [KeyValueCache(ring) for _ in range(inner.config.get_text_config().num_hidden_layers)]
+    max_new = generation_options.get("max_new_tokens")
+    max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
+    caches = [KeyValueCache(ring, max_len) for _ in range(inner.config.get_text_config().num_hidden_layers)]
     generation = _Generation(ring, Step(caches))
     hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
     token = current_step.set(generation.step)
     generating: Any = model
     options = {"attention_mask": attention_mask, "past_key_values": generation.cache, **generation_options}
+    options["use_cache"] = True  # the model's configuration may say otherwise
     try:
         with torch.no_grad():
             return generating.generate(input_ids=input_ids, **options)
@@ -82,7 +92,7 @@ def generate(
         hook.remove()
 
 
-def _check(model: nn.Module, ring: Ring, input_ids: object, options: dict[str, Any]) -> Any:
+def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, options: dict[str, Any]) -> Any:
     inner = inner_model(model)
     name = inner.config._attn_implementation
     if name not in registered:
@@ -99,10 +109,19 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, options: dict[str, A
     check_config(inner.config)
     if model.training:
         raise ValueError("model is in training mode: its dropout would change the text; call model.eval() first.")
-    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2 or not input_ids.shape[1]:
-        raise ValueError("input_ids: expected int64 [batch, prompt] with at least one token.")
+    if not isinstance(input_ids, Tensor):
+        raise TypeError(f"input_ids = {type(input_ids).__name__}: expected int64 [batch, prompt].")
+    if input_ids.dtype not in (torch.int64, torch.int32) or input_ids.dim() != 2 or not input_ids.numel():
+        what = f"{input_ids.dtype} {[*input_ids.shape]}"
+        raise ValueError(f"input_ids is {what}: expected int64 [batch, prompt] with at least one token.")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != input_ids.shape):
+        given = [*mask.shape] if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(f"attention_mask is {given}: expected {[*input_ids.shape]}, as input_ids.")
     for name, instead in _REFUSED.items():
-        if options.get(name) is not None:
+        configured = (
+            getattr(config, name, None) for config in (options.get("generation_config"), inner.generation_config)
+        )
+        if any(value not in (None, False) for value in (options.get(name), *configured)):
             raise ValueError(f"{name} is given: not supported by a ring; {instead}.")
     if options.get("use_cache") is False:
         raise ValueError("use_cache = False: a ring generates with its caches; leave it out.")
@@ -119,7 +138,8 @@ class _Generation:
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
         input_ids: Any = kwargs.get("input_ids")
-        is_prompt = input_ids is not None and not self.step.caches[0].seq_len
+        self._check(input_ids, kwargs)
+        is_prompt = not self.step.caches[0].seq_len
         if not is_prompt or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
             return args, kwargs
         length = input_ids.shape[1] - 1
@@ -139,6 +159,22 @@ class _Generation:
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
         return args, {**kwargs, **last}
+
+    def _check(self, input_ids: object, kwargs: dict[str, Any]) -> None:
+        """Check that the loop passes only what follows the tokens in the caches."""
+        with self.ring.report_refusals():
+            if not isinstance(input_ids, Tensor):
+                raise ValueError("input_ids is not given: the model generates from other inputs; use a text model.")
+            num_cached, mask = self.step.caches[0].seq_len, kwargs.get("attention_mask")
+            if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != num_cached + input_ids.shape[1]:
+                raise ValueError(
+                    f"attention_mask is {[*mask.shape]}: expected {num_cached} tokens of the caches and "
+                    f"{input_ids.shape[1]} new ones; this way of generating does not work with a ring."
+                )
+            for name, value in kwargs.items():
+                is_known = name in ("cache_position", "attention_mask") or _has_rows(value, input_ids)
+                if isinstance(value, Tensor) and value.dim() and not is_known:
+                    raise ValueError(f"{name} is given: only tensors [batch, tokens, …] are supported; leave it out.")
 
 
 def _has_rows(value: object, input_ids: Tensor) -> bool:
