@@ -120,6 +120,16 @@ def embed_by_own_code(num_tiles: int, all_layer_embed: bool = False, exact: bool
         return embed(model, num_tiles, all_layer_embed)
 
 
+def gradients_of_one_layer(model: Any, layer: int) -> dict[str, Tensor]:
+    """The gradients of a loss on the embeddings of one layer. Parameters without a gradient are left out."""
+    model(*make_slide(30), all_layer_embed=True)[layer].square().sum().backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def gradients_of_one_layer_here(rings: RingSpec, layer: int) -> dict[str, Tensor]:
+    return gradients_of_one_layer(on_ring(rings), layer)
+
+
 def embed_here(rings: RingSpec, layout: str, num_tiles: int, all_layer_embed: bool = False, **options: Any) -> Any:
     return embed(on_ring(rings, layout, **options), num_tiles, all_layer_embed)
 
@@ -206,9 +216,9 @@ def generators_here(rings: RingSpec, training: bool) -> bool:
 class ClassificationHead(nn.Module):
     """As in GigaPath's fine-tuning: a linear layer over embeddings of some layers. It calls ``forward`` directly."""
 
-    def __init__(self, slide_encoder: Any) -> None:
+    def __init__(self, slide_encoder: Any, feat_layer: tuple[int, int] = (1, 3)) -> None:
         super().__init__()
-        self.slide_encoder, self.feat_layer = slide_encoder, (1, 3)
+        self.slide_encoder, self.feat_layer = slide_encoder, feat_layer
         torch.manual_seed(2)
         self.classifier = nn.Linear(2 * slide_encoder.cls_token.shape[2], 3).to(slide_encoder.cls_token.dtype)
 
@@ -234,10 +244,11 @@ def train(head: nn.Module, ring: Ring, data_rank: int | None = None, adapter: st
     return losses, state.full_state_dict()
 
 
-def train_here(rings: RingSpec, adapter: str = ADAPTER) -> Any:
+def train_here(rings: RingSpec, adapter: str = ADAPTER, feat_layer: tuple[int, int] = (1, 3)) -> Any:
     model = make_model()
     ring = ring_here(adapter, rings)
     assert ring is not None
     attention = import_module(adapter).RingDilatedAttention(**asdict(gigapath.pattern_of(model)), ring=ring)
     gigapath.use_ring(model, attention)
-    return train(ClassificationHead(model), ring, ring.data_rank if ring.data_size > 1 else None, adapter)
+    head = ClassificationHead(model, feat_layer)
+    return train(head, ring, ring.data_rank if ring.data_size > 1 else None, adapter)

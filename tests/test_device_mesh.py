@@ -14,7 +14,9 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends import dilated_attention
+from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
+from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.world import World
 
 PATTERN = ([8, 24], [1, 3])
@@ -83,7 +85,7 @@ def on_ring(module: nn.Module, tensors: list[Tensor], dim: int, **options: Any) 
     ring, (*inputs, grad_out) = ring_of(mesh), [tensor.clone() for tensor in tensors]
     masks = [value for value in options.values() if isinstance(value, Tensor)]
     buffers = [*inputs, grad_out, *masks]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[dim] * 4 + [1] * len(masks)):
+    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[dim] * len(tensors) + [1] * len(masks)):
         rows = [tensor.detach().requires_grad_() for tensor in inputs]
         out = module(*rows, **options)
         out = out[0] if isinstance(out, tuple) else out
@@ -150,6 +152,32 @@ def test_multihead_attention(two: World, options: dict[str, Any], is_causal: boo
     later = torch.ones(N, N, dtype=torch.bool).triu(1) if is_causal else None
     out, _ = module(*inputs, key_padding_mask=mask, need_weights=False, attn_mask=later)
     assert_equal(two.run(multihead_here, options, is_causal), with_gradients(out, inputs, grad_out))
+
+
+def make_own(kind: str) -> tuple[Any, list[Tensor]]:
+    """An attention of this package, its inputs and the gradient of its output, [2, N, …]."""
+    torch.manual_seed(0)
+    attention = native.RingDilatedAttention(*PATTERN)
+    if kind == "attention":
+        return attention, [tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2)]
+    return RingDilatedMultiheadAttention(32, HEADS, attention, rotary=True), [torch.randn(2, N, 32) for _ in range(2)]
+
+
+def own_here(kind: str, copied: bool) -> list[Tensor]:
+    module, tensors = make_own(kind)
+    module = put(module, RingDilated(layout="zigzag"))
+    module = copy.deepcopy(module) if copied else module
+    return on_ring(module, tensors, 1, is_causal=True, **OPTIONS["padding"])
+
+
+@pytest.mark.parametrize("kind", ["attention", "multihead"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_attention_of_this_package(two: World, kind: str, copied: bool) -> None:
+    """It takes the ring of the axis, and the length of the sequence from the context."""
+    module, (*inputs, grad_out) = make_own(kind)
+    inputs = [tensor.requires_grad_() for tensor in inputs]
+    out = module(*inputs, is_causal=True, **OPTIONS["padding"])
+    assert_equal(two.run(own_here, kind, copied), with_gradients(out, inputs, grad_out))
 
 
 def copies_here() -> list[Tensor]:

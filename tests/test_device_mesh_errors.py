@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
 
+from ring_backends import RingDilatedAttention
 from ring_backends.adapters import native
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel, ring_of
+from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.world import World
 
@@ -63,10 +65,48 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "causal": (NoCausal, "is_causal is not given, and the forward of NoCausal has no such argument"),
     "replaced": (with_own_forward, "module = InnerAttention: its forward was replaced on the instance"),
     "twice": (applied_twice, "module = InnerAttentionOnRing: is on a ring already"),
-    "own": (lambda: native.RingDilatedAttention([4], [1]), "module = NativeRingDilatedAttention: is on a ring already"),
+    "pattern": (
+        lambda: native.RingDilatedAttention([4], [1]),
+        "segment_lengths: NativeRingDilatedAttention has its own; leave this out of its style",
+    ),
     "bias_kv": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
     "zero_attn": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_bias_kv and add_zero_attn"),
 }
+
+
+class OtherAttention(RingDilatedAttention):
+    def ring_pass(self, outgoing: Any, incoming: Any, tag: int) -> Any:
+        raise NotImplementedError
+
+
+OWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
+    "options": (
+        lambda: native.RingDilatedAttention([4], [1]),
+        {"is_causal": True, "scale": 1.0},
+        "is_causal, scale: NativeRingDilatedAttention has its own",
+    ),
+    "twice": (
+        lambda: put(native.RingDilatedAttention([4], [1]), RingDilated()),
+        {},
+        "module = NativeRingDilatedAttention: is on a ring already",
+    ),
+    "backend": (
+        lambda: RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])),
+        {},
+        "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes",
+    ),
+    "no pattern": (InnerAttention, {}, "segment_lengths is not given: InnerAttention has no pattern of its own"),
+}
+
+
+def own_here() -> list[Ended]:
+    return [ending(lambda make=make, given=given: put(make(), RingDilated(**given))) for make, given, _ in OWN.values()]
+
+
+def test_own_modules(two: World) -> None:
+    for of_rank in two.run(own_here):
+        for ended, (*_, message) in zip(of_rank, OWN.values(), strict=True):
+            assert message in ended.message, ended
 
 
 def module_here(name: str) -> Ended:
@@ -85,6 +125,7 @@ def test_modules(two: World, name: str) -> None:
     ("options", "message"),
     [
         ({"segment_lengths": [4, 8]}, "segment_lengths"),
+        ({"segment_lengths": None}, "segment_lengths = None and dilation_rates = .*: give both, or neither"),
         ({"layout": "striped"}, "'striped'"),
         ({"timeout": 3}, "timeout = 3: expected a datetime.timedelta"),
         ({"timeout": timedelta(0)}, "timeout = 0:00:00: must be above 0"),

@@ -49,6 +49,27 @@ def test_four_ranks(world: World, rings: Any) -> None:
         cases.assert_same(found, cases.embed_by_own_code(num_tiles, True), 1e-11)
 
 
+def test_layers_that_the_loss_does_not_use_have_no_gradients(two: World) -> None:
+    """GigaPath's recipes take the embeddings of chosen layers, ``feat_layer``. Optimizers skip the layers above."""
+    model = cases.make_model()
+    with cases.own_code(model):
+        expected = cases.gradients_of_one_layer(model, 1)
+    assert "encoder.layers.0.ffn.fc1.weight" in expected
+    assert not any(name.startswith(("encoder.layers.1", "encoder.layers.2")) for name in expected)
+    of_ranks = two.run(cases.gradients_of_one_layer_here, TWO_OF_TWO, 1)
+    for grads in (cases.mean_of_ranks(of_ranks), cases.gradients_of_one_layer(cases.on_ring(None), 1)):
+        assert grads.keys() == expected.keys()
+        assert max(cases.largest_error(grads[name], right) for name, right in expected.items()) < 1e-11
+
+
+def test_eval_before_use_ring() -> None:
+    model = cases.make_model(attention_dropout=0.3).eval()
+    gigapath.use_ring(model, cases.attention_of(model, dropout_p=0.3))
+    slide = cases.make_slide(30)
+    torch.testing.assert_close(model(*slide), model(*slide), rtol=0, atol=0)
+    assert not any(module.training for module in model.modules())
+
+
 def test_every_rank_computes_its_own_rows(two: World) -> None:
     """The class token and 30 tiles on rank 0, and the other 31 tiles on rank 1."""
     assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [(30, 31), (31, 31)]
@@ -117,10 +138,11 @@ def test_activation_checkpointing(two: World, checkpointing: str) -> None:
 
 
 @pytest.mark.parametrize("rings", [TWO_OF_TWO, pytest.param(ONE_OF_TWO, marks=LONG)], ids=str)
-def test_training(two: World, rings: Any) -> None:
+@pytest.mark.parametrize("feat_layer", [(1, 3), pytest.param((0, 2), marks=LONG)], ids=str)
+def test_training(two: World, rings: Any, feat_layer: Any) -> None:
     """Three steps of a classification head and the slide encoder equal those on one process."""
-    losses, parameters = cases.train(cases.ClassificationHead(cases.make_model()), Ring())
-    for found, after in two.run(cases.train_here, rings):
+    losses, parameters = cases.train(cases.ClassificationHead(cases.make_model(), feat_layer), Ring())
+    for found, after in two.run(cases.train_here, rings, feat_layer=feat_layer):
         if rings is TWO_OF_TWO:
             assert found == pytest.approx(losses, abs=1e-10)
         assert after.keys() == parameters.keys()

@@ -92,7 +92,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     encoder: Any = slide_encoder.encoder
     for index, layer in enumerate(encoder.layers):
         self_attn = layer.self_attn
-        self_attn.ring_attention = attention.copy_for(f"layer {index}")
+        self_attn.ring_attention = attention.copy_for(f"layer {index}").train(self_attn.training)
         self_attn.forward = _SelfAttention(self_attn)
     if attention.ring.size > 1:
         for module in encoder.modules():
@@ -145,14 +145,25 @@ class _SlideEncoder:
         options = {"return_all_hiddens": all_layer_embed, "incremental_state": [seq_len] * len(model.encoder.layers)}
         encoded = model.encoder(src_tokens=None, token_embeddings=rows, **options)
         states = encoded["encoder_states"] if all_layer_embed else [encoded["encoder_out"]]
-        pooled_rows = [state[:, num_cls:] if model.global_pool else state[:, :num_cls] for state in states]
-        wide = torch.promote_types(states[0].dtype, torch.float32)
-        sums = torch.stack([of_state.sum(1, dtype=wide) for of_state in pooled_rows])
-        # The gradient of these sums is the same on every rank. So the backward multiplies it by the ring size, and the
-        # mean over the ranks is the gradient of one device.
-        sums = ring.with_layout("contiguous").unshard(sums.unsqueeze(0), 0, seq_len=ring.size).sum(0)
-        means = sums / num_tiles if model.global_pool else sums
-        return [model.norm(mean.to(state.dtype)) for mean, state in zip(means, states, strict=True)]
+        # One collective per state: layers above those whose embeddings the loss uses then have no backward and no
+        # gradients, as in GigaPath's code.
+        if model.global_pool:
+            pooled = [self._pool(ring, state[:, num_cls:], num_tiles) for state in states]
+        else:
+            pooled = [self._pool(ring, state[:, :num_cls], 1) for state in states]
+        return [model.norm(row) for row in pooled]
+
+    @staticmethod
+    def _pool(ring: Ring, rows: Tensor, number: int) -> Tensor:
+        """The mean [batch, embed_dim] of all ranks' rows [batch, rows, embed_dim], of which there are ``number``.
+
+        Its gradient is the same on every rank. So the backward multiplies it by the ring size, and the mean over the
+        ranks is the gradient of one device.
+        """
+        own = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
+        of_ranks = ring.with_layout("contiguous").unshard(own.unsqueeze(0), 0, seq_len=ring.size)
+        pooled: Tensor = (of_ranks.sum(0) / number).to(rows.dtype)
+        return pooled
 
     def _check(self, x: Tensor, coords: Tensor) -> Tensor:
         """Check the arguments of a call, and return the place of every tile in ``pos_embed``, [batch, tiles]."""

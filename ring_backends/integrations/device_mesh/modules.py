@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -209,9 +209,27 @@ def _do_nothing(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook."""
 
 
+def put_own_on_ring(module: nn.Module, axis: Axis) -> None:
+    """Let an attention of this package use the ring of the axis, and know the length of its sequence."""
+    attention_of(module).ring = axis.ring
+    module.register_forward_pre_hook(partial(_prepare_call, axis), with_kwargs=True)
+
+
+def _prepare_call(axis: Axis, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook: checks the buffers, and adds ``seq_len`` unless the call gives it."""
+    with axis.ring.report_refusals():
+        axis.check_buffers()
+    return args, kwargs if kwargs.get("seq_len") is not None else {**kwargs, "seq_len": axis.seq_len}
+
+
+def attention_of(module: Any) -> Any:
+    """The attention without parameters that a module of this package computes with."""
+    return module if isinstance(module, RingDilatedAttention) else module.attention
+
+
 def is_on_ring(module: nn.Module) -> bool:
-    """Whether a module computes its attention on a ring."""
-    return isinstance(module, (InnerAttentionOnRing, MultiheadAttentionOnRing, RingDilatedAttention))
+    """Whether a style has been applied to an attention of other code."""
+    return isinstance(module, (InnerAttentionOnRing, MultiheadAttentionOnRing))
 
 
 def is_multihead_attention(module: nn.Module) -> bool:

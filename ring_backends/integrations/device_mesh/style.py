@@ -11,18 +11,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations.device_mesh.axis import join_axis
 from ring_backends.integrations.device_mesh.modules import (
     CallForm,
     InnerAttentionOnRing,
     MultiheadAttentionOnRing,
     OnRing,
+    attention_of,
     is_inner_attention,
     is_multihead_attention,
     is_on_ring,
     put_on_ring,
+    put_own_on_ring,
 )
 from ring_backends.joining import check_options
+from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention
 from ring_backends.schedule.layout import LayoutKind
 
@@ -37,6 +41,9 @@ class RingDilated(ParallelStyle):
       meaning. A call may also pass ``key_padding_mask``, ``document_ids`` and ``dropout_seed`` of
       :class:`~ring_backends.RingDilatedAttention`.
     - ``torch.nn.MultiheadAttention``, for self-attention with ``need_weights=False``.
+    - a :class:`~ring_backends.RingDilatedAttention` or a
+      :class:`~ring_backends.multihead.RingDilatedMultiheadAttention` that was made without a ring. It has a pattern and
+      options of its own, so its style is ``RingDilated()``.
 
     The module then computes the attention of this pattern over the whole sequence. Its inputs and its output are this
     rank's rows. One branch over the whole sequence, ``RingDilated([n], [1])``, is full attention.
@@ -45,7 +52,8 @@ class RingDilated(ParallelStyle):
     makes its ring. The other styles of the axis need the same ``layout``, ``backend`` and ``timeout``.
 
     Args:
-        segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`.
+        segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`; None for an attention of this
+            package.
         layout: how the sequence is distributed over the axis, ``"contiguous"`` or ``"zigzag"``. PyTorch's
             ``context_parallel`` uses the zigzag layout.
         backend: name of the adapter that makes the ring.
@@ -66,8 +74,8 @@ class RingDilated(ParallelStyle):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
-        dilation_rates: Sequence[int],
+        segment_lengths: Sequence[int] | None = None,
+        dilation_rates: Sequence[int] | None = None,
         *,
         layout: LayoutKind = "contiguous",
         backend: str = "native",
@@ -85,15 +93,25 @@ class RingDilated(ParallelStyle):
             )
         if is_causal is not None and not isinstance(is_causal, bool):
             raise TypeError(f"is_causal = {is_causal!r}: expected True, False, or None to take it from the call.")
-        create_attention(
-            backend, segment_lengths, dilation_rates, ring=None, **options
-        )  # raises if an argument is invalid
-        self._pattern, self._options = (segment_lengths, dilation_rates), options
+        if (segment_lengths is None) != (dilation_rates is None):
+            raise ValueError(
+                f"segment_lengths = {segment_lengths!r} and dilation_rates = {dilation_rates!r}: give both, or neither "
+                "for an attention of ring_backends."
+            )
+        # Raises if an argument is invalid.
+        pattern = ([1], [1]) if segment_lengths is None else (segment_lengths, dilation_rates)
+        create_attention(backend, *pattern, ring=None, **options)  # type: ignore[arg-type]
+        self._pattern: Any = segment_lengths, dilation_rates
+        self._options = options
         self._backend, self._layout, self._timeout = backend, layout, timeout
         self._seq_dim, self._is_causal = seq_dim, is_causal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         name, options = type(module).__name__, self._options
+        if isinstance(module, (RingDilatedAttention, RingDilatedMultiheadAttention)):
+            self._check_own(module)
+            put_own_on_ring(module, join_axis(device_mesh, self._backend, self._layout, self._timeout))
+            return module
         if is_on_ring(module):
             raise ValueError(f"module = {name}: is on a ring already; name every attention once.")
         if "forward" in vars(module):
@@ -108,12 +126,29 @@ class RingDilated(ParallelStyle):
         else:
             raise TypeError(
                 f"module = {name}: not an attention that RingDilated can put on a ring; name a module whose forward "
-                "begins with query, key and value, or a torch.nn.MultiheadAttention."
+                "begins with query, key and value, a torch.nn.MultiheadAttention, or an attention of ring_backends."
             )
+        if self._pattern[0] is None:
+            raise ValueError(f"segment_lengths is not given: {name} has no pattern of its own; give one.")
         axis = join_axis(device_mesh, self._backend, self._layout, self._timeout)
         attention = create_attention(self._backend, *self._pattern, ring=axis.ring, **options)
         put_on_ring(module, on_ring, attention, CallForm.of(module, axis, self._is_causal, self._seq_dim))
         return module
+
+    def _check_own(self, module: nn.Module) -> None:
+        name, attention = type(module).__name__, attention_of(module)
+        adapter = type(create_attention(self._backend, [1], [1]))
+        if not isinstance(attention, adapter):
+            raise TypeError(
+                f"backend = {self._backend!r}: its attention is {adapter.__name__}, and {name} computes with "
+                f"{type(attention).__name__}; give the backend of that class."
+            )
+        if attention.ring.size > 1:
+            raise ValueError(f"module = {name}: is on a ring already; name every attention once, made without a ring.")
+        given = {"segment_lengths": self._pattern[0], "is_causal": self._is_causal, **self._options}
+        unused = [option for option, value in given.items() if value is not None]
+        if unused:
+            raise ValueError(f"{', '.join(unused)}: {name} has its own; leave this out of its style.")
 
     def _check_inner(self, module: nn.Module) -> None:
         name = type(module).__name__
