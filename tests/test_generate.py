@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ring_backends import Ring
+from ring_backends import Ring, available_adapters
 from ring_backends.adapters import native
 from ring_backends.cli import app
 from ring_backends.cli.generate_options import GenerateOptions
@@ -106,6 +106,34 @@ def test_a_checkpoint_of_train(tmp_path: Path) -> None:
         assert done.stdout == result["text"] + "\n"
         texts.append(result["bytes"])
     assert texts[0] == texts[1]
+
+
+LOADED = """
+import torch
+from pathlib import Path
+from ring_backends.adapters import native
+from ring_backends.cli.generator import load_model, read_options
+from ring_backends.cli.trainer import parameters_sha256
+
+path = Path("model")
+model = load_model(path, read_options(path), native, native.initialize(), torch.device("cpu"))
+print(parameters_sha256(model.state_dict()))
+"""
+
+
+@pytest.mark.matrix(reason="trains with every adapter")
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed", "fairscale"])
+def test_checkpoints_of_other_adapters(tmp_path: Path, backend: str) -> None:
+    """One rank reads the parameters that two ranks have written."""
+    if reason := available_adapters()[backend]:
+        pytest.skip(reason)
+    pytest.importorskip("numpy", reason="FSDP saves with NumPy")
+    sizes = ["--seq-len", "512", "--steps", "2", "--embed-dim", "16", "--num-heads", "2", "--nproc-per-node", "2"]
+    trained = run("train", *sizes, "--backend", backend, "--save", "model", "--json", "train.json", cwd=tmp_path)
+    assert trained.returncode == 0, trained.stderr
+    loaded = subprocess.run([sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert loaded.returncode == 0, loaded.stderr
+    assert loaded.stdout.split()[-1] == json.loads((tmp_path / "train.json").read_text())["parameters_sha256"]
 
 
 @pytest.mark.matrix(reason="trains until the model knows a document")

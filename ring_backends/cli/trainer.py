@@ -115,7 +115,7 @@ class Trainer:
             "peak_memory_bytes": peaks,
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
-            "parameters_sha256": None if options.json is None else _parameters_sha256(self.state.full_state_dict()),
+            "parameters_sha256": None if options.json is None else parameters_sha256(self.state.full_state_dict()),
             "device": device_name(self.device),
             "dtype": _name(self.dtype),
             "world_size": self.world_size,
@@ -315,7 +315,7 @@ def options_path(checkpoint: Path) -> Path:
     return checkpoint.with_name(checkpoint.name + ".options.json")
 
 
-def _parameters_sha256(state: Mapping[str, Tensor]) -> str:
+def parameters_sha256(state: Mapping[str, Tensor]) -> str:
     """Compute the SHA-256 hash of names, dtypes, shapes and bytes. The tensors lie on the CPU."""
     digest = hashlib.sha256()
     for name, tensor in sorted(state.items()):
