@@ -109,9 +109,9 @@ def test_dropout_differs_at_every_row(two: World) -> None:
         assert len(calls[0]) == 7  # of the embeddings, and after attention and feed-forward network of three layers
         for first, second in zip(*calls, strict=True):
             assert not torch.equal(first, second)
-            assert first.double().mean() == pytest.approx(0.7, abs=0.03)
+            assert first.double().mean().item() == pytest.approx(0.7, abs=0.03)
     for one, other in zip(of_ranks[0][0], of_ranks[1][0], strict=True):
-        equal = (one[:, :50] == other[:, :50]).double().mean()
+        equal = (one[:, :50] == other[:, :50]).double().mean().item()
         assert equal == pytest.approx(0.7**2 + 0.3**2, abs=0.03)
 
 
