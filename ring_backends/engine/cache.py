@@ -106,7 +106,7 @@ class KeyValueCache:
         """
         self._store(key, value, ignored, 0, seq_len)
         runs, first = [], 0
-        for piece in sorted(self.ring.layout(seq_len).pieces(self.ring.rank), key=lambda piece: piece.start):
+        for piece in self.ring.layout(seq_len).pieces(self.ring.rank):
             if len(piece):
                 runs.append(Run(piece.start, 1, len(piece), first))
                 first += len(piece)
@@ -205,7 +205,9 @@ class KeyValueCache:
         if self.key is None or rows > capacity:
             missing = 0 if self.max_len is None else -(-(self.max_len - seq_len) // self.ring.size) + 1
             capacity = max(rows + missing, 0 if self.max_len else capacity + capacity // 4 + 64)
-            grown = [torch.empty(batch, heads, capacity, head_dim, dtype=like.dtype, device=like.device) for _ in "kv"]
+            grown = [
+                torch.empty(batch, heads, capacity, head_dim, dtype=like.dtype, device=like.device) for _ in range(2)
+            ]
             for new, old in zip(grown, (self.key, self.value), strict=True):
                 if old is not None:
                     new[:, :, : old.shape[2]] = old

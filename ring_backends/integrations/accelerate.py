@@ -178,8 +178,9 @@ def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
         reduced = reduce(tensor, reduction, scale)
         return recursively_apply(share, reduced) if reduction == "sum" else reduced
 
-    accelerator.gather, accelerator.gather_for_metrics = gather_once, gather_tensors
-    accelerator.reduce = reduce_once
+    replacements = {"gather": gather_once, "gather_for_metrics": gather_tensors, "reduce": reduce_once}
+    for name, function in replacements.items():
+        replace_method(accelerator, name, function)
 
 
 def _check(accelerator: Any, ring: Ring) -> None:

@@ -24,6 +24,7 @@ from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations.describe import describe
 from ring_backends.integrations.gigapath_release import check_options, check_release, check_same_forward
 from ring_backends.ring.collectives import agree
+from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -155,15 +156,9 @@ class _SlideEncoder:
 
     @staticmethod
     def _pool(ring: Ring, rows: Tensor, number: int) -> Tensor:
-        """The mean [batch, embed_dim] of all ranks' rows [batch, rows, embed_dim], of which there are ``number``.
-
-        Its gradient is the same on every rank. So the backward multiplies it by the ring size, and the mean over the
-        ranks is the gradient of one device.
-        """
+        """The mean [batch, embed_dim] of all ranks' rows [batch, rows, embed_dim], of which there are ``number``."""
         own = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-        of_ranks = ring.with_layout("contiguous").unshard(own.unsqueeze(0), 0, seq_len=ring.size)
-        pooled: Tensor = (of_ranks.sum(0) / number).to(rows.dtype)
-        return pooled
+        return (sum_of_ranks(ring, own) / number).to(rows.dtype)
 
     def _check(self, x: Tensor, coords: Tensor) -> Tensor:
         """Check the arguments of a call, and return the place of every tile in ``pos_embed``, [batch, tiles]."""

@@ -220,9 +220,9 @@ class LongNet(nn.Module):
         ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
             self._check_caches(caches)
-            is_step = caches is not None and seq_len is None
-            x, whole_len = self._embed(x, ring, seq_len, caches[0].seq_len if caches and is_step else None)
-        states, seq_len = [x], None if is_step else whole_len
+            num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
+            x, whole_len = self._embed(x, ring, seq_len, num_cached)
+        states, seq_len = [x], whole_len if num_cached is None else None
         for index, layer in enumerate(self.layers):
             x = layer(x, self._is_causal, seq_len, key_padding_mask, None if caches is None else caches[index])
             if return_hidden_states:

@@ -20,7 +20,7 @@ def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int |
         seq_len = rows.shape[1] * ring.size if seq_len is None else seq_len
         _check(ring, rows, mask, how, seq_len)
     counts = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device) if mask is None else mask != 0
-    number = _of_ranks(ring, counts.sum(1)).sum(1)
+    number = sum_of_ranks(ring, counts.sum(1))
     inner = (1,) * (rows.dim() - 2)
     if how in ("first", "last"):
         pooled = _outermost(ring, rows, counts, seq_len, is_last=how == "last")
@@ -29,11 +29,21 @@ def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int |
         wide = torch.promote_types(rows.dtype, torch.float32)
         if how == "mean":
             sums = torch.where(rows_that_count, rows, 0.0).sum(1, dtype=wide)
-            pooled = (_of_ranks(ring, sums).sum(1) / number.clamp(min=1).view(-1, *inner)).to(rows.dtype)
+            pooled = (sum_of_ranks(ring, sums) / number.clamp(min=1).view(-1, *inner)).to(rows.dtype)
         else:
             own = torch.where(rows_that_count, rows, -math.inf)
             pooled = _of_ranks(ring, own.amax(1) if own.shape[1] else rows.sum(1) - math.inf).amax(1)
     return torch.where(number.view(-1, *inner) > 0, pooled, 0.0)
+
+
+def sum_of_ranks(ring: Ring, of_rank: Tensor) -> Tensor:
+    """The sum of a tensor of every rank, of any shape, the same on every rank. Every rank makes the same call.
+
+    Its backward sums the ranks' gradients. If every rank computes the same loss from it, that multiplies the gradient
+    by the ring size, and the mean over the ranks is the gradient of one device.
+    """
+    total: Tensor = ring.with_layout("contiguous").unshard(of_rank.unsqueeze(0), 0, seq_len=ring.size).sum(0)
+    return total
 
 
 def _outermost(ring: Ring, rows: Tensor, counts: Tensor, seq_len: int, *, is_last: bool) -> Tensor:

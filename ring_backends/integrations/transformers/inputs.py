@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from ring_backends.data import document_ids
 from ring_backends.ring.ring import Ring
@@ -69,8 +70,7 @@ def shard_inputs(
     if labels is not None:
         whole["labels"] = labels
         if next_token_labels:
-            whole["labels"] = torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], IGNORED)], 1)
-            whole["shift_labels"] = whole["labels"]
+            whole["labels"] = whole["shift_labels"] = next_labels(labels)
     for name, tensor in whole.items():
         if tensor is not None and (tensor.dim() < 2 or tensor.shape[1] != seq_len):
             raise ValueError(
@@ -78,6 +78,11 @@ def shard_inputs(
             )
     local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
     return {**local, "seq_len": seq_len}
+
+
+def next_labels(labels: Tensor) -> Tensor:
+    """The label of the next token at every token, [batch, seq]; ``IGNORED`` at the last."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def documents_of(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor:

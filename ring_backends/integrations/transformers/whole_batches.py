@@ -19,8 +19,9 @@ from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import check_config, current_step, first_position_of, register
-from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, shard_inputs
+from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, next_labels, shard_inputs
 from ring_backends.ring.collectives import agree
+from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
 
 try:
@@ -112,20 +113,20 @@ class _ShardedForward:
             )
         self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
         self.label_smoothing = label_smoothing
+        self.models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
         self.names = [*inspect.signature(inner.forward).parameters]
         self.first_position = first_position_of(inner.config)
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
 
     def check_implementation(self, what_to_do: str) -> None:
-        for module in self.inner.modules():
-            if isinstance(module, PreTrainedModel):
-                found = module.config._attn_implementation
-                if found != self.attn_implementation:
-                    raise ValueError(
-                        f"attn_implementation of {type(module).__name__} = {found!r}: expected "
-                        f"{self.attn_implementation!r}, the ring's; {what_to_do}."
-                    )
+        for model in self.models:
+            found = model.config._attn_implementation
+            if found != self.attn_implementation:
+                raise ValueError(
+                    f"attn_implementation of {type(model).__name__} = {found!r}: expected "
+                    f"{self.attn_implementation!r}, the ring's; {what_to_do}."
+                )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
@@ -162,10 +163,7 @@ class _ShardedForward:
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
-        # The gradient of a sum is the same on every rank. So the backward multiplies it by the ring size, and the mean
-        # over the ranks is the gradient of one device.
-        sums = self.ring.with_layout("contiguous").unshard(own_sum.view(1), 0, seq_len=self.ring.size)
-        return type(outputs)(**{"loss": sums.sum() / self.count, **outputs})
+        return type(outputs)(**{"loss": sum_of_ranks(self.ring, own_sum) / self.count, **outputs})
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from zip(self.names, args, strict=False)
@@ -218,4 +216,4 @@ def labels_of_rows(batch: Mapping[str, Any], predicts_next: bool) -> Tensor | No
     labels: Tensor | None = batch.get("labels")
     if shifted is not None or labels is None:
         return shifted
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED) if predicts_next else labels
+    return next_labels(labels) if predicts_next else labels
