@@ -19,7 +19,7 @@ from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.kernels import Kernel, PairRule, pairwise
 from ring_backends.kernels.constants import constant
-from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape
+from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.steps import StepKernel, parcel_key_words
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
@@ -162,9 +162,13 @@ class _Workspace:
         return dict(zip(parts, gather_all([*parts.values()], rows_outermost=True, dense=dense), strict=True))
 
     def _gather_contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
+        if name == "out":  # a backward reads it only once, for its product with grad_out
+            view = row_view(tensor, rows)
+            if view is not None:
+                return view
         if name in self._gathered:
             held_tensor, held_rows, gathered = self._gathered[name]
-            if held_tensor is tensor and held_rows is rows:
+            if held_tensor is tensor and held_rows == rows:
                 return gathered
         gathered = self._buffer(name, gathered_shape(tensor, rows), tensor)
         gather_into(gathered, tensor, rows)

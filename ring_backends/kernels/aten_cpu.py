@@ -11,6 +11,7 @@ The operator has these problems, for which this kernel has workarounds:
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from torch import Tensor
 
 from ring_backends.kernels.base import Kernel, blank_rows, check_tile, lse_for_backward
 from ring_backends.kernels.math import MathKernel
-from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
@@ -90,7 +90,8 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(key_mask, query),
             scale=scale,
         )
-        if not all_finite(*grads):
+        grad_query, grad_key, _ = grads
+        if not all_finite(grad_query, grad_key):  # whatever spreads into dV also spreads into dS, and so into dQ and dK
             return _MATH.backward(grad_out, query, key, value, out, lse, **options)
         return grads
 
@@ -113,4 +114,9 @@ def all_finite(*tensors: Tensor) -> bool:
     """Whether no element is NaN or infinite. Each tensor is summed, so a sum that overflows counts as infinite."""
     if not has_values(tensors[0]):
         return True
-    return all(bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite()) for x in tensors)
+    return all(math.isfinite(_sum(x).item()) for x in tensors)
+
+
+def _sum(x: Tensor) -> Tensor:
+    # Sums of fp16 overflow. With another dtype than its own, torch copies a tensor before it sums it.
+    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()

@@ -65,13 +65,12 @@ def gather_all(
     """
     copies, gathered = [], []
     for (tensor, rows), is_dense in zip(parts, dense or [False] * len(parts), strict=True):
-        shape = gathered_shape(tensor, rows)
-        found = _view(tensor, rows, shape)
+        found = row_view(tensor, rows)
         if found is not None and is_dense:
             layout = found.transpose(1, 2) if rows_outermost else found
             found = found if layout.is_contiguous() else None
         if found is None:
-            groups, heads, num_rows, *rest = shape
+            groups, heads, num_rows, *rest = shape = gathered_shape(tensor, rows)
             found = (
                 tensor.new_empty(groups, num_rows, heads, *rest).transpose(1, 2)
                 if rows_outermost
@@ -83,13 +82,13 @@ def gather_all(
     return gathered
 
 
-def _view(tensor: Tensor, rows: DilatedRows, shape: tuple[int, ...]) -> Tensor | None:
-    """The rows as a view of this shape; None if the tensor's strides do not allow one."""
+def row_view(tensor: Tensor, rows: DilatedRows) -> Tensor | None:
+    """The rows as a view [batch * segments, heads, rows, …]; None if the tensor's strides do not allow one."""
     if len(rows.runs) > 1:
         return None
     ((_, view),) = views(tensor, rows)
     try:
-        return view.view(shape)
+        return view.view(gathered_shape(tensor, rows))
     except (RuntimeError, ValueError):  # a FakeTensor raises ValueError
         return None
 
