@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -283,6 +284,49 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
         hop = max(key_value.buffer_bytes(p for _, p in parcels_of(step.receives)) for step in steps_of(plan))
         grad_hop = max(gradient.buffer_bytes(p for _, p in parcels_of(step.grad_sends)) for step in steps_of(plan))
         assert 3 * (hop + grad_hop) <= 0.05 * tensors
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("batch", [1, 2])
+def test_every_thread_gets_a_head_or_a_segment_of_a_tile(batch: int, backward: bool) -> None:
+    """The kernel on the CPU divides heads and segments among threads, but not always the rows of one head."""
+    schedule = schedule_of_branches((4096, 16384), (1, 2), seq_len=16384, num_heads=4)
+    sizes = {**SIZES, "batch": batch, "backward": backward, "tile_bytes": batch * 4096 * 4 * 4}
+
+    def shapes(threads: int) -> set[tuple[int, int, int]]:
+        (block,) = rank_plan(schedule, 0, **sizes, threads=threads).blocks
+        queries = [tile.queries for step in block.steps for tile in step.tiles]
+        return {(rows.segments, rows.num_heads, rows.rows) for rows in queries}
+
+    assert shapes(1) == {(1, 1, 4096)}
+    assert {segments * heads for segments, heads, _ in shapes(4)} == {4 // batch}
+    assert {rows for *_, rows in shapes(4)} == {1024 * batch}
+
+
+def test_backward_tiles_have_few_heads() -> None:
+    schedule = schedule_of_branches((1024,), (1,), seq_len=16384, num_heads=4)
+    for backward, expected in ((False, (1, 4)), (True, (4, 1))):
+        plan = rank_plan(schedule, 0, **SIZES, backward=backward, tile_bytes=4096 * 4 * 4)
+        queries = [tile.queries for step in steps_of(plan) for tile in step.tiles]
+        assert {(rows.segments, rows.num_heads) for rows in queries} == {expected}
+
+
+def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> None:
+    """So these queries need not be gathered again."""
+    schedule = RingSchedule(DilatedPattern((1024,), (1,)), SequenceLayout(1024, 2, "zigzag"), 4, is_causal=True)
+    for rank in range(2):
+        with fine_cuts():
+            plan = rank_plan(schedule, rank, **SIZES)
+        for block in plan.blocks:
+            tiles = [tile for step in block.steps for tile in step.tiles]
+            for before, tile in pairwise(tiles):
+                assert tile.parcel is before.parcel or tile.queries == before.queries
+
+
+def schedule_of_branches(
+    lengths: tuple[int, ...], rates: tuple[int, ...], *, seq_len: int, num_heads: int
+) -> RingSchedule:
+    return RingSchedule(DilatedPattern(lengths, rates), SequenceLayout(seq_len, 1), num_heads, is_causal=True)
 
 
 def test_the_description_has_tables_of_branches_and_ranks() -> None:

@@ -136,7 +136,7 @@ def check_block(block: HeadBlock, local_len: int) -> None:
     tiles = [tile for step in block.steps for tile in step.tiles]
     if block.base is None:
         assert not block.others
-        assert block.merged is None
+        assert not block.merged
         return
     for side, heads in (("queries", block.heads), ("keys", block.kv_heads)):
         num_heads = heads.stop - heads.start
@@ -148,15 +148,16 @@ def check_block(block: HeadBlock, local_len: int) -> None:
 
         of_base = [x for tile in tiles if tile.branch == block.base for x in elements(getattr(tile, side))]
         assert sorted(of_base) == everything.flatten().tolist()
-        of_merged = [x for tile in tiles if tile.branch == block.merged for x in elements(getattr(tile, side))]
-        assert len(of_merged) == len(set(of_merged)), "a row is merged into a rounded result once"
+        for branch in block.merged:
+            of_merged = [x for tile in tiles if tile.branch == branch for x in elements(getattr(tile, side))]
+            assert len(of_merged) == len(set(of_merged)), "a branch merges a row into a rounded result once"
         touched: set[int] = set()
         opened = {x for rows in getattr(block.others[0], side) for x in elements(rows)} if block.others else set()
         zeroed = {x for branch in block.others[1:] for rows in getattr(branch, side) for x in elements(rows)} - opened
         for tile in tiles:
             rows = getattr(tile, side)
             opens = getattr(tile, f"opens_{side}")
-            assert not (opens and tile.branch == block.merged), "it comes after the base"
+            assert not (opens and tile.branch in block.merged), "it comes after the base"
             if not block.has_sums(tile) or not isinstance(rows, DilatedRows):
                 continue
             for element in elements(rows):

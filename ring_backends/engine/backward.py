@@ -43,9 +43,9 @@ def backward(
             arrived, arriving = arriving.wait(), NOTHING
             arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
             if step is block.steps[0]:
-                block_grads = BlockGrads(*grads, block)
+                here, its_saved, block_grads = rows.block(block), saved.of(block), BlockGrads(*grads, block)
             passed_on = _grad_buffer(step.grad_sends, rows.key, sum_dtype, zeroed=True)
-            tiles.backward_into(step.tiles, rows.block(block), arrived, saved.of(block), block_grads, passed_on)
+            tiles.backward_into(step.tiles, here, arrived, its_saved, block_grads, passed_on)
             del arrived  # frees the received buffer, as in forward()
             if grad_hop is not None:
                 grad_hop.settle(passed_on)

@@ -69,6 +69,7 @@ class AttentionCall:
             backward=backward,
             device_type=query.device.type,
             tile_bytes=tile_bytes,
+            threads=torch.get_num_threads() if query.device.type == "cpu" else 1,
             uncut=frozenset(self.in_place),
         )
 

@@ -31,8 +31,8 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
             arrived, arriving = arriving.wait(), NOTHING
             arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
             if step is block.steps[0]:
-                block_out = BlockOut(out, lse, block)
-            tiles.forward_into(step.tiles, rows.block(block), arrived, block_out)
+                here, block_out = rows.block(block), BlockOut(out, lse, block)
+            tiles.forward_into(step.tiles, here, arrived, block_out)
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
             del arrived  # so that at most two received buffers exist when the next hop is posted

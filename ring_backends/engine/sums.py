@@ -3,7 +3,7 @@
 Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the results of the
 call themselves. For bf16 and fp16 inputs there are separate sums, which are rounded once at the end. If the plan has a
 base branch (:class:`~ring_backends.schedule.rank_plan.HeadBlock`), the results of its tiles are stored in the results
-of the call. Those of one more branch may be merged into them at once, and only the rows of the others have sums.
+of the call. Those of one or two more branches may be merged into them at once. Only the rows of the others have sums.
 """
 
 from __future__ import annotations

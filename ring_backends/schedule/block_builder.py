@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field, replace
+from itertools import chain, groupby, takewhile
 
 import torch
 
@@ -13,7 +14,7 @@ from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.rank_plan import BranchRows, HeadBlock, Message, Parcel, ParcelRows, Phantom, Step, Tile
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.rows import DilatedRows, head_runs
-from ring_backends.schedule.tiling import cut, cuts_rows
+from ring_backends.schedule.tiling import TileSize, cut
 
 
 @dataclass(frozen=True)
@@ -78,13 +79,11 @@ class BlockBuilder:
         ]
         self.drafts = [_Draft() for _ in range(1 + schedule.num_steps * shares)]
 
-    def block(
-        self, max_tile_rows: int | None, *, cuts_base: bool, uncut: frozenset[int], rounds_sums: bool
-    ) -> HeadBlock:
+    def block(self, size: TileSize | None, *, cuts_base: bool, uncut: frozenset[int], rounds_sums: bool) -> HeadBlock:
         """Build the block.
 
         Args:
-            max_tile_rows: maximum number of query rows of a tile; None does not cut tiles.
+            size: size of the tiles; None does not cut tiles.
             cuts_base: whether this also applies to the base branch.
             uncut: branches to which it does not apply.
             rounds_sums: whether results have a lower precision than sums.
@@ -94,14 +93,16 @@ class BlockBuilder:
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
         branches.sort(key=lambda branch: (branch is not opening, branch.rate))
         base = None
-        if opening is not None and self._is_single(opening, max_tile_rows if cuts_base else None):
+        if opening is not None and self._is_single(opening, size if cuts_base else None):
             base = opening.index
-        merged = None
-        if base is not None and rounds_sums and branches[1:]:
-            index = branches[1].index
-            if self._is_single(branches[1], None if index in uncut else max_tile_rows):
-                merged = index
-        without_sums = (base, merged)
+        merged: tuple[int, ...] = ()
+        if base is not None and rounds_sums:
+            rest = branches[1:]
+            singles = [
+                b.index for b in takewhile(lambda b: self._is_single(b, None if b.index in uncut else size), rest)
+            ]
+            merged = tuple(singles if len(singles) == len(rest) == 2 else singles[:1])
+        without_sums = (base, *merged)
         others: list[BranchRows] = []
         for branch in branches:
             has_sums = branch.index not in without_sums
@@ -112,16 +113,17 @@ class BlockBuilder:
             self._remote(branch)
         if base is not None and not cuts_base:
             uncut |= {base}
-        steps = tuple(draft.finish(max_tile_rows, uncut, merged) for draft in self.drafts)
+        _alternate_queries(self.drafts[1:])
+        steps = tuple(draft.finish(size, uncut, merged) for draft in self.drafts)
         if base is None or not rounds_sums:
             others = []
         return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others))
 
-    def _is_single(self, branch: BranchSchedule, max_tile_rows: int | None) -> bool:
-        """Whether each row of a branch is in one tile only, after a cut of rows to ``max_tile_rows``."""
+    def _is_single(self, branch: BranchSchedule, size: TileSize | None) -> bool:
+        """Whether each row of a branch is in one tile only, after a cut to tiles of this size."""
         if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
             return False
-        return max_tile_rows is None or not cuts_rows(-(-branch.segment_length // branch.rate), max_tile_rows)
+        return size is None or -(-branch.segment_length // branch.rate) <= size.rows_of_part
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
         """Add the tiles with local keys, and return the branch's rows.
@@ -331,19 +333,19 @@ class _Draft:
     tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
-    def finish(self, max_tile_rows: int | None, uncut: Set[int], merged: int | None) -> Step:
+    def finish(self, size: TileSize | None, uncut: Set[int], merged: Container[int]) -> Step:
         """The step, with its tiles cut, except those of the branches ``uncut``.
 
-        The gradients of a key of the branch ``merged`` are not cut into several that are rounded one by one.
+        The gradients of a key of the branches ``merged`` are not cut into several that are rounded one by one.
         """
         tiles = self.tiles
-        if max_tile_rows is not None:
+        if size is not None:
             tiles = []
             for tile in self.tiles:
                 if tile.branch in uncut:
                     tiles.append(tile)
                 else:
-                    tiles += cut(tile, max_tile_rows, keeps_streams=tile.opens_keys or tile.branch == merged)
+                    tiles += cut(tile, size, keeps_streams=tile.opens_keys or tile.branch in merged)
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),
@@ -352,6 +354,21 @@ class _Draft:
             grad_sends=_messages(self.grad_sends),
             grad_receives=_messages(self.grad_receives),
         )
+
+
+def _alternate_queries(drafts: Iterable[_Draft]) -> None:
+    """Reverse the tiles of every second parcel. Its first tile then has the queries of the tile before it.
+
+    These queries need not be gathered again.
+    """
+    backwards = True
+    for draft in drafts:
+        by_parcel = [[*tiles] for _, tiles in groupby(draft.tiles, key=lambda tile: tile.parcel)]
+        for tiles in by_parcel:
+            if backwards:
+                tiles.reverse()
+            backwards = not backwards
+        draft.tiles = [*chain.from_iterable(by_parcel)]
 
 
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:

@@ -14,6 +14,7 @@ from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
+from ring_backends.schedule.tiling import TileSize
 from ring_backends.torch_internals import untraced
 
 
@@ -29,6 +30,7 @@ def rank_plan(
     backward: bool = False,
     device_type: str = "cpu",
     tile_bytes: int | None = None,
+    threads: int = 1,
     uncut: frozenset[int] = frozenset(),
 ) -> RankPlan:
     """The steps of ``rank`` in a forward, or in a backward.
@@ -37,18 +39,22 @@ def rank_plan(
         batch, head_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank. They decide
             into how many parts heads and hops are cut.
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
+        threads: number of threads that share the computation of a tile. It may differ between ranks.
         uncut: branches whose tiles are not cut.
     """
     if batch == 0:
         return RankPlan(rank, ())
-    max_tile_rows = None if tile_bytes is None else max(1, tile_bytes // (batch * head_dim * itemsize))
+    size = None
+    if tile_bytes is not None:
+        max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
+        size = TileSize(max_rows, parts=-(-threads // batch), few_heads=backward and device_type == "cpu")
     sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
     num_blocks, shares = num_cuts(schedule, **sizes, backward=backward, device_type=device_type)
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
     cuts_base, rounds_sums = limits_of(device_type).cuts_base, itemsize < statistics_itemsize(itemsize)
     *blocks, last_block = (
-        builder.block(max_tile_rows, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
+        builder.block(size, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
     )
     if backward and schedule.num_steps:
         last_block = _hide_last_hop(last_block)

@@ -191,7 +191,9 @@ class HeadBlock:
         is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum
             is filled with zeros first.
         base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
-        merged: a branch whose results are merged into those of the base at once, without sums, or None.
+        merged: branches whose results are merged into those of the base at once, without sums. In each of them, a row
+            is in one tile only. There are two if no other branch is left. Then sums would hold the result of one tile,
+            and save no rounding.
         others: if there is a base and results are rounded (bf16, fp16), the rows of each branch but base and merged, by
             rate; else empty. Tiles open the rows of the first of them.
     """
@@ -201,12 +203,12 @@ class HeadBlock:
     steps: tuple[Step, ...]
     is_opened: bool
     base: int | None = None
-    merged: int | None = None
+    merged: tuple[int, ...] = ()
     others: tuple[BranchRows, ...] = ()
 
     def has_sums(self, tile: Tile) -> bool:
         """Whether the results of a tile are merged into sums, and not into the results of the call."""
-        return tile.branch not in (self.base, self.merged)
+        return tile.branch not in (self.base, *self.merged)
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Cuts tiles so that one kernel call fits into the cache, and takes little memory compared with the tensors.
 
-A tile is cut first by segments, then by heads, and by rows only where one head has too many. A cut by rows divides a
-causal tile into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not
-depend on these cuts.
+A tile is cut by segments and by heads, and by rows only where one head has too many. A cut by rows divides a causal
+tile into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not depend on
+these cuts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,6 +31,28 @@ ACCELERATOR_TILE_SHARE = 1 / 8
 """The same on an accelerator, where more launches would cost more than memory."""
 
 
+@dataclass(frozen=True)
+class TileSize:
+    """How large the tiles of a plan are.
+
+    Attributes:
+        max_rows: maximum number of query rows, summed over heads and segments. A tile may have more, since it always
+            has at least ``MIN_TILE_ROWS`` rows (or all rows) of ``parts`` heads and segments.
+        parts: how many heads and segments a tile has at least, if the branch has as many. The kernel on the CPU divides
+            only these among its threads.
+        few_heads: whether a tile has few heads of many segments, and not many heads of few segments.
+    """
+
+    max_rows: int
+    parts: int = 1
+    few_heads: bool = False
+
+    @property
+    def rows_of_part(self) -> int:
+        """Maximum number of rows of one head in one segment."""
+        return max(MIN_TILE_ROWS, self.max_rows // self.parts)
+
+
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
     """Maximum size of the query of one kernel call, if this rank's whole query has ``query_bytes`` bytes."""
     if device.type == "cpu":
@@ -41,21 +63,26 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
     return max(limits_of(device.type).min_tile_bytes, int(share))
 
 
-def cut(tile: Tile, max_rows: int, *, keeps_streams: bool) -> Iterator[Tile]:
-    """Cut ``tile`` into tiles with at most ``max_rows`` query rows each, summed over heads and segments.
+def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
+    """Cut ``tile`` into tiles of this size.
 
-    A tile may have more, since it always has at least ``MIN_TILE_ROWS`` rows (or all rows) of all heads that share a
-    key/value head; with ``keeps_streams``, of all heads that share a stream.
+    All heads that share a key/value head stay in one tile; with ``keeps_streams``, all heads that share a stream.
     """
     queries, keys = tile.queries, tile.keys
-    longest = max(queries.rows, keys.rows)
-    rows = min(longest, max(MIN_TILE_ROWS, max_rows))
-    groups_at_once = max(1, max_rows // (rows * tile.heads_per_group))
+    group, num_groups = tile.heads_per_group, queries.num_heads // tile.heads_per_group
+    parts = min(size.parts, queries.segments * queries.num_heads)
+    rows = min(max(queries.rows, keys.rows), replace(size, parts=parts).rows_of_part)
+    parts = max(parts, size.max_rows // rows)
     if keeps_streams and not tile.streams_are_grouped:
-        groups_at_once = queries.num_heads
-    segments_at_once = max(1, max_rows // (rows * queries.num_heads))
-    for segments in _ranges(queries.segments, segments_at_once):
-        for groups in _ranges(queries.num_heads // tile.heads_per_group, groups_at_once):
+        groups_at_once, segments_at_once = num_groups, parts // queries.num_heads
+    elif size.few_heads:
+        segments_at_once = min(queries.segments, parts // group)
+        groups_at_once = parts // (max(1, segments_at_once) * group)
+    else:
+        groups_at_once = min(num_groups, parts // group)
+        segments_at_once = parts // (max(1, groups_at_once) * group)
+    for segments in _ranges(queries.segments, max(1, segments_at_once)):
+        for groups in _ranges(num_groups, max(1, groups_at_once)):
             part = tile.part(segments, groups)
             key_rows = [(cut, part.keys.part_of_rows(cut)) for cut in _ranges(keys.rows, rows)]
             for query_cut in _ranges(queries.rows, rows):
@@ -73,11 +100,6 @@ def cut(tile: Tile, max_rows: int, *, keeps_streams: bool) -> Iterator[Tile]:
                         opens_queries=tile.opens_queries and key_cut.start == 0,
                         opens_keys=tile.opens_keys and meets_first_query,
                     )
-
-
-def cuts_rows(rows: int, max_rows: int) -> bool:
-    """Whether :func:`cut` divides the rows of one head in one segment."""
-    return rows > max(MIN_TILE_ROWS, max_rows)
 
 
 def _ranges(total: int, at_most: int) -> list[range]:
