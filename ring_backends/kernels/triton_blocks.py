@@ -167,7 +167,7 @@ def keys_at(
 ):
     """Where the keys of an entry lie in one segment, their values, marks and dropout words, and the number of keys.
 
-    Without marks or words, the keys stand in their place.
+    Without marks or words, the keys stand in their place. :func:`load_key_block` takes the result as a whole.
     """
     head, first, rate, num_keys = lattice(keys, entry, segment, KEY_COLUMNS)
     if PACKED:
@@ -193,12 +193,8 @@ def keys_at(
 
 @triton.jit
 def load_key_block(
-    key_at,
-    value_at,
-    mark_at,
-    word_at,
+    at,
     start,
-    is_key,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -206,10 +202,12 @@ def load_key_block(
     DROPOUT: tl.constexpr,
     IS_WHOLE: tl.constexpr,
 ):
-    """Load a block of keys and values, their marks and their dropout words.
+    """Load a block of keys from number ``start`` on: keys, values, marks, dropout words, and which of them exist.
 
-    Ignored keys are not read, so that a NaN in one of them reaches nothing. They are removed from ``is_key``.
+    Ignored keys are not read, so that a NaN in one of them reaches nothing. They count as keys that do not exist.
     """
+    key_at, value_at, mark_at, word_at, num_keys = at
+    is_key = start + tl.arange(0, BLOCK_K) < num_keys
     marks = tl.zeros([BLOCK_K], tl.int64)
     if MARKS == 1:
         is_key &= load_numbers(mark_at, start, is_key, 1, BLOCK_K, IS_WHOLE) == 0
@@ -223,6 +221,20 @@ def load_key_block(
     k = load_rows(key_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
     v = load_rows(value_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
     return k, v, marks, words, is_key
+
+
+@triton.jit
+def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS: tl.constexpr, IS_WHOLE: tl.constexpr):
+    """The pairs of ``seen`` that the causal mask and the documents leave.
+
+    All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers. Rows and keys of a causal pair of
+    entries have the same numbers. With ``IS_WHOLE``, every row may see every key of the block.
+    """
+    if not IS_WHOLE:
+        seen = seen & ((keys <= rows) | (is_causal == 0))
+    if MARKS == 2:
+        seen = seen & (row_documents == key_documents)
+    return seen
 
 
 @triton.jit

@@ -31,7 +31,7 @@ MAX_HEAD_DIM = 256
 
 
 class TritonDilatedKernel(StepKernel):
-    """The kernels in ``triton_forward.py`` and ``triton_backward.py``."""
+    """The kernels in ``triton_forward.py``, ``triton_grad_query.py`` and ``triton_grad_key_value.py``."""
 
     name = "triton_dilated"
     device_types = ("cuda",)

@@ -30,6 +30,7 @@ from ring_backends.kernels.triton_blocks import (
     rounded,
     row_offsets,
     rows_at,
+    visible,
 )
 
 
@@ -38,16 +39,8 @@ def attend(
     maximum,
     total,
     weighted,
-    q,
-    rows,
-    documents,
-    first_words,
-    second_words,
-    key_at,
-    value_at,
-    mark_at,
-    word_at,
-    num_keys,
+    own_rows,
+    keys_here,
     is_causal,
     begin,
     end,
@@ -62,30 +55,28 @@ def attend(
     IS_WHOLE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them."""
+    """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them.
+
+    ``own_rows`` holds the queries of the block, the numbers of their rows, their documents, and their dropout words.
+    """
+    q, rows, documents, first_words, second_words = own_rows
     for start in range(begin, end, BLOCK_K):
         indices = start + tl.arange(0, BLOCK_K)
         k, v, marks, words, is_key = load_key_block(
-            key_at,
-            value_at,
-            mark_at,
-            word_at,
-            start,
-            indices < num_keys,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_K,
-            MARKS,
-            DROPOUT,
-            IS_WHOLE,
+            keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
         scores = product(q, tl.trans(k), UPCAST) * score_scale
         if MARKS != 0 or not IS_WHOLE:
-            seen = is_key[None, :]
-            if not IS_WHOLE:  # causal rows and keys of a pair have the same numbers
-                seen = seen & ((indices[None, :] <= rows[:, None]) | (is_causal == 0))
-            if MARKS == 2:
-                seen = seen & (documents[:, None] == marks[None, :])
+            seen = visible(
+                is_key[None, :],
+                rows[:, None],
+                indices[None, :],
+                documents[:, None],
+                marks[None, :],
+                is_causal,
+                MARKS,
+                IS_WHOLE,
+            )
             scores = tl.where(seen, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         # For a row that has seen no key yet, -inf + inf would be NaN.
@@ -153,12 +144,13 @@ def forward_kernel(
     first_words, second_words = load_query_words(
         query_words, batch, head, first, rate, begin, is_row, query_word_strides, BLOCK_Q, DROPOUT
     )
+    own_rows = (q, rows, documents, first_words, second_words)
     maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_Q], tl.float32)
     weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         key_entry, is_causal = linked(links, link)
-        key_at, value_at, mark_at, word_at, num_keys = keys_at(
+        keys_here = keys_at(
             key,
             value,
             key_marks,
@@ -176,6 +168,7 @@ def forward_kernel(
             DROPOUT,
             PACKED,
         )
+        num_keys = keys_here[4]
         stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
         whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
         for is_whole in tl.static_range(1, -1, -1):
@@ -183,16 +176,8 @@ def forward_kernel(
                 maximum,
                 total,
                 weighted,
-                q,
-                rows,
-                documents,
-                first_words,
-                second_words,
-                key_at,
-                value_at,
-                mark_at,
-                word_at,
-                num_keys,
+                own_rows,
+                keys_here,
                 is_causal,
                 0 if is_whole else whole,
                 whole if is_whole else stop,

@@ -39,14 +39,15 @@ class Kernels(NamedTuple):
 def kernels() -> Kernels:
     """Import Triton and the kernels."""
     triton = importlib.import_module("triton")
-    forward = importlib.import_module("ring_backends.kernels.triton_forward")
-    backward = importlib.import_module("ring_backends.kernels.triton_backward")
-    rows = importlib.import_module("ring_backends.kernels.triton_rows")
+    forward, grad_query, grad_key_value, rows = (
+        importlib.import_module(f"ring_backends.kernels.triton_{name}")
+        for name in ("forward", "grad_query", "grad_key_value", "rows")
+    )
     is_interpreted = not isinstance(forward.forward_kernel, triton.JITFunction)
     return Kernels(
         forward.forward_kernel,
-        backward.grad_query_kernel,
-        backward.grad_key_value_kernel,
+        grad_query.grad_query_kernel,
+        grad_key_value.grad_key_value_kernel,
         rows.move_rows_kernel,
         rows.merge_rows_kernel,
         is_interpreted,
