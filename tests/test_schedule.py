@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
 import pytest
 import torch
@@ -41,10 +41,12 @@ def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedul
 
 
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
-    """The backward plan of every rank. It contains the steps of the forward plan."""
+    """The backward plan of every rank. It contains the steps of the forward plan. Ranks differ in their threads."""
     tile_bytes = max_tile_bytes(torch.device("cpu"), 0, backward=True)
-    ranks = range(schedule.layout.ring_size)
-    return [rank_plan(schedule, rank, **SIZES, backward=True, tile_bytes=tile_bytes) for rank in ranks]
+    return [
+        rank_plan(schedule, rank, **SIZES, backward=True, tile_bytes=tile_bytes, threads=1 + rank % 3)
+        for rank in range(schedule.layout.ring_size)
+    ]
 
 
 def steps_of(plan: RankPlan) -> list[Step]:
@@ -290,17 +292,18 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_every_thread_gets_a_head_or_a_segment_of_a_tile(batch: int, backward: bool) -> None:
     """The kernel on the CPU divides heads and segments among threads, but not always the rows of one head."""
-    schedule = schedule_of_branches((4096, 16384), (1, 2), seq_len=16384, num_heads=4)
-    sizes = {**SIZES, "batch": batch, "backward": backward, "tile_bytes": batch * 4096 * 4 * 4}
+    schedule = schedule_of_branches((8192, 16384), (1, 2), seq_len=16384, num_heads=4)
+    sizes = {**SIZES, "batch": batch, "backward": backward, "tile_bytes": batch * 8192 * 4 * 4}
 
     def shapes(threads: int) -> set[tuple[int, int, int]]:
         (block,) = rank_plan(schedule, 0, **sizes, threads=threads).blocks
         queries = [tile.queries for step in block.steps for tile in step.tiles]
         return {(rows.segments, rows.num_heads, rows.rows) for rows in queries}
 
-    assert shapes(1) == {(1, 1, 4096)}
+    assert shapes(1) == {(1, 1, 8192)}
     assert {segments * heads for segments, heads, _ in shapes(4)} == {4 // batch}
-    assert {rows for *_, rows in shapes(4)} == {1024 * batch}
+    assert {rows for *_, rows in shapes(4)} == {2048 * batch}
+    assert {rows for *_, rows in shapes(64)} == {2048}
 
 
 def test_backward_tiles_have_few_heads() -> None:
@@ -314,12 +317,12 @@ def test_backward_tiles_have_few_heads() -> None:
 def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> None:
     """So these queries need not be gathered again."""
     schedule = RingSchedule(DilatedPattern((1024,), (1,)), SequenceLayout(1024, 2, "zigzag"), 4, is_causal=True)
-    for rank in range(2):
+    for rank, tile_bytes in itertools.product(range(2), (None, 32 * 4 * 4)):
         with fine_cuts():
-            plan = rank_plan(schedule, rank, **SIZES)
+            plan = rank_plan(schedule, rank, **SIZES, tile_bytes=tile_bytes)
         for block in plan.blocks:
             tiles = [tile for step in block.steps for tile in step.tiles]
-            for before, tile in pairwise(tiles):
+            for before, tile in itertools.pairwise(tiles):
                 assert tile.parcel is before.parcel or tile.queries == before.queries
 
 

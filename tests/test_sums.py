@@ -127,9 +127,10 @@ def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
         schedule = RingSchedule(pattern, layout, case.num_heads, case.num_kv_heads, case.is_causal)
         for rank in range(ring_size):
             for backward in (False, True):
-                plan = rank_plan(schedule, rank, batch=1, head_dim=8, itemsize=2, backward=backward, tile_bytes=64)
-                for block in plan.blocks:
-                    check_block(block, layout.local_len(rank))
+                for threads in (1, 3):
+                    sizes = {"batch": 1, "head_dim": 8, "itemsize": 2, "tile_bytes": 64, "threads": threads}
+                    for block in rank_plan(schedule, rank, **sizes, backward=backward).blocks:
+                        check_block(block, layout.local_len(rank))
 
 
 def check_block(block: HeadBlock, local_len: int) -> None:

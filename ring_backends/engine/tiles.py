@@ -162,7 +162,7 @@ class _Workspace:
         return dict(zip(parts, gather_all([*parts.values()], rows_outermost=True, dense=dense), strict=True))
 
     def _gather_contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        if name == "out":  # a backward reads it only once, for its product with grad_out
+        if name == "out":  # Kernel.prefers_contiguous
             view = row_view(tensor, rows)
             if view is not None:
                 return view

@@ -90,8 +90,7 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(key_mask, query),
             scale=scale,
         )
-        grad_query, grad_key, _ = grads
-        if not all_finite(grad_query, grad_key):  # whatever spreads into dV also spreads into dS, and so into dQ and dK
+        if not all_finite(*grads):
             return _MATH.backward(grad_out, query, key, value, out, lse, **options)
         return grads
 

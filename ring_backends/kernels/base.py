@@ -93,7 +93,8 @@ class Kernel(ABC):
         dtypes: the dtypes it supports.
         operators: the private operators of torch that it calls, as in :mod:`ring_backends.kernels.operators`.
         unverified: a sentence about what the project's tests have not run; None if they run everything.
-        prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first.
+        prefers_contiguous: whether it is faster to copy strided rows into contiguous memory first, except those of out
+            in a backward, which it reads once.
         gathers_rows_outermost: whether copies of strided rows get the memory layout [B, S, H, D], if it does not prefer
             contiguous ones. The rows of out and grad_out then always have it.
         reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.

@@ -191,7 +191,8 @@ def grad_key_value_kernel(
     first_key = block * BLOCK_K
     indices = first_key + tl.arange(0, BLOCK_K)
     own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
-    is_row = indices < keys_here[4]
+    _, _, _, _, num_keys = keys_here
+    is_row = indices < num_keys
     if PACKED:
         key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
         value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)

@@ -180,7 +180,7 @@ def grad_query_kernel(
             DROPOUT,
             PACKED,
         )
-        num_keys = keys_here[4]
+        _, _, _, _, num_keys = keys_here
         stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
         whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
         for is_whole in tl.static_range(1, -1, -1):

@@ -113,8 +113,7 @@ class BlockBuilder:
             self._remote(branch)
         if base is not None and not cuts_base:
             uncut |= {base}
-        _alternate_queries(self.drafts[1:])
-        steps = tuple(draft.finish(size, uncut, merged) for draft in self.drafts)
+        steps = _alternate_queries(draft.finish(size, uncut, merged) for draft in self.drafts)
         if base is None or not rounds_sums:
             others = []
         return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others))
@@ -336,7 +335,7 @@ class _Draft:
     def finish(self, size: TileSize | None, uncut: Set[int], merged: Container[int]) -> Step:
         """The step, with its tiles cut, except those of the branches ``uncut``.
 
-        The gradients of a key of the branches ``merged`` are not cut into several that are rounded one by one.
+        Tiles of the branches ``merged`` keep all heads of a stream together, so that a key's gradient is rounded once.
         """
         tiles = self.tiles
         if size is not None:
@@ -356,19 +355,20 @@ class _Draft:
         )
 
 
-def _alternate_queries(drafts: Iterable[_Draft]) -> None:
-    """Reverse the tiles of every second parcel. Its first tile then has the queries of the tile before it.
+def _alternate_queries(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Reverse the tiles of a parcel if they end, and do not begin, with the queries of the tile before them.
 
     These queries need not be gathered again.
     """
-    backwards = True
-    for draft in drafts:
-        by_parcel = [[*tiles] for _, tiles in groupby(draft.tiles, key=lambda tile: tile.parcel)]
+    found, before = [], None
+    for step in steps:
+        by_parcel = [[*tiles] for _, tiles in groupby(step.tiles, key=lambda tile: tile.parcel)]
         for tiles in by_parcel:
-            if backwards:
+            if tiles[0].parcel is not None and tiles[0].queries != before == tiles[-1].queries:
                 tiles.reverse()
-            backwards = not backwards
-        draft.tiles = [*chain.from_iterable(by_parcel)]
+            before = tiles[-1].queries
+        found.append(replace(step, tiles=tuple(chain.from_iterable(by_parcel))))
+    return tuple(found)
 
 
 def _messages(by_peer: dict[int, list[Parcel]]) -> tuple[Message, ...]:

@@ -192,8 +192,8 @@ class HeadBlock:
             is filled with zeros first.
         base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
         merged: branches whose results are merged into those of the base at once, without sums. In each of them, a row
-            is in one tile only. There are two if no other branch is left. Then sums would hold the result of one tile,
-            and save no rounding.
+            is in one tile only. There are two if the block has exactly three branches: sums of the third would hold the
+            result of one tile, and save no rounding.
         others: if there is a base and results are rounded (bf16, fp16), the rows of each branch but base and merged, by
             rate; else empty. Tiles open the rows of the first of them.
     """

@@ -18,6 +18,9 @@ from ring_backends.schedule.rank_plan import Tile
 MIN_TILE_ROWS = 1024
 """Minimum number of rows after a cut by rows, since smaller kernel calls are slower."""
 
+MIN_ROWS_OF_PART = 2048
+"""Minimum number of rows after a cut by rows that gives all threads work. Usual segments of rate 1 are not longer."""
+
 MAX_TILE_BYTES = 4 * 1024 * 1024
 """Maximum size of the query of one kernel call on the CPU, for each thread."""
 
@@ -37,10 +40,11 @@ class TileSize:
 
     Attributes:
         max_rows: maximum number of query rows, summed over heads and segments. A tile may have more, since it always
-            has at least ``MIN_TILE_ROWS`` rows (or all rows) of ``parts`` heads and segments.
-        parts: how many heads and segments a tile has at least, if the branch has as many. The kernel on the CPU divides
-            only these among its threads.
-        few_heads: whether a tile has few heads of many segments, and not many heads of few segments.
+            has at least ``MIN_TILE_ROWS`` rows (or all rows) of one head.
+        parts: how many heads and segments a tile should have, since the kernel on the CPU divides only these among its
+            threads. For them, long segments are cut by rows, down to ``MIN_ROWS_OF_PART`` rows.
+        few_heads: whether a tile has few heads of many segments, and not many heads of few segments. The CPU kernel
+            then writes the rows of its gradients contiguously.
     """
 
     max_rows: int
@@ -50,7 +54,7 @@ class TileSize:
     @property
     def rows_of_part(self) -> int:
         """Maximum number of rows of one head in one segment."""
-        return max(MIN_TILE_ROWS, self.max_rows // self.parts)
+        return max(MIN_TILE_ROWS, min(self.max_rows, MIN_ROWS_OF_PART), self.max_rows // self.parts)
 
 
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:
@@ -66,13 +70,12 @@ def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) ->
 def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
     """Cut ``tile`` into tiles of this size.
 
-    All heads that share a key/value head stay in one tile; with ``keeps_streams``, all heads that share a stream.
+    If the heads share the streams evenly, all heads of a stream stay in one tile; with ``keeps_streams``, in any case.
     """
     queries, keys = tile.queries, tile.keys
     group, num_groups = tile.heads_per_group, queries.num_heads // tile.heads_per_group
-    parts = min(size.parts, queries.segments * queries.num_heads)
-    rows = min(max(queries.rows, keys.rows), replace(size, parts=parts).rows_of_part)
-    parts = max(parts, size.max_rows // rows)
+    rows = min(max(queries.rows, keys.rows), size.rows_of_part)
+    parts = max(1, size.max_rows // rows)
     if keeps_streams and not tile.streams_are_grouped:
         groups_at_once, segments_at_once = num_groups, parts // queries.num_heads
     elif size.few_heads:

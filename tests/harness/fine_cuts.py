@@ -22,7 +22,7 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
     fine = replace(limits.ON_CPU, min_hop_bytes=min_bytes, min_block_bytes=min_bytes, min_tile_bytes=3 * min_bytes)
     with (
         mock.patch.object(limits, "ON_CPU", fine),
-        mock.patch.object(tiling, "MIN_TILE_ROWS", 2),
+        mock.patch.multiple(tiling, MIN_TILE_ROWS=2, MIN_ROWS_OF_PART=2),
         mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
         mock.patch.multiple(pairwise, BLOCK=3, MIN_MEAN_RUN=2),
     ):
