@@ -75,15 +75,15 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
     queries, keys = tile.queries, tile.keys
     group, num_groups = tile.heads_per_group, queries.num_heads // tile.heads_per_group
     rows = min(max(queries.rows, keys.rows), size.rows_of_part)
-    parts = max(1, size.max_rows // rows)
+    at_once = max(1, size.max_rows // rows)
     if keeps_streams and not tile.streams_are_grouped:
-        groups_at_once, segments_at_once = num_groups, parts // queries.num_heads
+        groups_at_once, segments_at_once = num_groups, at_once // queries.num_heads
     elif size.few_heads:
-        segments_at_once = min(queries.segments, parts // group)
-        groups_at_once = parts // (max(1, segments_at_once) * group)
+        segments_at_once = min(queries.segments, at_once // group)
+        groups_at_once = at_once // (max(1, segments_at_once) * group)
     else:
-        groups_at_once = min(num_groups, parts // group)
-        segments_at_once = parts // (max(1, groups_at_once) * group)
+        groups_at_once = min(num_groups, at_once // group)
+        segments_at_once = at_once // (max(1, groups_at_once) * group)
     for segments in _ranges(queries.segments, max(1, segments_at_once)):
         for groups in _ranges(num_groups, max(1, groups_at_once)):
             part = tile.part(segments, groups)
