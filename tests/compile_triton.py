@@ -30,7 +30,7 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
-PTXAS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 VARIANTS = ("plain", "packed", "key mask, packed", "documents, dropout", "rows")
 
 
@@ -95,7 +95,11 @@ def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
 
 
 def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> dict[str, Any]:
-    """Compile one launch, and return its registers, its spilled bytes and its shared memory in bytes."""
+    """Compile one launch, and return its registers, its shared memory in bytes, and what it spills.
+
+    ``spilled`` counts the bytes that a thread stores and loads for lack of registers, and ``spills_in_inner_loops`` the
+    instructions in the innermost loops that do so.
+    """
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
     bound, specialization, options = create_function_from_signature(kernel.signature, kernel.params, backend)(
@@ -105,12 +109,12 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
     source = ASTSource(kernel, signature, constants, attributes)
     compiled = triton.compile(source, target=target, options=options.__dict__)
     with tempfile.TemporaryDirectory() as folder:
-        ptx = Path(folder) / "kernel.ptx"
+        ptx, cubin = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
         ptx.write_text(compiled.asm["ptx"])
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
         assert architecture is not None
-        command = [str(PTXAS), "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(ptx.with_suffix(".cubin"))]
-        report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+        report = run_tool("ptxas", "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
+        loops = inner_loops(run_tool("nvdisasm", "-c", str(cubin)).stdout)
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None, report
@@ -118,8 +122,30 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         "kernel": kernel.__name__,
         "registers": int(registers[1]),
         "spilled": sum(map(int, spills)),
+        "inner_loops": len(loops),
+        "spills_in_inner_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in loops),
         "shared": compiled.metadata.shared,
     }
+
+
+def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a tool of Triton's."""
+    return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True)
+
+
+def inner_loops(assembly: str) -> list[str]:
+    """The loops of disassembled code that hold matrix products and no other loop."""
+    begins = {label[1]: label.end() for label in re.finditer(r"^(\.L_x_\d+):", assembly, re.MULTILINE)}
+    jumps = re.finditer(r"\bBRA\b.*\((\.L_x_\d+)\)", assembly)
+    spans = [(begins[jump[1]], jump.end()) for jump in jumps if begins[jump[1]] < jump.start()]
+    spans = [(begin, end) for begin, end in spans if "MMA" in assembly[begin:end]]
+    inner = [one for one in spans if not any(other != one and contains(one, other) for other in spans)]
+    return [assembly[begin:end] for begin, end in inner]
+
+
+def contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
+    """Whether one span lies in another."""
+    return outer[0] <= inner[0] and inner[1] <= outer[1]
 
 
 def main(capability: int, head_dim: int, dtype: str = "bfloat16") -> None:

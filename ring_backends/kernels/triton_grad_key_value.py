@@ -193,14 +193,8 @@ def grad_key_value_kernel(
     own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
     _, _, _, _, num_keys = keys_here
     is_row = indices < num_keys
-    if PACKED:
-        key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
-        value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)
-    else:
-        key_at = rows_at(grad_key, batch, head, first, rate, grad_key_strides)
-        value_at = rows_at(grad_value, batch, head, first, rate, grad_value_strides)
     key_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    value_grad = earlier_rows(value_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
+    value_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         query_entry, is_causal = linked(links, link)
         lattice_here = lattice(queries, query_entry, segment, QUERY_COLUMNS)
@@ -249,6 +243,13 @@ def grad_key_value_kernel(
                 UPCAST,
             )
 
+    if PACKED:
+        key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
+        value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)
+    else:
+        key_at = rows_at(grad_key, batch, head, first, rate, grad_key_strides)
+        value_at = rows_at(grad_value, batch, head, first, rate, grad_value_strides)
+    value_grad += earlier_rows(value_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
     store_rows(value_at, first_key, is_row, value_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)
     key_grad = key_grad * scale + earlier_rows(key_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
     store_rows(key_at, first_key, is_row, key_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)
