@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_backends.kernels import (
     Kernel,
 )
+from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.math import MathKernel
 
 
@@ -130,6 +132,38 @@ def test_invalid_tiles_raise(kernel: Kernel) -> None:
             kernel.forward(query, empty, empty, is_causal=False, scale=1.0, key_mask=None)
     with pytest.raises(AssertionError, match="square"):
         kernel.forward(query, key, key, is_causal=True, scale=1.0, key_mask=None)
+
+
+def dense_grads(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a tile without a mask, computed from the whole matrix of weights."""
+    weights = (query @ key.mT * scale - lse.unsqueeze(-1)).exp()
+    grad_scores = weights * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
+    return grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_cpu_kernel_computes_half_gradients_in_fp32_where_that_is_faster(dtype: torch.dtype) -> None:
+    query, key, value, grad_out, _ = make_inputs(Case(seq_q=70, seq_k=90, repeats=1), dtype)
+    options: dict[str, Any] = {"is_causal": False, "scale": 0.4, "key_mask": None}
+    kernel = AtenCpuFlashKernel()
+    out, lse = kernel.forward(query, key, value, **options)
+    inputs = grad_out, query, key, value, out, lse
+    exact = dense_grads(*(x.double() for x in inputs), scale=0.4)
+
+    found: dict[str, object] = dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"), False)
+    found["architecture"] = "x86_64"
+    with mock.patch("torch.cpu.get_capabilities", return_value=found):
+        grads = kernel.backward(*inputs, **options)
+        assert [x.dtype for x in grads] == [torch.float32] * 3
+        assert max(error(*pair) for pair in zip(grads, exact, strict=True)) < 1e-5
+    instructions = {torch.bfloat16: "amx_bf16", torch.float16: "avx512_fp16"}[dtype]
+    for other in (found | {instructions: True}, {"architecture": "arm64"}):
+        with mock.patch("torch.cpu.get_capabilities", return_value=other):
+            grads = kernel.backward(*inputs, **options)
+            assert [x.dtype for x in grads] == [dtype] * 3
+            assert max(error(*pair) for pair in zip(grads, exact, strict=True)) < 0.02
 
 
 class LargestTensor(TorchDispatchMode):
