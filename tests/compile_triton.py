@@ -98,7 +98,7 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
     """Compile one launch, and return its registers, its shared memory in bytes, and what it spills.
 
     ``spilled`` counts the bytes that a thread stores and loads for lack of registers, and ``spills_in_inner_loops`` the
-    instructions in the innermost loops that do so.
+    instructions in the innermost loops with matrix products that do so.
     """
     target = GPUTarget("cuda", capability, 32)
     backend = make_backend(target)
@@ -114,6 +114,7 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
         assert architecture is not None
         report = run_tool("ptxas", "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
+        cubin.write_bytes(compiled.asm["cubin"])  # which a launch would load
         loops = inner_loops(run_tool("nvdisasm", "-c", str(cubin)).stdout)
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill", report)
@@ -136,16 +137,16 @@ def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def inner_loops(assembly: str) -> list[str]:
     """The loops of disassembled code that hold matrix products and no other loop."""
     begins = {label[1]: label.end() for label in re.finditer(r"^(\.L_x_\d+):", assembly, re.MULTILINE)}
-    jumps = re.finditer(r"\bBRA\b.*\((\.L_x_\d+)\)", assembly)
-    spans = [(begins[jump[1]], jump.end()) for jump in jumps if begins[jump[1]] < jump.start()]
-    spans = [(begin, end) for begin, end in spans if "MMA" in assembly[begin:end]]
-    inner = [one for one in spans if not any(other != one and contains(one, other) for other in spans)]
-    return [assembly[begin:end] for begin, end in inner]
-
-
-def contains(outer: tuple[int, int], inner: tuple[int, int]) -> bool:
-    """Whether one span lies in another."""
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+    spans: dict[int, int] = {}
+    for jump in re.finditer(r"\bBRA\b.*\((\.L_x_\d+)\)", assembly):
+        begin = begins[jump[1]]
+        if begin < jump.start() and "MMA" in assembly[begin : jump.end()]:
+            spans[begin] = jump.end()  # the last jump to the begin of a loop is its end
+    return [
+        assembly[begin:end]
+        for begin, end in spans.items()
+        if not any(begin < other_begin and other_end <= end for other_begin, other_end in spans.items())
+    ]
 
 
 def main(capability: int, head_dim: int, dtype: str = "bfloat16") -> None:

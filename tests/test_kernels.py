@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ring_backends.kernels import (
     Kernel,
 )
-from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
+from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel, backward_dtype
 from ring_backends.kernels.math import MathKernel
 
 
@@ -143,27 +143,45 @@ def dense_grads(
     return grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out
 
 
+def cpu_with(*instructions: str, architecture: str = "x86_64") -> Any:
+    """Pretend that the CPU has these instructions, and no others for bf16 and fp16."""
+    names = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
+    found = {name: name in instructions for name in names} | {"architecture": architecture}
+    return mock.patch("torch.cpu.get_capabilities", return_value=found)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("instruction", ["avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16", "none"])
+def test_half_precision_gradients_need_instructions_for_their_dtype(instruction: str, dtype: torch.dtype) -> None:
+    suffix = {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype, "")
+    with cpu_with(instruction):
+        assert backward_dtype(dtype) == (dtype if instruction.endswith(suffix) else torch.float32)
+    with cpu_with(instruction, architecture="arm64"):
+        assert backward_dtype(dtype) == dtype
+    with mock.patch("torch.cpu.get_capabilities", return_value={"architecture": "x86_64"}):
+        assert backward_dtype(dtype) == (torch.float32 if suffix else dtype)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_cpu_kernel_computes_half_gradients_in_fp32_where_that_is_faster(dtype: torch.dtype) -> None:
+def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None:
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=70, seq_k=90, repeats=1), dtype)
     options: dict[str, Any] = {"is_causal": False, "scale": 0.4, "key_mask": None}
-    kernel = AtenCpuFlashKernel()
-    out, lse = kernel.forward(query, key, value, **options)
+    out, lse = AtenCpuFlashKernel().forward(query, key, value, **options)
     inputs = grad_out, query, key, value, out, lse
     exact = dense_grads(*(x.double() for x in inputs), scale=0.4)
+    with cpu_with():
+        grads = AtenCpuFlashKernel().backward(*inputs, **options)
+    for grad, expected in zip(grads, exact, strict=True):
+        assert grad.dtype == torch.float32
+        assert error(grad, expected) < 1e-5
 
-    found: dict[str, object] = dict.fromkeys(("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16"), False)
-    found["architecture"] = "x86_64"
-    with mock.patch("torch.cpu.get_capabilities", return_value=found):
-        grads = kernel.backward(*inputs, **options)
-        assert [x.dtype for x in grads] == [torch.float32] * 3
-        assert max(error(*pair) for pair in zip(grads, exact, strict=True)) < 1e-5
-    instructions = {torch.bfloat16: "amx_bf16", torch.float16: "avx512_fp16"}[dtype]
-    for other in (found | {instructions: True}, {"architecture": "arm64"}):
-        with mock.patch("torch.cpu.get_capabilities", return_value=other):
-            grads = kernel.backward(*inputs, **options)
-            assert [x.dtype for x in grads] == [dtype] * 3
-            assert max(error(*pair) for pair in zip(grads, exact, strict=True)) < 0.02
+
+@pytest.mark.parametrize("instructions", [(), ("amx_bf16", "amx_fp16")], ids=["fp32", "half"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", sorted(LAYOUTS))
+def test_half_precision_on_any_cpu(instructions: tuple[str, ...], dtype: torch.dtype, layout: str) -> None:
+    with cpu_with(*instructions):
+        check(AtenCpuFlashKernel(), Case(seq_q=100, seq_k=100, head_dim=16, masked=True, layout=layout), dtype)
 
 
 class LargestTensor(TorchDispatchMode):

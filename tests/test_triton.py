@@ -286,16 +286,18 @@ CAPABILITIES = {80: 163, 86: 99, 90: 227}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLED = {
-    (86, 64, "grad_key_value_kernel"): 8,
-    (86, 64, "grad_query_kernel"): 12,
-    (86, 128, "grad_key_value_kernel"): 56,
-    (90, 128, "forward_kernel"): 8,
-    (90, 128, "grad_key_value_kernel"): 260,
+    (86, 64, "grad_key_value_kernel", "plain"): 8,
+    (86, 64, "grad_query_kernel", "documents, dropout"): 12,
+    (86, 128, "grad_key_value_kernel", "packed"): 56,
+    (90, 128, "forward_kernel", "key mask, packed"): 8,
+    (90, 128, "grad_key_value_kernel", "plain"): 236,
+    (90, 128, "grad_key_value_kernel", "packed"): 260,
+    (90, 128, "grad_key_value_kernel", "key mask, packed"): 212,
 }
-"""Bytes that a thread stores and loads for lack of registers, all of them outside the innermost loops.
+"""Bytes that a thread stores and loads for lack of registers, none of them in an innermost loop.
 
-They are addresses, loaded again once per run of keys or rows, in 30 to 60 iterations. On an H100, dK and dV with
-head_dim 128 took 2.65 ms with 200 such bytes, and 3.16 ms with the fastest blocks that need none.
+Most are loaded once per run of rows, or after all of them. With 196 such bytes, dK and dV with head_dim 128 took 2.65
+ms on an H100, and 3.16 ms with the fastest blocks that need none.
 """
 
 
@@ -318,5 +320,6 @@ def test_compiled_kernels_fit_into_registers_and_shared_memory(capability: int, 
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
         assert kernel["spills_in_inner_loops"] == 0, kernel
-        assert kernel["spilled"] <= SPILLED.get((capability, head_dim, kernel["kernel"]), 0), kernel
+        launch = capability, head_dim, kernel["kernel"], kernel["variant"]
+        assert kernel["spilled"] <= SPILLED.get(launch, 0), kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel

@@ -132,7 +132,8 @@ class RingCost:
         """Bytes of the gathered rows of the largest backward tile, and of gradient sums: int64 [ring size].
 
         The planner cuts tiles to a share of the query. For fp16 and bf16, gradients are summed in fp32. The sums of at
-        most two blocks of heads are in memory.
+        most two blocks of heads are in memory. Copies in fp32, which ``aten_cpu_flash`` makes of such a tile on some
+        CPUs, are not counted.
         """
         blocks, _ = self._cuts(backward=True)
         row_bytes = self.batch * self.head_dim * self.itemsize
