@@ -141,9 +141,16 @@ def check_exact(actual: Results, expected: Results) -> None:
         assert error_norm(actual[name], expected[name]) < 1e-10, name
 
 
-@settings(max_examples=500, deadline=None)
-@given(attention_cases(dtypes=[torch.float64]))
-def test_single_device_equals_the_reference(case: AttentionCase) -> None:
+def in_parts(number: int) -> pytest.MarkDecorator:
+    """Run a test with random cases ``number`` times, only once in the quick command."""
+    others = (pytest.param(part, marks=pytest.mark.matrix(reason="more random cases")) for part in range(1, number))
+    return pytest.mark.parametrize("part", [0, *others])
+
+
+@in_parts(5)
+@settings(max_examples=100, deadline=None)
+@given(case=attention_cases(dtypes=[torch.float64]))
+def test_single_device_equals_the_reference(part: int, case: AttentionCase) -> None:
     check_exact(single_device_results(case), reference_results(case))
 
 
@@ -159,9 +166,10 @@ LOW_PRECISION_CASES = attention_cases(
 ).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(LOW_PRECISION_CASES)
-def test_rounding_is_at_most_twice_that_of_plain_attention(case: AttentionCase) -> None:
+@in_parts(4)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@given(case=LOW_PRECISION_CASES)
+def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: AttentionCase) -> None:
     actual, plain, exact = single_device_results(case), plain_results(case), reference_results(case)
     # Allow a few roundings per number, because plain attention can be exact by chance.
     rounding = 4 * max(map(_largest, exact.values())) * torch.finfo(torch.float32).eps
@@ -205,14 +213,15 @@ def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
         assert ring.traffic.bytes == expected
 
 
-@settings(max_examples=40, deadline=None)
+@in_parts(4)
+@settings(max_examples=10, deadline=None)
 @given(
-    attention_cases(dtypes=[torch.float64], max_n=60),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from(["contiguous", "zigzag"]),
+    case=attention_cases(dtypes=[torch.float64], max_n=60),
+    ring_size=st.sampled_from([1, 2, 3, 4]),
+    layout=st.sampled_from(["contiguous", "zigzag"]),
 )
 def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
-    case: AttentionCase, ring_size: int, layout: str
+    part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
     with fine_cuts():
         actual, _ = thread_ring_results(case, ring_size, layout)

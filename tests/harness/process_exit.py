@@ -46,7 +46,7 @@ WAYS: dict[str, int] = {
 
 _IN_MATRIX = pytest.mark.matrix(reason="keeps the ranks from a processor for ten seconds")
 _MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
-    "return": (),
+    "return": (_IN_MATRIX,),
     "exception": (_IN_MATRIX,),
     "failed ring": (_IN_MATRIX,),
 }

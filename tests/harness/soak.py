@@ -154,6 +154,7 @@ def soak(
 class SoakTests(AdapterSuite):
     @requires("training")
     @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc/self/statm")
+    @pytest.mark.matrix(reason="takes 120 steps of training")
     def test_memory_and_handles_do_not_grow(self, world: World) -> None:
         self.check_soak(world, TWO, 120)
 
