@@ -141,9 +141,12 @@ def check_exact(actual: Results, expected: Results) -> None:
         assert error_norm(actual[name], expected[name]) < 1e-10, name
 
 
-def in_parts(number: int) -> pytest.MarkDecorator:
-    """Run a test with random cases ``number`` times, only once in the quick command."""
-    others = (pytest.param(part, marks=pytest.mark.matrix(reason="more random cases")) for part in range(1, number))
+MORE_CASES = pytest.mark.matrix(reason="more random cases")
+
+
+def in_parts(number: int, mark: pytest.MarkDecorator = MORE_CASES) -> pytest.MarkDecorator:
+    """Run a test with random cases ``number`` times, all but the first with ``mark``."""
+    others = (pytest.param(part, marks=mark) for part in range(1, number))
     return pytest.mark.parametrize("part", [0, *others])
 
 
@@ -183,7 +186,7 @@ def _largest(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 6))])
+@in_parts(6, pytest.mark.slow)
 @settings(max_examples=25, deadline=None)
 @given(
     attention_cases(dtypes=[torch.float64], max_n=100),

@@ -9,7 +9,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CPU_KERNELS, LAYOUTS, PRECISIONS, Case, cases, check, error, kernel_id, make_inputs
+from kernel_cases import (
+    CPU_KERNELS,
+    LAYOUTS,
+    PRECISIONS,
+    Case,
+    cases,
+    check,
+    dense_with_grads,
+    error,
+    hidden_pairs,
+    kernel_id,
+    make_inputs,
+)
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -134,15 +146,6 @@ def test_invalid_tiles_raise(kernel: Kernel) -> None:
         kernel.forward(query, key, key, is_causal=True, scale=1.0, key_mask=None)
 
 
-def dense_grads(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a tile without a mask, computed from the whole matrix of weights."""
-    weights = (query @ key.mT * scale - lse.unsqueeze(-1)).exp()
-    grad_scores = weights * (grad_out @ value.mT - (grad_out * out).sum(-1, keepdim=True)) * scale
-    return grad_scores @ key, grad_scores.mT @ query, weights.mT @ grad_out
-
-
 def cpu_with(*instructions: str, architecture: str = "x86_64") -> Any:
     """Pretend that the CPU has these instructions, and no others for bf16 and fp16."""
     names = ("avx512_bf16", "amx_bf16", "avx512_fp16", "amx_fp16")
@@ -164,16 +167,16 @@ def test_half_precision_gradients_need_instructions_for_their_dtype(instruction:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None:
-    query, key, value, grad_out, _ = make_inputs(Case(seq_q=70, seq_k=90, repeats=1), dtype)
-    options: dict[str, Any] = {"is_causal": False, "scale": 0.4, "key_mask": None}
-    out, lse = AtenCpuFlashKernel().forward(query, key, value, **options)
-    inputs = grad_out, query, key, value, out, lse
-    exact = dense_grads(*(x.double() for x in inputs), scale=0.4)
+    case = Case(seq_q=70, seq_k=90, seq_older=0, is_causal=False)
+    query, key, value, grad_out, key_mask = make_inputs(case, dtype)
+    exact = (x.double() for x in (query, key, value, grad_out))
+    expected = dense_with_grads(*exact, hidden_pairs(case, key_mask), case.scale)
+    inputs = grad_out, query, key, value, expected["out"], expected["lse"].float()
     with cpu_with():
-        grads = AtenCpuFlashKernel().backward(*inputs, **options)
-    for grad, expected in zip(grads, exact, strict=True):
+        grads = AtenCpuFlashKernel().backward(*inputs, is_causal=False, scale=case.scale, key_mask=None)
+    for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         assert grad.dtype == torch.float32
-        assert error(grad, expected) < 1e-5
+        assert error(grad, expected[name]) < 1e-5
 
 
 @pytest.mark.parametrize("instructions", [(), ("amx_bf16", "amx_fp16")], ids=["fp32", "half"])

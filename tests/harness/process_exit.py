@@ -45,11 +45,7 @@ WAYS: dict[str, int] = {
 """The ways to end a process, with their exit codes."""
 
 _IN_MATRIX = pytest.mark.matrix(reason="keeps the ranks from a processor for ten seconds")
-_MARKS: dict[str, tuple[pytest.MarkDecorator, ...]] = {
-    "return": (_IN_MATRIX,),
-    "exception": (_IN_MATRIX,),
-    "failed ring": (_IN_MATRIX,),
-}
+_MARKS = dict.fromkeys(("return", "exception", "failed ring"), _IN_MATRIX)
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -152,7 +148,7 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
 @core
 class ProcessExitTests(AdapterSuite):
     @requires("training")
-    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, (pytest.mark.slow,))) for way in WAYS])
+    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, pytest.mark.slow)) for way in WAYS])
     def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
         """At exit, this package waits for gloo. Without the wait, every third run has another exit code."""
         if not Path("/proc/self/task").is_dir():
