@@ -24,7 +24,7 @@ from ring_backends.testing.reference import (
     reference_counts,
     reference_phantom_counts,
 )
-from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 
 NAMES = ("out", "lse", "dq", "dk", "dv")
@@ -141,15 +141,6 @@ def check_exact(actual: Results, expected: Results) -> None:
         assert error_norm(actual[name], expected[name]) < 1e-10, name
 
 
-MORE_CASES = pytest.mark.matrix(reason="more random cases")
-
-
-def in_parts(number: int, mark: pytest.MarkDecorator = MORE_CASES) -> pytest.MarkDecorator:
-    """Run a test with random cases ``number`` times, all but the first with ``mark``."""
-    others = (pytest.param(part, marks=mark) for part in range(1, number))
-    return pytest.mark.parametrize("part", [0, *others])
-
-
 @in_parts(5)
 @settings(max_examples=100, deadline=None)
 @given(case=attention_cases(dtypes=[torch.float64]))
@@ -231,13 +222,14 @@ def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
     check_exact(actual, reference_results(case))
 
 
-@settings(max_examples=20, deadline=None)
+@in_parts(2)
+@settings(max_examples=10, deadline=None)
 @given(
-    attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
-    st.sampled_from([1, 2, 3, 4]),
-    st.sampled_from(["contiguous", "zigzag"]),
+    case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
+    ring_size=st.sampled_from([1, 2, 3, 4]),
+    layout=st.sampled_from(["contiguous", "zigzag"]),
 )
-def test_fine_cuts_round_like_coarse_ones(case: AttentionCase, ring_size: int, layout: str) -> None:
+def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     exact, (coarse, _) = reference_results(case), thread_ring_results(case, ring_size, layout)
     with fine_cuts():
         fine, _ = thread_ring_results(case, ring_size, layout)

@@ -48,6 +48,7 @@ def test_inputs_are_the_same_however_they_are_sharded(layout: LayoutKind) -> Non
 SMALL = ("--seq-len", "512", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8", "--repeats", "2")
 
 
+EVERY_ADAPTER = pytest.mark.matrix(reason="starts two ranks for each adapter")
 BRANCHES = ("--segment-lengths", "64", "512", "--dilation-rates", "1", "4")
 
 
@@ -72,6 +73,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
     return json.loads(file.read_text()), done.stdout
 
 
+@EVERY_ADAPTER
 def test_every_adapter_the_all_gather_method_and_one_rank_are_compared(compared: tuple[dict[str, Any], str]) -> None:
     result, printed = compared
     names = [*available_adapters(), "all-gather", "one rank"]
@@ -85,6 +87,7 @@ def test_every_adapter_the_all_gather_method_and_one_rank_are_compared(compared:
         assert ("unusable" in line) == (reason is not None)
 
 
+@EVERY_ADAPTER
 def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -> None:
     result, _ = compared
     rows = {row["name"]: row for row in result["rows"] if row["unusable"] is None}

@@ -44,8 +44,8 @@ LONG = pytest.mark.matrix(reason="trains a model")
 every_model = pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        ("encoder", "ddp"),
-        ("decoder", "fsdp2-world"),
+        pytest.param("encoder", "ddp", marks=LONG),
+        pytest.param("decoder", "fsdp2-world", marks=LONG),
         ("decoder", "fsdp2-mesh"),
         pytest.param("decoder", "ddp", marks=LONG),
         pytest.param("encoder", "fsdp2-world", marks=LONG),

@@ -91,6 +91,7 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.matrix(reason="starts four processes, one after another")
 def test_a_checkpoint_of_train(tmp_path: Path) -> None:
     sizes = ["--seq-len", "512", "--steps", "2", "--embed-dim", "16", "--num-heads", "2"]
     trained = run("train", *sizes, "--save", "model.pt", cwd=tmp_path)

@@ -30,7 +30,7 @@ def two() -> Iterator[World]:
 
 @pytest.mark.parametrize("num_tiles", [1, 61, *(pytest.param(number, marks=LONG) for number in (2, 129))])
 @pytest.mark.parametrize("global_pool", [False, True], ids=["cls", "global_pool"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=LONG)], ids=str)
 def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles: int) -> None:
     options = {"dtype": dtype, "global_pool": global_pool}
     tolerance = 1e-11 if dtype is torch.float64 else 1e-5

@@ -143,6 +143,7 @@ def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
     assert Hardware.of(found["hardware"]) == hardware
 
 
+@pytest.mark.matrix(reason="probes the machine")
 def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
     found, shown = planned(tmp_path, "--seq-len", "4096", "--ring-size", "512", "--dtype", "fp32")
     assert "Constants measured just now: 2 ranks at once, gloo" in shown

@@ -25,7 +25,7 @@ from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import reference_counts
-from ring_backends.testing.strategies import AttentionCase, attention_cases
+from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
 RING_SIZES = st.one_of(st.integers(1, 8), st.sampled_from([16, 31, 64]))
 LAYOUTS = st.sampled_from(["contiguous", "zigzag"])
@@ -180,9 +180,10 @@ def check_bytes(schedule: RingSchedule) -> None:
             assert sum(parcel.rows * parcel.num_streams for parcel in parcels) == int(rows[plan.rank])
 
 
-@settings(max_examples=80, deadline=None)
-@given(CASES, RING_SIZES, LAYOUTS)
-def test_receives_match_sends(case: AttentionCase, ring_size: int, layout: str) -> None:
+@in_parts(2)
+@settings(max_examples=40, deadline=None)
+@given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
+def test_receives_match_sends(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
     check_symmetry(schedule)
     check_forwarding(schedule)
@@ -196,9 +197,10 @@ def test_every_visible_pair_is_computed_exactly_once(case: AttentionCase, ring_s
     check_openings(schedule_of(case, ring_size, layout))
 
 
-@settings(max_examples=40, deadline=None)
-@given(CASES, st.integers(1, 8), LAYOUTS)
-def test_fine_cuts_change_only_the_number_of_hops(case: AttentionCase, ring_size: int, layout: str) -> None:
+@in_parts(2)
+@settings(max_examples=20, deadline=None)
+@given(case=CASES, ring_size=st.integers(1, 8), layout=LAYOUTS)
+def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
     with fine_cuts():
         check_symmetry(schedule)
@@ -208,9 +210,10 @@ def test_fine_cuts_change_only_the_number_of_hops(case: AttentionCase, ring_size
         check_openings(schedule)
 
 
-@settings(max_examples=50, deadline=None)
-@given(CASES, RING_SIZES, LAYOUTS)
-def test_only_needed_rows_travel(case: AttentionCase, ring_size: int, layout: str) -> None:
+@in_parts(2)
+@settings(max_examples=25, deadline=None)
+@given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
+def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""
     schedule = schedule_of(case, ring_size, layout)
     visits: Counter[tuple[object, int]] = Counter()

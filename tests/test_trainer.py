@@ -41,9 +41,7 @@ def skip_if_missing(name: str) -> None:
 LONG = pytest.mark.matrix(reason="trains four models")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("llama", "qwen3-packed") else pytest.param(name, marks=LONG) for name in CASES]
-)
+@pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     skip_if_missing(name)
@@ -65,7 +63,8 @@ def test_two_by_two_on_the_axes_of_accelerate(four: World) -> None:
     assert_equal(four.run(run, "llama", 2, "contiguous", "cp"), run("llama", None))
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("fsdp2", marks=LONG), "cp"])
+@LONG
+@pytest.mark.parametrize("strategy", ["fsdp2", "cp"])
 def test_fsdp2(two: World, strategy: str) -> None:
     """FSDP2 of Accelerate, and its cp axis as the ring."""
     assert_equal(two.run(run, "llama", 2, "zigzag", strategy), run("llama", None))

@@ -62,7 +62,7 @@ def core(test: TestOrSuite) -> TestOrSuite:
     """Mark a test, or all tests of a suite, as core behaviour, which depends only on code that all adapters share.
 
     The quick command runs these tests with one adapter. In a test class with ``core_in_matrix``, they are marked
-    ``matrix``.
+    ``matrix``. ``pytest.mark.core`` does the same to a parameter of a test whose other cases run with every adapter.
     """
     if not isinstance(test, type):
         marked: TestOrSuite = pytest.mark.core(test)

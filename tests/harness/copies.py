@@ -104,9 +104,14 @@ def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[fl
     return float(out), out.dtype, sorted(name.rpartition(".")[2] for name, _ in copied.named_parameters())
 
 
+_ANOTHER_COPY = pytest.mark.matrix(reason="another way to copy")
+
+
 class CopyTests(AdapterSuite):
     @core
-    @pytest.mark.parametrize("how", COPIES)
+    @pytest.mark.parametrize(
+        "how", [how if how == "layers" else pytest.param(how, marks=_ANOTHER_COPY) for how in COPIES]
+    )
     def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
         outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10

@@ -160,6 +160,7 @@ class CorrectnessTests(AdapterSuite):
     ) -> None:
         check_exact(world, self.adapter, rings, layout, [case], gradients=False)
 
+    @pytest.mark.matrix(reason="the gradients of the same cases run in the quick command")
     @every_size_and_layout
     def test_edge_cases_match_the_definition(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
         check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()), gradients=False)

@@ -9,6 +9,9 @@ import pytest
 from ring_backends.testing.capabilities import AdapterSuite, why_unavailable
 from ring_backends.testing.world import World
 
+_SUITES = "ring_backends.testing.suite"
+"""The module whose imports the ranks need. Otherwise each rank imports torch's compiler by itself."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
@@ -42,12 +45,12 @@ def adapters(request: pytest.FixtureRequest) -> list[str]:
 @pytest.fixture(scope="session")
 def world(adapters: list[str]) -> Iterator[World]:
     """A world of four gloo ranks for the session. The first call starts the ranks."""
-    with World(4, preload=adapters) as ranks:
+    with World(4, preload=[*adapters, _SUITES]) as ranks:
         yield ranks
 
 
 @pytest.fixture(scope="session")
 def pair(adapters: list[str]) -> Iterator[World]:
     """A world of two gloo ranks for the session."""
-    with World(2, preload=adapters) as ranks:
+    with World(2, preload=[*adapters, _SUITES]) as ranks:
         yield ranks

@@ -6,7 +6,7 @@ Expected values are computed here from the definition, not by the package under 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -87,20 +87,24 @@ SIZES = (ONE, TWO, THREE, FOUR)
 LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
 
-def in_every_layout(name: str, values: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrize by value and layout. Values alternate between the two layouts. The other layout is marked slow."""
-    pairs = [
-        pytest.param(value, layout, marks=[pytest.mark.slow] if (index + second) % 2 else [], id=f"{layout}-{value}")
-        for index, value in enumerate(values)
-        for second, layout in enumerate(LAYOUTS)
-    ]
+def in_every_layout(name: str, values: Iterable[Any], core: Collection[Any] = ()) -> pytest.MarkDecorator:
+    """Parametrize by value and layout. Values alternate between the two layouts. The other layout is marked slow.
+
+    The values in ``core`` are marked core.
+    """
+    pairs = []
+    for index, value in enumerate(values):
+        for second, layout in enumerate(LAYOUTS):
+            marks = [pytest.mark.slow] if (index + second) % 2 else []
+            marks += [pytest.mark.core] if value in core else []
+            pairs.append(pytest.param(value, layout, marks=marks, id=f"{layout}-{value}"))
     return pytest.mark.parametrize((name, "layout"), pairs)
 
 
 every_ring = pytest.mark.parametrize("rings", ALL_RINGS, ids=str)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 every_ring_and_layout = in_every_layout("rings", ALL_RINGS)
-every_size_and_layout = in_every_layout("rings", SIZES)
+every_size_and_layout = in_every_layout("rings", SIZES, core=(ONE, TWO, THREE))
 
 
 def rows_of_ranks(seq_len: int, ring_size: int, layout: LayoutKind) -> list[Tensor]:

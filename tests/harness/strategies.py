@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
@@ -220,3 +221,12 @@ def attention_cases(
 def _rate_for_zeros(seq_len: int) -> Callable[[int, int], int]:
     """A rate r that ``padding="zeros"`` accepts: w % r == 0 if the segment is shorter than the sequence."""
     return lambda w, r: math.gcd(w, r) if w < seq_len else r
+
+
+MORE_CASES = pytest.mark.matrix(reason="more random cases")
+
+
+def in_parts(number: int, mark: pytest.MarkDecorator = MORE_CASES) -> pytest.MarkDecorator:
+    """Run a test with random cases ``number`` times, all but the first with ``mark``. The test gets ``part``."""
+    others = (pytest.param(part, marks=mark) for part in range(1, number))
+    return pytest.mark.parametrize("part", [0, *others])

@@ -203,7 +203,7 @@ class TrafficTests(AdapterSuite):
 
     @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
-    @pytest.mark.parametrize("case", [_FULL, _MIXED], ids=["full", "mixed"])
+    @pytest.mark.parametrize("case", [pytest.param(_FULL, marks=pytest.mark.core), _MIXED], ids=["full", "mixed"])
     @every_layout
     def test_hops(self, world: World, layout: LayoutKind, case: AttentionCase, is_causal: bool, cut: bool) -> None:
         """Check the results, bytes, buffers and event order of recorded calls. The calls use no collective."""

@@ -158,7 +158,11 @@ class TrainingTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize(
         ("precision", "optimizer"),
-        [pytest.param(FP64, "adam", marks=pytest.mark.slow), (FP32, "adam"), (FP32, "momentum")],
+        [
+            pytest.param(FP64, "adam", marks=pytest.mark.slow),
+            (FP32, "adam"),
+            pytest.param(FP32, "momentum", marks=pytest.mark.core),
+        ],
         ids=str,
     )
     @every_mesh
@@ -179,7 +183,7 @@ class TrainingTests(AdapterSuite):
         self.check_training(world, rings, "contiguous", recipe, tolerance)
 
     @requires("training", "gradient clipping")
-    @pytest.mark.parametrize("max_grad_norm", [0.01, 1e6])
+    @pytest.mark.parametrize("max_grad_norm", [0.01, pytest.param(1e6, marks=pytest.mark.core)])
     @pytest.mark.parametrize(
         "precision", [pytest.param(replace(FP64, capability="fp64 clipping"), marks=pytest.mark.slow), FP32], ids=str
     )
@@ -241,7 +245,7 @@ class TrainingTests(AdapterSuite):
             check_moves(states, wanted, 0.05, "bf16")
 
     @requires("training", "gradient accumulation", "evaluation within a step")
-    @pytest.mark.parametrize("max_grad_norm", [None, 0.1])
+    @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
     def test_evaluations_change_nothing(self, world: World, max_grad_norm: float | None) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
         options = dict(self.framework_options)

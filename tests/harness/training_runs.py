@@ -64,7 +64,7 @@ FP32 = Precision(torch.float32, 1e-6, None)
 every_mesh = pytest.mark.parametrize(
     "rings",
     [
-        pytest.param(FOUR, id="1x4"),
+        pytest.param(FOUR, id="1x4", marks=pytest.mark.core),
         pytest.param(TWO, id="2x2"),
         pytest.param(ONE, id="4x1", marks=pytest.mark.slow),
         pytest.param(MESH_COLUMNS, id="2x2-columns", marks=pytest.mark.slow),

@@ -180,7 +180,7 @@ def buffers_of(state: Any) -> State:
 class UnequalRankTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
-    @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
+    @pytest.mark.parametrize("accumulate", [pytest.param(False, marks=pytest.mark.core), True], ids=["one", "two"])
     def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], accumulate: bool) -> None:
         """The gradient includes all ranks. If a framework cannot provide that, every rank raises and no rank steps."""
         if accumulate and "gradient accumulation" in self.without:
