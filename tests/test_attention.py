@@ -15,6 +15,7 @@ from torch import Tensor
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels import aten_cpu
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.fine_cuts import fine_cuts
@@ -236,6 +237,15 @@ def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_s
     for name in NAMES:
         tolerance = 64 * torch.finfo(coarse[name].dtype).eps * max(1.0, _largest(exact[name]))
         assert error_norm(fine[name], exact[name]) <= 2 * error_norm(coarse[name], exact[name]) + tolerance, name
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_kernels_get_a_positive_scale(scale: float) -> None:
+    case = AttentionCase(128, (64, 128), (1, 2), 2, 4, 2, 16, is_causal=True, scale=scale, dtype=torch.float64)
+    # With any other scale, torch's operator returns NaN, and the math kernel computes the tile again.
+    with mock.patch.object(aten_cpu, "_MATH", None):
+        results = single_device_results(case, kernel="aten_cpu_flash")
+    check_exact(results, reference_results(case))
 
 
 def test_uncovered_positions_and_masked_queries_are_zero_without_nan() -> None:

@@ -48,6 +48,7 @@ class Case:
             "dilation_rates": [draw.randint(1, 6) for _ in range(branches)],
             "head_mode": draw.choice(["all", "grouped"]) if heads >= branches else "all",
             "offset": draw.choice([None, "mod", "block", "branch"]),
+            "scale": draw.choice([None, None, 0.7, -0.3, 0.0]),
         }
         batch, prompt = draw.randint(1, 3), draw.choice([0, draw.randint(1, 30)])
         steps = tuple(draw.choice([1, 1, 1, draw.randint(2, 9)]) for _ in range(draw.randint(1, 9)))

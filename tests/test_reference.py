@@ -58,7 +58,7 @@ def walked_keys(case: AttentionCase, head: int, query_position: int) -> list[int
 def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     query, key, value, _, mask = case.tensors()
     ids, factors = case.document_ids(), case.weight_factors()
-    scale = case.scale or case.head_dim**-0.5
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out = torch.zeros(query.shape, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
     for b in range(case.batch):

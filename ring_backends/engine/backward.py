@@ -18,6 +18,7 @@ from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, Result
 from ring_backends.engine.tiles import SavedRows, TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.gather_rows import scatter_many
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.triton_rows_launch import Rows
@@ -57,6 +58,9 @@ def backward(
             grad_hop = _GradHop(arrival, block_grads, step is block.steps[-1])
         if grad_hop is not None:
             grad_hop.settle(None)
+        sign, _ = split_scale(call.scale)
+        if sign != 1:  # the query of the rows is the input times the sign
+            grads[0].tensor.mul_(sign)
         return grads[0].tensor, grads[1].tensor, grads[2].tensor
 
 

@@ -19,6 +19,7 @@ from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
+from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.agreement import Configuration
@@ -106,8 +107,9 @@ class Step:
         mask = None
         if ignored is not None:
             mask = ignored[:, None, rows].expand(-1, tile_key.shape[1], -1)
-        options = {"is_causal": is_causal, "scale": self.scale, "key_mask": mask}
-        return self.kernel.forward(query, tile_key, tile_value, **options)  # type: ignore[arg-type]
+        sign, scale = split_scale(self.scale)
+        options = {"is_causal": is_causal, "scale": scale, "key_mask": mask}
+        return self.kernel.forward(query if sign == 1 else query * sign, tile_key, tile_value, **options)  # type: ignore[arg-type]
 
     def exchange(self, out: Tensor, lse: Tensor, configuration: Configuration) -> tuple[Tensor, Tensor]:
         """Merge the results of all ranks. They are the same on every rank afterwards, bit by bit.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.schedule.rank_plan import HeadBlock
 from ring_backends.torch_internals import has_values, mode_of
@@ -18,6 +19,7 @@ class LocalRows:
     """Query, key and value of this rank, and marks of their rows. The marks are the same for every head.
 
     Attributes:
+        query: multiplied by the sign of the call's scale.
         key_marks: [batch, local seq, key/value heads]. Without documents, it is bool, and True for a key to ignore.
             With documents, it holds the document number of each key, or −1 for a key to ignore.
         query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
@@ -38,6 +40,9 @@ class LocalRows:
     @classmethod
     def of(cls, call: AttentionCall, inputs: AttentionInputs) -> LocalRows:
         query, key, value, marks, documents = inputs.query, inputs.key, inputs.value, inputs.key_padding_mask, None
+        sign, _ = split_scale(call.scale)
+        if sign != 1:
+            query = query * sign
         if marks is not None and call.kernel.reads_ignored_keys:
             key, value = (x.masked_fill(marks[:, :, None, None], 0.0) for x in (key, value))
         if inputs.document_ids is not None:

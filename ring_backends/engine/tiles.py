@@ -18,6 +18,7 @@ from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer
 from ring_backends.kernels import Kernel, PairRule, pairwise
+from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
 from ring_backends.kernels.merge import statistics_dtype
@@ -58,12 +59,13 @@ class TileRunner:
 
     Args:
         kernel: computes the tiles.
-        scale: factor on the scores.
+        scale: factor on the scores. The query of the :class:`LocalRows` already has its sign.
         in_place: the kernels that compute some branches instead, by the branch's index.
     """
 
     def __init__(self, kernel: Kernel, scale: float, in_place: Mapping[int, StepKernel] | None = None) -> None:
-        self.kernel, self.scale, self._in_place = kernel, scale, in_place or {}
+        self.kernel, self._in_place = kernel, in_place or {}
+        _, self.scale = split_scale(scale)
         self._workspace = _Workspace(kernel)
 
     def forward(self, tile: Tile, here: LocalRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:

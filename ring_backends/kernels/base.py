@@ -9,6 +9,7 @@ Shapes: B batch, Hq query heads, Hk key/value heads, Sq query rows, Sk key rows,
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -149,7 +150,7 @@ class Kernel(ABC):
             query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
             key, value: [B, Hk, Sk, D] with Hq % Hk == 0; query head h reads key/value head h // (Hq // Hk).
             is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
-            scale: factor on the scores.
+            scale: factor on the scores. It is positive: see :func:`split_scale`.
             key_mask: bool [B, Hk, Sk], True = ignore this key.
 
         Returns:
@@ -182,6 +183,17 @@ class Kernel(ABC):
             (grad_query, grad_key, grad_value), shaped as query, key and value, in the dtype of the inputs or in the
             statistics dtype. A row with lse = −inf has gradient 0 and contributes 0 to every key.
         """
+
+
+def split_scale(scale: float) -> tuple[float, float]:
+    """Split a factor on the scores into a sign for the queries (1, −1 or 0) and a positive factor for kernels.
+
+    Many kernels set the score of a hidden pair to −inf before they scale it, so any other factor would give NaN. A
+    factor that is 0 in fp32 counts as 0.
+    """
+    if abs(scale) < torch.finfo(torch.float32).tiny:
+        return 0.0, 1.0
+    return math.copysign(1.0, scale), abs(scale)
 
 
 def check_tile(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:

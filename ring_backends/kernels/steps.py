@@ -96,7 +96,7 @@ class StepKernel(Kernel):
             arrived: the parcels of K, V and marks that tiles with remote keys read.
             out: sums in the statistics dtype, or the result in the dtype of the inputs.
             lse: in the statistics dtype.
-            scale: factor on the scores.
+            scale: positive factor on the scores.
         """
 
     @abstractmethod

@@ -209,7 +209,7 @@ def attention_cases(
         head_mode=head_mode,
         offset=draw(st.sampled_from(offsets)),
         padding=padding,
-        scale=draw(st.sampled_from([None, 1.0, 0.1])),
+        scale=draw(st.sampled_from([None, 1.0, 0.1, -0.3])),
         masked=draw(st.sampled_from(masks)),
         documents=draw(st.sampled_from(documents)) if padding == "masked" else None,
         dropout_p=draw(st.sampled_from(dropout_ps)),
