@@ -289,7 +289,6 @@ SPILLED = {
     (86, 64, "grad_key_value_kernel", "plain"): 8,
     (86, 64, "grad_query_kernel", "documents, dropout"): 12,
     (86, 128, "grad_key_value_kernel", "packed"): 56,
-    (90, 128, "forward_kernel", "key mask, packed"): 8,
     (90, 128, "grad_key_value_kernel", "plain"): 236,
     (90, 128, "grad_key_value_kernel", "packed"): 260,
     (90, 128, "grad_key_value_kernel", "key mask, packed"): 212,

@@ -58,6 +58,7 @@ def attend(
     """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them.
 
     ``own_rows`` holds the queries of the block, the numbers of their rows, their documents, and their dropout words.
+    ``score_scale`` is positive, so the largest product of a row gives its largest score.
     """
     q, rows, documents, first_words, second_words = own_rows
     for start in range(begin, end, BLOCK_K):
@@ -65,7 +66,7 @@ def attend(
         k, v, marks, words, is_key = load_key_block(
             keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
-        scores = product(q, tl.trans(k), UPCAST) * score_scale
+        products = product(q, tl.trans(k), UPCAST)
         if MARKS != 0 or not IS_WHOLE:
             seen = visible(
                 is_key[None, :],
@@ -77,11 +78,11 @@ def attend(
                 MARKS,
                 IS_WHOLE,
             )
-            scores = tl.where(seen, scores, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(scores, 1))
+            products = tl.where(seen, products, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(products, 1) * score_scale)
         # For a row that has seen no key yet, -inf + inf would be NaN.
         shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weights = tl.exp2(scores - shift[:, None])
+        weights = tl.exp2(products * score_scale - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)
         if DROPOUT:
