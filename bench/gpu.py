@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
 
+import gpu_blocks
 import gpu_parts
 import torch
 import typer
@@ -27,6 +28,7 @@ PARTS: dict[str, Part] = {
     "rivals": gpu_parts.rivals,
     "ring": gpu_parts.ring_ranks,
     "syncs": gpu_parts.synchronizations,
+    "blocks": gpu_blocks.block_sizes,
 }
 
 Device = Annotated[str, typer.Option(metavar="cuda|cpu", help="cpu: only to test the command, with --shrink.")]
@@ -117,6 +119,14 @@ def ring_command(
 def syncs_command(device: Device = "cuda", shrink: Shrink = 1, minutes: Minutes = 9, json: Json = None) -> None:
     """Count how often a call makes the host wait for the GPU."""
     _measure("syncs", device, shrink, 1, minutes, json)
+
+
+@app.command("blocks")
+def blocks_command(
+    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
+) -> None:
+    """Time the Triton kernels in blocks of several sizes. Most of the time goes to compiling them."""
+    _measure("blocks", device, shrink, repeats, minutes, json)
 
 
 @app.command("all")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import gpu_blocks
 import gpu_parts
 import pytest
 import torch
@@ -16,6 +17,7 @@ from gpu_clock import Budget, Clock, gaps_share, unless_out_of_memory
 from longnet_method import longnet_method
 from typer.testing import CliRunner
 
+from ring_backends.kernels import triton_launch
 from ring_backends.testing.reference import reference_attention
 
 CPU = torch.device("cpu")
@@ -136,6 +138,47 @@ def test_synchronizations() -> None:
     rows = list(gpu_parts.synchronizations(CLOCK, Budget(9), 512))
     names = ["plain", "key_padding_mask", "document_ids", "dropout", "one rank of 8"]
     assert [row["call"] for row in rows] == names
+
+
+class FakeKernel:
+    """Stands for a Triton kernel: records its launches, and compiles no blocks of 128 rows."""
+
+    def __init__(self, name: str, launched: list[tuple[str, dict[str, Any]]]) -> None:
+        self.name, self.launched = name, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return self._launch
+
+    def _launch(self, **arguments: Any) -> None:
+        if arguments["BLOCK_Q"] == 128:
+            raise RuntimeError("out of resource: shared memory\nsecond line")
+        self.launched.append((self.name, arguments))
+
+
+def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, dict[str, Any]]] = []
+    names = triton_launch.Kernels._fields[:-1]
+    fakes = triton_launch.Kernels(*(FakeKernel(name, launched) for name in names), is_interpreted=False)
+    monkeypatch.setattr(triton_launch, "kernels", lambda: fakes)
+    monkeypatch.setattr(triton_launch, "capability", lambda device: (9, 0))
+    candidates = (triton_launch.Blocks(64, 64, 4, 3), triton_launch.Blocks(128, 16, 8, 2))
+    monkeypatch.setattr(gpu_blocks, "CANDIDATES", candidates)
+
+    rows = list(gpu_blocks.block_sizes(CLOCK, Budget(9), 1024))
+    calls = [(row["options"], row["head_dim"], row["kernel"]) for row in rows if row["in_use"]]
+    assert calls == [*itertools.product(("none", "documents, dropout"), (128, 64), gpu_blocks.PRODUCTS)]
+    timed = [row for row in rows if row["ms"] is not None]
+    # Two calls warm up, and one is timed.
+    for row, (name, arguments) in zip(timed, launched[::3], strict=True):
+        assert (row["kernel"], row["head_dim"]) == (name, arguments["HEAD_DIM"])
+        assert (row["queries"], row["keys"]) == (arguments["BLOCK_Q"], arguments["BLOCK_K"])
+        assert (row["warps"], row["stages"]) == (arguments["num_warps"], arguments["num_stages"])
+        assert (row["options"] == "none") != arguments["DROPOUT"]
+        # 128 tokens of 16 heads in segments of 8; of these, 2 rows are dilated, which see 3 pairs.
+        flops = gpu_blocks.PRODUCTS[name] * 2 * row["head_dim"] * 16 * 16 * 3
+        assert row["TFLOPs"] == pytest.approx(flops / row["ms"] * 1e3 / 1e12)
+    failed = [row["note"] for row in rows if row["ms"] is None]
+    assert failed == ["RuntimeError: out of resource: shared memory"] * 12
 
 
 def test_only_warnings_of_synchronizations_count(monkeypatch: pytest.MonkeyPatch) -> None:
