@@ -40,7 +40,7 @@ CONSTANTS = (
 NOTES = (
     "flash: aten_cuda_flash, with Triton's gathers and merges of rows. auto: what a Hopper GPU takes, cuDNN, and "
     "triton_dilated for dilated rows. triton_dilated: for all rows. All are at the same rates; on an H100, "
-    "triton_dilated reaches about two thirds of cuDNN's. The sums that it reads and writes inside its kernels count as "
+    "triton_dilated reaches about 60 % of cuDNN's. The sums that it reads and writes inside its kernels count as "
     "no other bytes."
 )
 

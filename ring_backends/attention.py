@@ -49,9 +49,9 @@ class RingDilatedAttention(nn.Module, ABC):
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
-        kernel: name of a kernel. ``"auto"`` takes the first kernel that can run the call.
-        dropout_p: probability that an attention weight is dropped during training, below 1. Only the math kernel
-            supports dropout.
+        kernel: name of a kernel. ``"auto"`` chooses one that can run the call.
+        dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
+            ``triton_dilated`` support dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
             their bytes. Every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, an
             element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values of the
