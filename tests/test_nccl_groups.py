@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from ring_backends import available_adapters
 from ring_backends.adapters import native
-from ring_backends.ring import rendezvous, transfer
+from ring_backends.errors import RingPeerError
+from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
@@ -106,6 +107,40 @@ def errors_of_groups() -> list[bool]:
 
 def test_errors_that_torch_found() -> None:
     assert errors_of_groups() == [False, True, True, True]
+
+
+@pytest.mark.parametrize(("bound", "used"), [(torch.device("cuda", 3), 3), (None, 0)])
+def test_a_ring_uses_the_gpu_that_its_group_is_bound_to(bound: torch.device | None, used: int) -> None:
+    """Without set_device, the current GPU is number 0 on every rank."""
+    group: Any = SimpleNamespace(bound_device_id=bound)
+    ring: Any = SimpleNamespace(group=group)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+    ):
+        assert rendezvous._nccl_device(group) == collectives._device(ring) == torch.device("cuda", used)
+
+
+def test_aborted_collectives_raise_even_if_they_return() -> None:
+    """Over NCCL an abort ends the kernels, and the host reads garbage without an error."""
+
+    def waiting(call: object, end: Any) -> contextlib.nullcontext[None]:
+        end()
+        return contextlib.nullcontext()
+
+    agreement = mock.Mock(
+        report_errors=lambda call: contextlib.nullcontext(),
+        waiting=waiting,
+        peer_has_failed=lambda: True,
+        fail=mock.Mock(side_effect=RingPeerError("rank 1 raised")),
+    )
+    ring: Any = SimpleNamespace(agreement=agreement, rank=0, check_connected=lambda: None)
+    with (
+        mock.patch.object(collectives, "_abort_frameworks"),
+        pytest.raises(RingPeerError),
+        collectives.framework_collectives(ring, "step"),
+    ):
+        pass
 
 
 def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str | None]]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Call, Configuration
-from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort
+from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
 from ring_backends.ring.ring import Ring, flat_bytes
 from ring_backends.torch_internals import internal
 
@@ -168,6 +168,8 @@ def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
     with ring.agreement.report_errors(call), ring.agreement.waiting(call, end):
         try:
             yield
+            if ended.is_set():  # NCCL's kernels end without an error when their communicator is aborted
+                raise RuntimeError(f"the collectives of the framework were aborted during {name}")
         except (RingMismatchError, RingPeerError):
             raise
         except RuntimeError as error:
@@ -257,5 +259,6 @@ def _without_repetition(tensor: Tensor) -> Tensor:
 
 def _device(ring: Ring) -> torch.device:
     """The device of the tensors that the ring's group can send: the CPU, unless the group has only NCCL."""
-    has_host = ring.group is None or "cpu:" in dist.get_backend_config(ring.group)
-    return torch.device("cpu") if has_host else torch.device("cuda", torch.cuda.current_device())
+    if ring.group is None or "cpu:" in dist.get_backend_config(ring.group):
+        return torch.device("cpu")
+    return gpu_of(ring.group)

@@ -309,7 +309,12 @@ def _nccl_device(group: dist.ProcessGroup) -> torch.device | None:
     """The GPU of this rank if the group sends CUDA tensors over NCCL; else None."""
     if "cuda:nccl" not in dist.get_backend_config(group):
         return None
-    return torch.device("cuda", torch.cuda.current_device())
+    return gpu_of(group)
+
+
+def gpu_of(group: dist.ProcessGroup) -> torch.device:
+    """The GPU that ``init_process_group(device_id=…)`` bound the group to; without it, the current GPU."""
+    return group.bound_device_id or torch.device("cuda", torch.cuda.current_device())
 
 
 def _nccl_has_error(group: dist.ProcessGroup) -> bool:
