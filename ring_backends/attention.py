@@ -186,6 +186,7 @@ class RingDilatedAttention(nn.Module, ABC):
             ValueError, TypeError: an argument is invalid. The error is raised before any hop.
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
+            RuntimeError: the ring has several ranks, and the current stream captures a CUDA graph.
         """
         self.ring.check_connected()
         dropout_p = self.dropout_p if self.training else 0.0

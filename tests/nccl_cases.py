@@ -1,4 +1,4 @@
-"""A simulated NCCL communicator with simulated CUDA streams and events. Threads are the ranks.
+"""A simulated NCCL communicator with simulated CUDA streams. Threads are the ranks.
 
 The simulated communicator pairs messages by their order, as NCCL does. Its ``wait`` returns at once. A wait and what
 follows it on a simulated stream are carried out when the hop has arrived, or when the communicator is aborted.
@@ -28,6 +28,8 @@ from ring_backends.ring.watchdog import Watchdog
 
 DEVICE = torch.device("cpu")
 
+copy_to_host = stream_hops._copy_to_host
+
 
 class Stream:
     """A CUDA stream: operations that are carried out in order, each when it is ready."""
@@ -48,40 +50,22 @@ class Stream:
                 self._operations.popleft()[1]()
 
 
-class Event:
-    """A CUDA event. It can be recorded and queried, and nothing else."""
-
-    def __init__(self) -> None:
-        self.stream: Any = None
-        self.is_over = False
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream
-        stream.events.append("record")
-        stream.add(lambda: True, lambda: setattr(self, "is_over", True))
-
-    def query(self) -> bool:
-        self.stream.run()
-        return self.is_over
-
-    def synchronize(self) -> None:
-        raise AssertionError("the host must not wait for an event")
-
-
 class HostNumbers:
-    """A pinned tensor, which a stream fills when it gets there."""
+    """Pinned memory, into which a stream copies ``numbers`` when it gets there."""
 
-    def __init__(self, count: int) -> None:
-        self.values = [0] * count
-
-    def copy_(self, source: Tensor, non_blocking: bool) -> None:
-        assert non_blocking
-        stream = current_streams()[-1]
-        stream.events.append("copy headers")
-        stream.add(lambda: True, lambda: setattr(self, "values", source.tolist()))
+    def __init__(self, numbers: Tensor) -> None:
+        self.values = [0] * len(numbers)
+        self.stream = current_streams()[-1]
+        self.stream.events.append("copy headers")
+        self.stream.add(lambda: True, lambda: setattr(self, "values", copy_to_host(numbers).tolist()))
 
     def tolist(self) -> list[int]:
+        self.stream.run()
         return self.values
+
+
+def forbidden(*_: object, **__: object) -> None:
+    raise AssertionError("a query would end the capture of a CUDA graph in another thread, and a wait blocks the host")
 
 
 _thread = threading.local()
@@ -123,11 +107,10 @@ def simulated_cuda() -> Iterator[Cuda]:
     with (
         mock.patch.object(transfer, "stream_device", return_value=DEVICE),
         mock.patch.object(stream_hops, "_watching_stream", fake.watching_stream),
-        mock.patch.object(stream_hops, "_host_numbers", HostNumbers),
+        mock.patch.object(stream_hops, "_copy_to_host", HostNumbers),
         mock.patch.object(torch.cuda, "stream", fake.stream),
-        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
-        mock.patch.object(torch.cuda, "Event", Event),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False),
+        mock.patch.object(torch.cuda, "Event", forbidden),
+        mock.patch.object(torch.cuda, "synchronize", forbidden),
     ):
         yield fake
 
@@ -138,10 +121,13 @@ class Communicator:
     Args:
         blocks: whether ``wait`` waits for the arrival. Otherwise results of calls are garbage, since the CPU does not
             wait for a stream.
+
+    Attributes:
+        is_stuck: whether posts wait for the connection to a lost peer until the communicator is aborted.
     """
 
     def __init__(self, size: int, blocks: bool = False) -> None:
-        self.size, self.blocks = size, blocks
+        self.size, self.blocks, self.is_stuck = size, blocks, False
         self.store = HashStore()
         self._sent: defaultdict[tuple[int, int], deque[Tensor]] = defaultdict(deque)
         self._lock = threading.Lock()
@@ -235,6 +221,10 @@ class SimulatedRing(Ring):
         return ring
 
     def post(self, outgoing: Any, incoming: Any, tag: int) -> Transfer:
+        if self.communicator.is_stuck:
+            assert self.aborted.wait(20)
+            raise RuntimeError("NCCL communicator was aborted")
+
         def post(outgoing: Any, incoming: Any) -> list[Any]:
             return [Work(self, outgoing, incoming)]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from collections.abc import Iterator
 from datetime import timedelta
@@ -13,11 +14,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends import available_adapters
 from ring_backends.adapters import native
 from ring_backends.errors import RingPeerError
 from ring_backends.ring import collectives, rendezvous, transfer
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.reports import REFUSED
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
@@ -26,6 +30,7 @@ from ring_backends.testing.world import World
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 
 class Options:
@@ -123,24 +128,36 @@ def test_a_ring_uses_the_gpu_that_its_group_is_bound_to(bound: torch.device | No
 
 def test_aborted_collectives_raise_even_if_they_return() -> None:
     """Over NCCL an abort ends the kernels, and the host reads garbage without an error."""
-
-    def waiting(call: object, end: Any) -> contextlib.nullcontext[None]:
-        end()
-        return contextlib.nullcontext()
-
-    agreement = mock.Mock(
-        report_errors=lambda call: contextlib.nullcontext(),
-        waiting=waiting,
-        peer_has_failed=lambda: True,
-        fail=mock.Mock(side_effect=RingPeerError("rank 1 raised")),
-    )
+    store = HashStore()
+    agreement = Agreement(store, 0, 2, timedelta(seconds=8), mock.Mock())
     ring: Any = SimpleNamespace(agreement=agreement, rank=0, check_connected=lambda: None)
+    store.set("check/0/1", collectives._COMPARISON.text)
+
+    def step() -> None:
+        with collectives.framework_collectives(ring, "step"):
+            store.set("failed/1", json.dumps({"calls": {}, "raised": "MemoryError: no room", REFUSED: {}}))
+            store.set("failed", "1")
+            for _ in range(2):
+                agreement.end_vain_wait()
+
+    with mock.patch.object(collectives, "_abort_frameworks") as abort:
+        with pytest.raises(RingPeerError, match="rank 1 raised MemoryError: no room"):
+            step()
+        assert abort.call_count == 1
+
+
+@pytest.mark.parametrize("chosen", [None, "1"])
+def test_the_world_survives_an_error_of_a_ring(chosen: str | None) -> None:
+    """Otherwise torch writes a dump after an error of any group, and then ends the process."""
+    seen: list[str | None] = []
+    environment = {"MASTER_ADDR": "host", "RANK": "0", "WORLD_SIZE": "2"} | ({DUMP: chosen} if chosen else {})
     with (
-        mock.patch.object(collectives, "_abort_frameworks"),
-        pytest.raises(RingPeerError),
-        collectives.framework_collectives(ring, "step"),
+        mock.patch.dict(os.environ, environment),
+        mock.patch.object(dist, "init_process_group", side_effect=lambda *_, **__: seen.append(os.environ.get(DUMP))),
     ):
-        pass
+        rendezvous.join_world("cpu:gloo,cuda:nccl", timedelta(seconds=1))
+        assert os.environ.get(DUMP) == chosen
+    assert seen == [chosen or "0"]
 
 
 def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str | None]]:
@@ -148,7 +165,7 @@ def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str 
     differences: list[str | None] = []
 
     def follow(works: Any, headers: Headers, device: torch.device) -> None:
-        differences.append(headers.difference(headers.received.tolist()))
+        differences.append(headers.difference(headers.numbers.tolist()))
 
     with (
         mock.patch.object(transfer, "stream_device", return_value=CPU),

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from nccl_cases import DEVICE, Attention, Cuda, SimulatedRing, Stream, run, simulated_cuda
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Configuration
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.stream_hops import Headers, StreamHop, follow
+from ring_backends.ring.stream_hops import Headers, _copy_to_host
 from ring_backends.ring.transfer import WorkTransfer
 
 
@@ -71,7 +72,7 @@ def test_the_host_waits_for_nothing(cuda: Cuda) -> None:
     """Nothing arrives, and yet both the transfer and the ring return. Each step is in the order of the stream."""
     (result,) = run(1, lambda ring: one_hop_to_nobody(ring, cuda), seconds=60)
     events, is_over_before, is_over_after, header = result
-    assert events == ["wait for the hop", "copy headers", "record"]
+    assert events == ["wait for the hop", "copy headers"]
     assert not is_over_before
     assert is_over_after
     assert header is None
@@ -84,8 +85,7 @@ def one_hop_to_nobody(ring: SimulatedRing, cuda: Cuda) -> tuple[list[str], bool,
     assert ring.agreement is not None
     ring.agreement.follow(begin(ring), "rank 0 waited", hop)
     before = hop.is_over()
-    own = Headers.of(tag, [], DEVICE).own.view(torch.uint8)
-    for message in (own, torch.ones(4, dtype=torch.uint8)):
+    for message in (Headers.of(tag, [], DEVICE).numbers.view(torch.uint8), torch.ones(4, dtype=torch.uint8)):
         ring.communicator.send(0, 0, message)
     return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
 
@@ -241,21 +241,93 @@ def test_a_refused_call() -> None:
         assert "rank 1 refused its arguments with TypeError: is_causal = 7" in str(error)
 
 
-def test_an_error_of_cuda_is_reported_to_the_other_ranks() -> None:
-    def call(ring: SimulatedRing) -> Any:
-        assert ring.agreement is not None
-        made = begin(ring)
-        hop = ring.post({}, {1 - ring.rank: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
-        assert isinstance(hop, StreamHop)
-        if ring.rank == 1:
-            hop.event.query = mock.Mock(side_effect=RuntimeError("device-side assert"))  # type: ignore[method-assign]
-        with contextlib.suppress(RingPeerError):
-            ring.agreement.follow(made, f"rank {ring.rank} waited", hop)
-        return ended(ring.synchronize)
+@pytest.mark.parametrize("how", ["raises", "vanishes"])
+@pytest.mark.parametrize("where", ["attention", "unshard"])
+def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
+    """NCCL connects to a new peer while the host posts a hop, without a timeout."""
 
-    error, _ = run(2, call, seconds=60)
+    def call(ring: SimulatedRing) -> Any:
+        attend, inputs = attention(ring), local_inputs(ring)
+        attend(*inputs)
+        ring.unshard(inputs[0])
+        ring.synchronize()
+        begin(ring)
+        if ring.rank == 1:
+            if how == "raises":
+                assert ring.agreement is not None
+                ring.agreement.report_error("a tile", MemoryError("no room"))
+            return None
+        ring.communicator.is_stuck = True
+        started = time.monotonic()
+        error = ended(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
+        return error, time.monotonic() - started
+
+    results = run(4, call, seconds=60 if how == "raises" else 3)
+    for rank in (0, 2, 3):
+        error, seconds = results[rank]
+        assert isinstance(error, RingPeerError), error
+        assert seconds < 10
+        assert ("no room" in str(error)) == (how == "raises")
+
+
+class LostStore:
+    """A store of a host that is gone. Requests fail, or take until ``answers`` is set, as when the network is gone."""
+
+    def __init__(self, answers: threading.Event | None) -> None:
+        self.answers, self.num_checks = answers, 0
+
+    def check(self, keys: object) -> bool:
+        self.num_checks += 1
+        return self.set(keys)
+
+    def set(self, *_: object) -> bool:
+        if self.answers is None or self.answers.wait(30):
+            raise dist.DistNetworkError("the store is gone")
+        return False
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
+def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
+    """The host of the store died with the peer. The watchdog asks a store that does not answer only once."""
+    answers = threading.Event() if hangs else None
+
+    def call(ring: SimulatedRing) -> Any:
+        made = begin(ring)
+        if ring.rank == 0:
+            return None
+        hop = ring.post({}, {0: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
+        assert ring.agreement is not None
+        ring.agreement.follow(made, "rank 1 waited", hop)
+        ring.agreement.store = store = LostStore(answers)
+        with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
+            assert ring.aborted.wait(10)
+        return ended(ring.synchronize), store.num_checks
+
+    _, (error, num_checks) = run(2, call)
+    if answers is not None:
+        answers.set()
+        assert num_checks <= 2  # by the watchdog, and to collect reports
     assert isinstance(error, RingPeerError), error
-    assert "rank 1 raised RuntimeError: device-side assert" in str(error)
+    assert "the hop did not end on the GPU" in str(error)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_an_unshard_that_raises_is_reported(direction: str) -> None:
+    """The other ranks learn long before the deadline that a rank has no memory left."""
+
+    def call(ring: SimulatedRing) -> Any:
+        rows = local_inputs(ring)[0]
+        whole = ring.unshard(rows)
+        ring.synchronize()
+        if ring.rank == 1:
+            object.__setattr__(ring, "exchange", mock.Mock(side_effect=MemoryError("no room")))
+        part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward  # type: ignore[no-untyped-call]
+        return ended(lambda: (part(), ring.synchronize()))
+
+    waiting, raised = run(2, call, seconds=60)
+    assert isinstance(raised, MemoryError), raised
+    assert isinstance(waiting, RingPeerError), waiting
+    assert "rank 1 raised MemoryError: no room" in str(waiting)
 
 
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
@@ -294,14 +366,47 @@ def test_a_wait_that_blocks_the_host_has_the_deadline_of_the_call(monkeypatch: p
     assert timedelta(seconds=4) < first.args[0] <= timedelta(seconds=5)
 
 
-def test_hops_in_a_captured_graph_are_not_followed() -> None:
-    with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert follow([mock.Mock()], None, DEVICE) is None
+def test_a_captured_call_is_refused() -> None:
+    """All ranks raise, and the ring goes on."""
+    capturing: set[int] = set()  # threads, which are ranks
+
+    def is_capturing() -> bool:
+        return threading.get_ident() in capturing
+
+    def call(ring: SimulatedRing) -> Any:
+        begin(ring)
+        if ring.rank == 1:
+            capturing.add(threading.get_ident())
+        error = ended(lambda: begin(ring, 9))
+        capturing.discard(threading.get_ident())
+        return error, ended(lambda: begin(ring, 9)), ring.num_aborts[0]
+
+    with (
+        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=is_capturing),
+    ):
+        (mismatch, *after), (refusal, *after_refusal) = run(2, call, seconds=60)
+    assert isinstance(refusal, RuntimeError), refusal
+    assert "a call on a ring of 2 ranks cannot be captured in a CUDA graph" in str(refusal)
+    assert isinstance(mismatch, RingMismatchError), mismatch
+    assert "rank 1 refused" in str(mismatch)
+    assert after == after_refusal == [None, 0]
+
+
+def test_a_header_on_the_host_is_never_zero() -> None:
+    """Whatever was received. Until a header has arrived, it is zero."""
+    headers = Headers.of(5, [1, 2], DEVICE)
+    headers.numbers[1:] = torch.tensor([headers.value, 0])
+    arrived = _copy_to_host(headers.numbers)
+    assert all(arrived.tolist())
+    assert headers.difference(arrived.tolist()) == (
+        "rank 2 sent no header, but bytes of another message; expected was hop 5 of the call with hash 0x0000"
+    )
 
 
 def test_payload_in_place_of_a_header_is_a_difference() -> None:
     headers = Headers.of(5, [2], DEVICE)
-    assert headers.difference([headers.value]) is None
-    text = headers.difference([123])
+    assert headers.difference([headers.value, headers.value]) is None
+    text = headers.difference([headers.value, 123])
     assert text is not None
     assert "rank 2 sent no header, but bytes of another message" in text

@@ -109,7 +109,7 @@ class Hops:
             f"from rank {[*incoming.by_peer]} and to rank {[*outgoing]}"
         )
         try:
-            with record_function(POST_SPAN):
+            with record_function(POST_SPAN), self.agreement.waiting(self.call):
                 transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
         except Exception as error:
             self.agreement.fail(self.call, description, error)

@@ -10,6 +10,8 @@ publishes this refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a w
 
 Over NCCL only a CUDA stream waits for a hop (:mod:`ring_backends.ring.stream_hops`). The ring follows the hop until it
 is over. A hop that fails closes the ring, and the host's next use of the ring raises the error.
+
+No request to the store takes longer than a few seconds, and a store that does not answer changes no deadline.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import threading
 import time
 import zlib
@@ -27,6 +30,7 @@ from datetime import timedelta
 from functools import cached_property, partial
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -99,6 +103,22 @@ class Call:
 
 
 @dataclass(eq=False)
+class Wait:
+    """A wait of the host for a peer.
+
+    Attributes:
+        end: ends the wait from another thread.
+        deadline: by ``time.monotonic``; infinite if something else ends the wait in time.
+        is_ended: whether ``end`` was called.
+    """
+
+    call: Call
+    end: Callable[[], None]
+    deadline: float
+    is_ended: bool = False
+
+
+@dataclass(eq=False)
 class Agreement:
     """One rank's part in the checks of a ring's calls.
 
@@ -121,7 +141,7 @@ class Agreement:
     _num_calls: int = 0
     _num_modules: int = 0
     _num_waits: int = 0
-    _waiting: tuple[Call, Callable[[], None]] | None = None
+    _waiting: Wait | None = None
     _latest: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
     _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
@@ -130,7 +150,7 @@ class Agreement:
     _closing: Any = field(default_factory=threading.RLock)
     _followed: FollowedHops = field(default_factory=FollowedHops)
     _examined: FollowedHop | None = None
-    _stream_failure: tuple[FollowedHop, BaseException] | None = None
+    _stream_failure: tuple[FollowedHop, StreamHopError] | None = None
 
     @property
     def _patience(self) -> float:
@@ -163,7 +183,9 @@ class Agreement:
         Raises:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
             RingPeerError: a rank did not publish its configuration in time, or an earlier call of this ring failed.
+            RuntimeError: the current stream captures a CUDA graph.
         """
+        self._refuse_capture()
         self.check()
         timeout = self.timeout if timeout is None else timeout
         end = time.monotonic() + timeout.total_seconds()
@@ -191,35 +213,66 @@ class Agreement:
             call_with_timeout(self._patience, partial(self.store.set, key, value), default=None)
             self._published.append(key)
 
+    def _refuse_capture(self) -> None:
+        # Before CUDA is initialized, the question would initialize it on GPU 0.
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            error = RuntimeError(
+                f"a call on a ring of {self.size} ranks cannot be captured in a CUDA graph: the ranks compare their "
+                "calls on the host, which a replay does not repeat. Leave the call out of the graph, or use a ring of "
+                "one; torch.compile leaves it out by itself."
+            )
+            self.refuse(error)
+            raise error
+
     @contextlib.contextmanager
-    def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[None]:
+    def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[Wait]:
         """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
-            end: ends the wait. By default the ring's connections are closed.
+            end: ends the wait, which has a deadline of its own. None closes the ring's connections, also when the wait
+                has taken the call's timeout.
+
+        Raises:
+            RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
         """
+        seconds = call.timeout.total_seconds() - grace(call.timeout) if end is None else math.inf
+        wait = Wait(call, end or self.abort, time.monotonic() + seconds)
         before, self._num_waits = self._waiting, self._num_waits + 1
-        self._waiting = call, end or self.abort
+        self._waiting = wait
         try:
-            yield
+            yield wait
         finally:
             self._waiting = before
+        if wait.is_ended:
+            raise RuntimeError("a wait for a peer was ended")
 
     def wait_number(self) -> int | None:
         """The number of the current wait; None if this rank waits for nothing."""
         return None if self._waiting is None else self._num_waits
 
     def end_vain_wait(self) -> None:
-        """End this rank's wait if a rank has closed the ring or refused the call.
+        """End this rank's wait if a rank has closed the ring or refused the call, or if the wait's deadline is over.
 
         Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
         """
-        waiting = self._waiting  # read it once: the waiting thread may finish at any moment
-        if waiting is None:
+        wait = self._waiting  # read it once: the waiting thread may finish at any moment
+        if wait is None or wait.is_ended:
             return
-        call, end = waiting
-        if any(self.store.check([key]) for key in ("failed", f"refused/{call.number}")):
-            end()
+        # The host may also wait for the GPU, whose followed hops have deadlines of their own.
+        is_late = time.monotonic() > wait.deadline and not self._followed
+        if is_late or self._peer_stopped(wait.call):
+            wait.is_ended = True
+            wait.end()
+
+    def _peer_stopped(self, call: Call) -> bool:
+        """Whether the store shows that a rank has closed the ring or refused the call. Asked by the watchdog's thread.
+
+        If the network is gone, torch may wait forever for the answer. The store is asked again only after it.
+        """
+        keys = "failed", f"refused/{call.number}"
+        return call_with_timeout(
+            self._patience, lambda: any(self.store.check([key]) for key in keys), default=False, asker=self
+        )
 
     def peer_has_failed(self) -> bool:
         """Whether another rank has closed the ring, and this one has not."""
@@ -292,6 +345,8 @@ class Agreement:
     def follow(self, call: Call, what: str, hop: StreamHop | None) -> None:
         """Follow a hop that a stream waits for, until it is over. ``hop`` is the result of the transfer's ``wait``.
 
+        An error of CUDA in this process is not noticed here, but by the next use of CUDA.
+
         Raises:
             RingMismatchError, RingPeerError: an earlier hop has failed.
         """
@@ -324,11 +379,9 @@ class Agreement:
         """Close the ring if a followed hop has failed, or will not end. Called from the watchdog's thread."""
         self._examine_finished()
         oldest = self._followed.oldest
-        if self._failure is None and oldest is not None and oldest is self._examined:
-            for key in ("failed", f"refused/{oldest.call.number}"):
-                if call_with_timeout(self._patience, partial(self.store.check, [key]), default=False):
-                    self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
-                    break
+        was_seen = self._failure is None and oldest is not None and oldest is self._examined
+        if oldest is not None and was_seen and self._peer_stopped(oldest.call):
+            self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
         self._examined = oldest
 
     def _examine_finished(self) -> None:
@@ -341,15 +394,13 @@ class Agreement:
             if failure is not None:
                 self._fail_on_stream(*failure)
 
-    def _fail_on_stream(self, followed: FollowedHop, cause: Exception) -> None:
+    def _fail_on_stream(self, followed: FollowedHop, cause: StreamHopError) -> None:
         """Close the ring, so that the stream continues. The host raises the error at its next use of the ring."""
         with self._closing:
             if self._failure is None:
                 self._stream_failure = followed, cause
                 self._latest = deque([followed.call, *self._latest])  # appendleft might drop the newest call
-                # Any other error is one of CUDA in this process, which the other ranks cannot know.
-                raised = None if isinstance(cause, StreamHopError) else f"{type(cause).__name__}: {cause}"
-                self._close(followed.what, raised)
+                self._close(followed.what)
                 self._followed.clear()
 
     def _collect_failures(self, reports: dict[int, dict[str, Any]], call: Call, deadline: float) -> None:

@@ -8,7 +8,6 @@ collectives end the process if ranks disagree on a size.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -158,22 +157,15 @@ def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
     if ring.agreement is None:
         yield
         return
-    call, ended = ring.agreement.begin(_COMPARISON, name=name), threading.Event()
-
-    def end() -> None:
-        if not ended.is_set():
-            ended.set()
-            _abort_frameworks()
-
-    with ring.agreement.report_errors(call), ring.agreement.waiting(call, end):
+    call = ring.agreement.begin(_COMPARISON, name=name)
+    with ring.agreement.report_errors(call):
         try:
-            yield
-            if ended.is_set():  # NCCL's kernels end without an error when their communicator is aborted
-                raise RuntimeError(f"the collectives of the framework were aborted during {name}")
+            with ring.agreement.waiting(call, _abort_frameworks) as wait:
+                yield
         except (RingMismatchError, RingPeerError):
             raise
         except RuntimeError as error:
-            is_of_a_connection = ended.is_set() or isinstance(error, dist.DistError) or "gloo" in str(error)
+            is_of_a_connection = wait.is_ended or isinstance(error, dist.DistError) or "gloo" in str(error)
             if is_of_a_connection and ring.agreement.peer_has_failed():
                 what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
                 ring.agreement.fail(call, what, error)

@@ -40,6 +40,7 @@ _ABORT_TIMEOUT = 10.0
 """Seconds to wait until NCCL has closed a communicator. Its kernels end before that."""
 
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+_DUMP = "TORCH_NCCL_DUMP_ON_TIMEOUT"
 
 _num_rings: Counter[tuple[int, ...]] = Counter()  # how many rings of each set of ranks this process has joined
 
@@ -68,7 +69,15 @@ def join_world(backend: str, timeout: timedelta) -> None:
 
     If MASTER_ADDR is the loopback address, the store listens on the loopback interface only. By default torch's store
     listens on every interface of the machine, whatever MASTER_ADDR is.
+
+    Unless the user chose, torch writes no dump of NCCL's operations after an error, since it ends all processes
+    afterwards, also if the error is one of a ring that the processes survive.
     """
+    with _default_environment(_DUMP, "0"):
+        _join_world(backend, timeout)
+
+
+def _join_world(backend: str, timeout: timedelta) -> None:
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if launcher_has_store or host not in ("localhost", "127.0.0.1", "::1"):
@@ -262,20 +271,24 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         world.bound_device_id = device
 
 
-@contextlib.contextmanager
-def _errors_leave_process() -> Iterator[None]:
-    """Let the watchdog of torch abort a group after an error of NCCL, and not end the process, unless the user chose.
+def _errors_leave_process() -> contextlib.AbstractContextManager[None]:
+    """Unless the user chose, let the watchdog of torch abort a group after an error of NCCL, not end the process."""
+    if "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
+        return contextlib.nullcontext()
+    return _default_environment(_ERROR_HANDLING, "2")
 
-    A group reads the variable when it is made.
-    """
-    if _ERROR_HANDLING in os.environ or "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
+
+@contextlib.contextmanager
+def _default_environment(name: str, value: str) -> Iterator[None]:
+    """Set a variable that torch reads when it makes a group, unless it is set."""
+    if name in os.environ:
         yield
         return
-    os.environ[_ERROR_HANDLING] = "2"
+    os.environ[name] = value
     try:
         yield
     finally:
-        del os.environ[_ERROR_HANDLING]
+        del os.environ[name]
 
 
 def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> None:

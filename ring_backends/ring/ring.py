@@ -223,9 +223,8 @@ class Ring:
         try:
             outgoing, incoming = _as_buffers(outgoing), _as_buffers(incoming)
             if outgoing or incoming:
-                transfer = self.post(outgoing, incoming, call.tag(index))
-                with self.agreement.waiting(call):
-                    hop = transfer.wait(call.time_left())
+                with self.agreement.waiting(call):  # NCCL connects to a new peer within the post
+                    hop = self.post(outgoing, incoming, call.tag(index)).wait(call.time_left())
         except Exception as error:
             self.agreement.fail(call, what, error)
         self.agreement.follow(call, what, hop)
@@ -302,30 +301,34 @@ class _Unshard(torch.autograd.Function):
     def forward(ctx: Any, tensor: Tensor, ring: Ring, dim: int, seq_len: int, call: Call) -> Tensor:
         ctx.ring, ctx.dim, ctx.seq_len, ctx.call_number = ring, dim, seq_len, call.number
         ctx.fields = call.configuration.fields
-        layout, local = ring.layout(seq_len), tensor.movedim(dim, 0).contiguous()
-        parts = {rank: local.new_empty((layout.local_len(rank), *local.shape[1:])) for rank in ring.peers}
-        ring.exchange(call, dict.fromkeys(ring.peers, local), parts, 0)
-        parts[ring.rank] = local
-        whole = local.new_empty((seq_len, *local.shape[1:]))
-        for rank, part in parts.items():
-            first = 0
-            for piece in layout.pieces(rank):
-                whole[piece.start : piece.stop] = part[first : first + len(piece)]
-                first += len(piece)
-        return whole.movedim(0, dim)
+        assert ring.agreement is not None
+        with ring.agreement.report_errors(call):
+            layout, local = ring.layout(seq_len), tensor.movedim(dim, 0).contiguous()
+            parts = {rank: local.new_empty((layout.local_len(rank), *local.shape[1:])) for rank in ring.peers}
+            ring.exchange(call, dict.fromkeys(ring.peers, local), parts, 0)
+            parts[ring.rank] = local
+            whole = local.new_empty((seq_len, *local.shape[1:]))
+            for rank, part in parts.items():
+                first = 0
+                for piece in layout.pieces(rank):
+                    whole[piece.start : piece.stop] = part[first : first + len(piece)]
+                    first += len(piece)
+            return whole.movedim(0, dim)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ring, layout, whole = ctx.ring, ctx.ring.layout(ctx.seq_len), grad.movedim(ctx.dim, 0)
-        parts = [
-            torch.cat([whole[piece.start : piece.stop] for piece in layout.pieces(rank)]) for rank in range(ring.size)
-        ]
         call = ring.agreement.begin(Configuration(ctx.fields), direction=backward_of(ctx.call_number))
-        arrived = {rank: torch.empty_like(parts[ring.rank]) for rank in ring.peers}
-        ring.exchange(call, {rank: parts[rank] for rank in ring.peers}, arrived, 0)
-        arrived[ring.rank] = parts[ring.rank]
-        total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(grad.dtype, torch.float32))
-        for rank in range(ring.size):  # in the same order on every rank
-            total += arrived[rank]
-        return total.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None
+        with ring.agreement.report_errors(call):
+            parts = [
+                torch.cat([whole[piece.start : piece.stop] for piece in layout.pieces(rank)])
+                for rank in range(ring.size)
+            ]
+            arrived = {rank: torch.empty_like(parts[ring.rank]) for rank in ring.peers}
+            ring.exchange(call, {rank: parts[rank] for rank in ring.peers}, arrived, 0)
+            arrived[ring.rank] = parts[ring.rank]
+            total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(grad.dtype, torch.float32))
+            for rank in range(ring.size):  # in the same order on every rank
+                total += arrived[rank]
+            return total.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None

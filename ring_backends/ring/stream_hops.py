@@ -2,8 +2,9 @@
 
 NCCL's ``wait`` only orders CUDA streams, and returns to the host at once. NCCL also ignores message tags, and pairs
 messages by their order. Therefore every message follows a header with the hop's tag, in the same batch. When the host
-has waited for a hop, a stream of this module's own waits for it too, copies the received headers to pinned memory and
-records an event. The ring's thread and the watchdog query these events and compare the headers. They never synchronize.
+has waited for a hop, a stream of this module's own waits for it too, and copies the headers to pinned memory. The
+ring's thread and the watchdog read this memory. They call no function of CUDA: while any thread captures a CUDA graph,
+the query of an event is an error that ends the capture, and a query may wait for a full launch queue.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ Buffers = Sequence[tuple[int, Tensor]]
 _MARK = 0x52494E47 << 31
 """The upper 33 bits of a header, in which it differs from most other data. The lower 31 bits are the tag."""
 
+_ARRIVED = -(1 << 63)
+"""The sign bit, which no header has. With it, a header that is copied to the host is not 0, whatever was received."""
+
 
 class StreamHopError(RuntimeError):
     """A hop on a stream has failed, or will not end."""
@@ -47,25 +51,24 @@ class Headers:
 
     Attributes:
         value: the header that this rank sends, and expects to receive.
-        own, received: int64 [1] and int64 [number of sources].
+        numbers: int64 [1 + number of sources], the own header and the received ones.
         sources: the ring ranks of the received headers.
     """
 
     value: int
-    own: Tensor
-    received: Tensor
+    numbers: Tensor
     sources: tuple[int, ...]
 
     @classmethod
     def of(cls, tag: int, sources: Iterable[int], device: torch.device) -> Headers:
         value, sources = _MARK | tag, tuple(sources)
-        own = torch.full((1,), value, dtype=torch.int64, device=device)
-        return cls(value, own, torch.empty(len(sources), dtype=torch.int64, device=device), sources)
+        numbers = torch.empty(1 + len(sources), dtype=torch.int64, device=device)
+        numbers[:1].fill_(value)
+        return cls(value, numbers, sources)
 
     def before(self, outgoing: Buffers, incoming: Buffers) -> tuple[Buffers, Buffers]:
         """Put a header before each message. Both ends of a hop order their messages in this way."""
-        own = self.own.view(torch.uint8)
-        received = self.received.view(torch.uint8).split(self.own.itemsize)
+        own, *received = self.numbers.view(torch.uint8).split(self.numbers.itemsize)
         return (
             [(peer, part) for peer, buffer in outgoing for part in (own, buffer)],
             [
@@ -75,11 +78,15 @@ class Headers:
             ],
         )
 
-    def difference(self, received: Sequence[int]) -> str | None:
-        """Describe the received headers that differ from the expected one; None if there are none."""
+    def difference(self, numbers: Sequence[int]) -> str | None:
+        """Describe the received headers that differ from the expected one; None if there are none.
+
+        Args:
+            numbers: the values of ``self.numbers``. The sign bit does not matter.
+        """
         differing = [
             f"rank {source} sent {_describe(header)}"
-            for source, header in zip(self.sources, received, strict=True)
+            for source, header in zip(self.sources, [number & ~_ARRIVED for number in numbers[1:]], strict=True)
             if header != self.value
         ]
         return f"{'; '.join(differing)}; expected was {_describe(self.value)}" if differing else None
@@ -95,50 +102,38 @@ def _describe(header: int) -> str:
 class StreamHop:
     """A hop that a stream waits for, while the host continues.
 
-    It keeps the headers alive until the event is over, because the stream that copies them is not the stream that
+    It keeps the headers alive until they are copied, because the stream that copies them is not the stream that
     allocated them.
 
     Attributes:
-        event: recorded after the hop and after the copy of its headers.
-        arrived: the received headers in host memory. They are valid when the event is over.
+        arrived: the headers in host memory: 0 until the hop is over, with the sign bit set afterwards.
     """
 
-    event: torch.cuda.Event
-    device: torch.device
-    headers: Headers | None
-    arrived: Tensor | None
+    headers: Headers
+    arrived: Tensor
 
     def is_over(self) -> bool:
-        # In a thread that has chosen no device, a call to CUDA may create a context on device 0.
-        with torch.cuda.device(self.device):
-            return bool(self.event.query())
+        return all(self.arrived.tolist())
 
     def difference(self) -> str | None:
         """Describe how the headers differ from the expected one. Called when the hop is over."""
-        if self.headers is None or self.arrived is None:
-            return None
         return self.headers.difference(self.arrived.tolist())
 
 
-def follow(works: Sequence[dist.Work], headers: Headers | None, device: torch.device) -> StreamHop | None:
-    """Follow works that the current stream waits for. Returns None while a CUDA graph is captured.
+def follow(works: Sequence[dist.Work], headers: Headers | None, device: torch.device) -> StreamHop:
+    """Follow works that the current stream waits for.
 
     The works are waited for a second time, on another stream. NCCL allows this. So the end of a hop does not depend on
     what the current stream computes afterwards, and the current stream copies no headers.
+
+    Args:
+        headers: None if the works send none.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return None
-    stream = _watching_stream(device)
-    arrived = None
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(_watching_stream(device)):
         for work in works:
             work.wait()
-        if headers is not None:
-            arrived = _host_numbers(len(headers.sources))
-            arrived.copy_(headers.received, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record(stream)
-    return StreamHop(event, device, headers, arrived)
+        headers = headers or Headers.of(0, (), device)
+        return StreamHop(headers, _copy_to_host(headers.numbers))
 
 
 def keep_until_over(works: Sequence[dist.Work], buffers: Iterable[Tensor], device: torch.device) -> None:
@@ -170,8 +165,11 @@ def _watching_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _host_numbers(count: int) -> Tensor:
-    return torch.empty(count, dtype=torch.int64, pin_memory=torch.cuda.is_available())
+def _copy_to_host(numbers: Tensor) -> Tensor:
+    """Copy ``numbers`` to pinned memory in the order of the current stream. Each copy is 0 until it has arrived."""
+    arrived = torch.zeros(len(numbers), dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    # Not in place: after a failure the memory of ``numbers`` may be in use again when the stream gets here.
+    return arrived.copy_(numbers | _ARRIVED, non_blocking=True)
 
 
 @dataclass(eq=False)
@@ -214,17 +212,14 @@ class FollowedHops:
         with self._lock:
             self._hops.clear()
 
-    def first_failure(self) -> tuple[FollowedHop, Exception] | None:
+    def first_failure(self) -> tuple[FollowedHop, StreamHopError] | None:
         """Remove the hops that are over. Return the first one that failed, and why; None if none has."""
         with self._lock:
             while self._hops:
                 oldest = self._hops[0]
-                try:
-                    if not oldest.hop.is_over():
-                        is_late = time.monotonic() - oldest.since > oldest.seconds
-                        return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
-                except Exception as error:  # an error of CUDA, which every call to CUDA raises from now on
-                    return oldest, error
+                if not oldest.hop.is_over():
+                    is_late = time.monotonic() - oldest.since > oldest.seconds
+                    return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
                 self._hops.popleft()
                 if self._hops:
                     self._hops[0].since = time.monotonic()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import threading
 import time
 import weakref
@@ -19,21 +20,33 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
+_LOGGER = logging.getLogger(__name__)
+
 _INTERVAL = 0.25
 """Seconds between two checks. Waits that last from one check to the next are examined."""
 
 _EXIT_TIMEOUT = 2.0
 """The longest delay, in seconds, of the interpreter's exit by this module."""
 
-_unanswered: set[threading.Thread] = set()
+_unanswered: dict[threading.Thread, object] = {}
+"""The threads that wait for a store, and who asked."""
 
 
-def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Answer) -> Answer:
+def call_with_timeout(
+    seconds: float, ask: Callable[[], Answer], *, default: Answer, asker: object | None = None
+) -> Answer:
     """Call ``ask`` in a thread and return its answer; ``default`` if it fails or takes longer than ``seconds``.
 
     ``ask`` is a request to a store. If the process that hosts the store is gone, the request fails. If the network is
     gone, torch may wait forever.
+
+    Args:
+        asker: who asks repeatedly. While an earlier request of the same asker is not answered, ``ask`` is not called.
     """
+    for thread in [thread for thread in _unanswered if not thread.is_alive()]:
+        _unanswered.pop(thread, None)
+    if asker is not None and any(other is asker for other in list(_unanswered.values())):
+        return default
     answers = []
 
     def listen() -> None:
@@ -43,9 +56,8 @@ def call_with_timeout(seconds: float, ask: Callable[[], Answer], *, default: Ans
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     listener.join(seconds)
-    _unanswered.difference_update({thread for thread in _unanswered if not thread.is_alive()})
     if listener.is_alive():
-        _unanswered.add(listener)
+        _unanswered[listener] = asker
     return answers[0] if answers else default
 
 
@@ -56,7 +68,7 @@ class Waiting(Protocol):
         """The number of the current wait; None if there is none."""
 
     def end_vain_wait(self) -> None:
-        """End the wait if the store shows that the peer will not come."""
+        """End the wait if the store shows that the peer will not come, or the wait's deadline is over."""
 
     def examine_stream(self) -> None:
         """Close the ring if a hop that a CUDA stream waits for has failed, or will not end."""
@@ -98,9 +110,8 @@ class Watchdog:
                 waits[id(ring)] = wait
                 if wait == seen.get(id(ring)):
                     ring.end_vain_wait()
-            except Exception:  # the store may be gone; the wait then ends by its own timeout
-                with self._lock:
-                    self._rings.discard(ring)
+            except Exception:  # of closing connections, for example; the other rings are watched on
+                _LOGGER.exception("the watchdog could not examine a ring")
         return waits
 
     def stop(self, seconds: float) -> None:
@@ -116,7 +127,7 @@ def _before_exit() -> None:
     """Wait until no thread can return to the interpreter, for at most ``_EXIT_TIMEOUT`` seconds."""
     end = time.monotonic() + _EXIT_TIMEOUT
     WATCHDOG.stop(_EXIT_TIMEOUT)
-    for thread in _unanswered:
+    for thread in list(_unanswered):
         thread.join(max(0.0, end - time.monotonic()))
     while time.monotonic() < end and _gloo_is_busy():
         time.sleep(0.001)
