@@ -18,7 +18,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ring_backends import available_adapters
 from ring_backends.adapters import native
-from ring_backends.errors import RingPeerError
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.reports import REFUSED
@@ -126,29 +126,46 @@ def test_a_ring_uses_the_gpu_that_its_group_is_bound_to(bound: torch.device | No
         assert rendezvous._nccl_device(group) == collectives._device(ring) == torch.device("cuda", used)
 
 
-def test_aborted_collectives_raise_even_if_they_return() -> None:
+CLOSED = {"failed/1": json.dumps({"calls": {}, "raised": "MemoryError: no room", REFUSED: {}}), "failed": "1"}
+TEXT_OF_REFUSAL = "refused its arguments with TypeError: is_causal = 7"
+
+
+@pytest.mark.parametrize(
+    ("published", "error", "text"),
+    [
+        (CLOSED, RingPeerError, "rank 1 raised MemoryError: no room"),
+        ({"check/1/1": json.dumps({REFUSED: TEXT_OF_REFUSAL}), "refused/1": "1"}, RingMismatchError, TEXT_OF_REFUSAL),
+    ],
+    ids=["closed", "refused"],
+)
+def test_aborted_collectives_raise_even_if_they_return(
+    published: dict[str, str], error: type[Exception], text: str
+) -> None:
     """Over NCCL an abort ends the kernels, and the host reads garbage without an error."""
     store = HashStore()
     agreement = Agreement(store, 0, 2, timedelta(seconds=8), mock.Mock())
     ring: Any = SimpleNamespace(agreement=agreement, rank=0, check_connected=lambda: None)
     store.set("check/0/1", collectives._COMPARISON.text)
 
+    with collectives.framework_collectives(ring, "step"):
+        pass
+
     def step() -> None:
         with collectives.framework_collectives(ring, "step"):
-            store.set("failed/1", json.dumps({"calls": {}, "raised": "MemoryError: no room", REFUSED: {}}))
-            store.set("failed", "1")
+            for key, value in published.items():
+                store.set(key, value)
             for _ in range(2):
                 agreement.end_vain_wait()
 
     with mock.patch.object(collectives, "_abort_frameworks") as abort:
-        with pytest.raises(RingPeerError, match="rank 1 raised MemoryError: no room"):
+        with pytest.raises(error, match=text):
             step()
         assert abort.call_count == 1
 
 
 @pytest.mark.parametrize("chosen", [None, "1"])
-def test_the_world_survives_an_error_of_a_ring(chosen: str | None) -> None:
-    """Otherwise torch writes a dump after an error of any group, and then ends the process."""
+def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
+    """After an error of any group, a process that has written a dump ends."""
     seen: list[str | None] = []
     environment = {"MASTER_ADDR": "host", "RANK": "0", "WORLD_SIZE": "2"} | ({DUMP: chosen} if chosen else {})
     with (

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
@@ -13,16 +15,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from nccl_cases import DEVICE, Attention, Cuda, SimulatedRing, Stream, run, simulated_cuda
+from nccl_cases import DEVICE, Attention, Communicator, Cuda, SimulatedRing, Stream, run, simulated_cuda
 from torch import Tensor
 
 from ring_backends.attention import dilated_attention
-from ring_backends.engine.hops import Hops, finish
+from ring_backends.engine.hops import Hops, finish, report_failure
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.agreement import Agreement, Call, Configuration
+from ring_backends.ring.reports import REFUSED
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.stream_hops import Headers, _copy_to_host
+from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop, _copy_to_host
 from ring_backends.ring.transfer import WorkTransfer
 
 
@@ -262,7 +265,7 @@ def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
         error = ended(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
         return error, time.monotonic() - started
 
-    results = run(4, call, seconds=60 if how == "raises" else 3)
+    results = run(4, call, seconds=60 if how == "raises" else 5)
     for rank in (0, 2, 3):
         error, seconds = results[rank]
         assert isinstance(error, RingPeerError), error
@@ -288,7 +291,7 @@ class LostStore:
 
 @pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
 def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
-    """The host of the store died with the peer. The watchdog asks a store that does not answer only once."""
+    """The host of the store died with the peer. The watchdog asks the store only once."""
     answers = threading.Event() if hangs else None
 
     def call(ring: SimulatedRing) -> Any:
@@ -306,9 +309,55 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
     _, (error, num_checks) = run(2, call)
     if answers is not None:
         answers.set()
-        assert num_checks <= 2  # by the watchdog, and to collect reports
+    assert num_checks <= 2  # by the watchdog, and to collect reports
     assert isinstance(error, RingPeerError), error
     assert "the hop did not end on the GPU" in str(error)
+
+
+def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
+    """Rank 0 of a ring of two in a call. Rank 1 has closed the ring. No watchdog runs."""
+    communicator = Communicator(2)
+    ring, configuration = SimulatedRing.of(communicator, 0, seconds=8), Configuration({"seq_len": 8})
+    assert ring.agreement is not None
+    communicator.store.set("check/0/1", configuration.text)
+    call = ring.agreement.begin(configuration)
+    communicator.store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
+    communicator.store.set("failed", "1")
+    return ring, ring.agreement, call
+
+
+def test_hops_of_an_aborted_communicator_are_no_mismatch() -> None:
+    """The abort that ends a wait of the host also ends hops, which have received nothing."""
+    ring, agreement, call = ring_with_closed_peer()
+    hop = ring.post({}, {1: torch.zeros(4, dtype=torch.uint8)}, call.tag(0)).wait(timedelta(seconds=1))
+    assert isinstance(hop, StreamHop)
+    hop.headers.numbers[1] = 123
+    agreement.follow(call, "rank 0 waited", hop)
+
+    def wait() -> None:
+        with agreement.waiting(call):
+            agreement.end_vain_wait()
+            assert hop.is_over()
+            agreement.check()
+
+    with pytest.raises(RingPeerError, match="rank 0 waited"):
+        wait()
+
+
+def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
+    """The wait was ended, but the post came to an end itself."""
+    ring, agreement, call = ring_with_closed_peer()
+    transfer = mock.Mock()
+
+    def ring_pass(*_: object) -> Any:
+        agreement.end_vain_wait()
+        return transfer
+
+    hops = Hops(0, ring_pass, call, agreement, ring.traffic)
+    posted = hops.post(0, "K and V", {}, (), mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)}))
+    with pytest.raises(RingPeerError), report_failure(hops):
+        finish(posted)
+    assert transfer.abandon.call_count == 1
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -410,3 +459,19 @@ def test_payload_in_place_of_a_header_is_a_difference() -> None:
     text = headers.difference([headers.value, 123])
     assert text is not None
     assert "rank 2 sent no header, but bytes of another message" in text
+
+
+def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:
+    """The watchdog removes them. It must not free their tensors, for which it might wait."""
+    hops = FollowedHops()
+    removed = []
+    for _ in range(2):
+        headers = Headers.of(5, [], DEVICE)
+        hop = StreamHop(headers, headers.numbers)
+        hops.add(FollowedHop(hop, mock.Mock(), "rank 0 waited", seconds=1))
+        assert hops.first_failure() is None
+        assert not hops
+        removed.append(weakref.ref(hop))
+        del hop
+    assert removed[0]() is None
+    assert removed[1]() is not None

@@ -111,11 +111,11 @@ class Hops:
         try:
             with record_function(POST_SPAN), self.agreement.waiting(self.call):
                 transfer = self.ring_pass(outgoing, incoming.by_peer, self.call.tag(index))
+                self.posted.append(_Posted(transfer, outgoing, incoming, description, self))
         except Exception as error:
             self.agreement.fail(self.call, description, error)
         self.traffic.messages += len(outgoing)
         self.traffic.bytes += sum(incoming.row_format.payload_bytes(message.parcels) for message in sends)
-        self.posted.append(_Posted(transfer, outgoing, incoming, description, self))
         return self.posted[-1]
 
     def abandon(self) -> None:

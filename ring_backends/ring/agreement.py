@@ -108,7 +108,7 @@ class Wait:
 
     Attributes:
         end: ends the wait from another thread.
-        deadline: by ``time.monotonic``; infinite if something else ends the wait in time.
+        deadline: by ``time.monotonic``; infinite for a wait without a deadline.
         is_ended: whether ``end`` was called.
     """
 
@@ -149,7 +149,9 @@ class Agreement:
     _report: Report | None = None
     _closing: Any = field(default_factory=threading.RLock)
     _followed: FollowedHops = field(default_factory=FollowedHops)
-    _examined: FollowedHop | None = None
+    _examined: float | None = None
+    _is_aborted: bool = False
+    _store_is_lost: bool = False
     _stream_failure: tuple[FollowedHop, StreamHopError] | None = None
 
     @property
@@ -229,8 +231,8 @@ class Agreement:
         """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
-            end: ends the wait, which has a deadline of its own. None closes the ring's connections, also when the wait
-                has taken the call's timeout.
+            end: ends the wait, which has no deadline here. None closes the ring's connections, also when the wait has
+                taken the call's timeout.
 
         Raises:
             RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
@@ -262,17 +264,24 @@ class Agreement:
         is_late = time.monotonic() > wait.deadline and not self._followed
         if is_late or self._peer_stopped(wait.call):
             wait.is_ended = True
+            self._is_aborted |= wait.end == self.abort
             wait.end()
 
     def _peer_stopped(self, call: Call) -> bool:
         """Whether the store shows that a rank has closed the ring or refused the call. Asked by the watchdog's thread.
 
-        If the network is gone, torch may wait forever for the answer. The store is asked again only after it.
+        If the network is gone, torch may wait forever for the answer. The store is asked again only after it. If a
+        request has failed, the store is not asked again, since torch logs each failure at length.
         """
-        keys = "failed", f"refused/{call.number}"
-        return call_with_timeout(
-            self._patience, lambda: any(self.store.check([key]) for key in keys), default=False, asker=self
-        )
+
+        def ask() -> bool:
+            try:
+                return any(self.store.check([key]) for key in ("failed", f"refused/{call.number}"))
+            except dist.DistError:
+                self._store_is_lost = True
+                raise
+
+        return not self._store_is_lost and call_with_timeout(self._patience, ask, default=False, asker=self)
 
     def peer_has_failed(self) -> bool:
         """Whether another rank has closed the ring, and this one has not."""
@@ -345,8 +354,6 @@ class Agreement:
     def follow(self, call: Call, what: str, hop: StreamHop | None) -> None:
         """Follow a hop that a stream waits for, until it is over. ``hop`` is the result of the transfer's ``wait``.
 
-        An error of CUDA in this process is not noticed here, but by the next use of CUDA.
-
         Raises:
             RingMismatchError, RingPeerError: an earlier hop has failed.
         """
@@ -379,19 +386,21 @@ class Agreement:
         """Close the ring if a followed hop has failed, or will not end. Called from the watchdog's thread."""
         self._examine_finished()
         oldest = self._followed.oldest
-        was_seen = self._failure is None and oldest is not None and oldest is self._examined
+        was_seen = self._failure is None and oldest is not None and oldest.since == self._examined
         if oldest is not None and was_seen and self._peer_stopped(oldest.call):
             self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
-        self._examined = oldest
+        self._examined = None if oldest is None else oldest.since
 
     def _examine_finished(self) -> None:
         with self._closing:  # so that no thread sees a hop removed before its failure is known
             oldest = self._followed.oldest
             if oldest is None or self._failure is not None:
                 return
-            is_lost = self.has_error()
-            failure = (oldest, StreamHopError("NCCL reported an error")) if is_lost else self._followed.first_failure()
-            if failure is not None:
+            if self._is_aborted:  # its hops are over, with anything in their headers
+                self._fail_on_stream(oldest, StreamHopError("the connections of the ring were closed"))
+            elif self.has_error():
+                self._fail_on_stream(oldest, StreamHopError("NCCL reported an error"))
+            elif failure := self._followed.first_failure():
                 self._fail_on_stream(*failure)
 
     def _fail_on_stream(self, followed: FollowedHop, cause: StreamHopError) -> None:

@@ -165,8 +165,8 @@ def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
         except (RingMismatchError, RingPeerError):
             raise
         except RuntimeError as error:
-            is_of_a_connection = wait.is_ended or isinstance(error, dist.DistError) or "gloo" in str(error)
-            if is_of_a_connection and ring.agreement.peer_has_failed():
+            is_of_a_connection = isinstance(error, dist.DistError) or "gloo" in str(error)
+            if wait.is_ended or (is_of_a_connection and ring.agreement.peer_has_failed()):
                 what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
                 ring.agreement.fail(call, what, error)
             raise

@@ -249,6 +249,9 @@ class Ring:
         Over NCCL a call returns before its hops are over, and an error of a hop is raised by a later call of the ring.
         After this method, the results of all calls so far are known to be right. Over gloo it returns at once.
 
+        It does not look for errors of CUDA itself, such as a failed assertion in a kernel. After one of these, no hop
+        ends, and this method raises at the hop's deadline.
+
         Raises:
             RingMismatchError, RingPeerError: a hop failed, or the ring is closed.
         """

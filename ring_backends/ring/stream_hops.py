@@ -3,8 +3,8 @@
 NCCL's ``wait`` only orders CUDA streams, and returns to the host at once. NCCL also ignores message tags, and pairs
 messages by their order. Therefore every message follows a header with the hop's tag, in the same batch. When the host
 has waited for a hop, a stream of this module's own waits for it too, and copies the headers to pinned memory. The
-ring's thread and the watchdog read this memory. They call no function of CUDA: while any thread captures a CUDA graph,
-the query of an event is an error that ends the capture, and a query may wait for a full launch queue.
+ring's thread and the watchdog read this memory. The watchdog calls no function of CUDA, and frees no tensors: it must
+not wait for a GPU that hangs, and while a thread captures a CUDA graph, the query of an event may end the capture.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ def waits_block_host() -> bool:
 
 @cache
 def _watching_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    # Its kernel, which marks headers, must not wait behind the blocks of a tile.
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _copy_to_host(numbers: Tensor) -> Tensor:
@@ -189,10 +190,14 @@ class FollowedHop:
 
 
 class FollowedHops:
-    """The unfinished hops of one ring, oldest first. The ring's thread and the watchdog's thread use it."""
+    """The unfinished hops of one ring, oldest first. The ring's thread and the watchdog's thread use it.
+
+    Hops that are removed are kept until the ring's thread adds another one, which frees their tensors.
+    """
 
     def __init__(self) -> None:
         self._hops: deque[FollowedHop] = deque()
+        self._removed: list[FollowedHop] = []
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -207,9 +212,12 @@ class FollowedHops:
         with self._lock:
             followed.since = time.monotonic()
             self._hops.append(followed)
+            removed, self._removed = self._removed, []
+        del removed  # without the lock, for which the watchdog may wait
 
     def clear(self) -> None:
         with self._lock:
+            self._removed += self._hops
             self._hops.clear()
 
     def first_failure(self) -> tuple[FollowedHop, StreamHopError] | None:
@@ -220,7 +228,7 @@ class FollowedHops:
                 if not oldest.hop.is_over():
                     is_late = time.monotonic() - oldest.since > oldest.seconds
                     return (oldest, StreamHopError("the hop did not end on the GPU")) if is_late else None
-                self._hops.popleft()
+                self._removed.append(self._hops.popleft())
                 if self._hops:
                     self._hops[0].since = time.monotonic()
                 difference = oldest.hop.difference()

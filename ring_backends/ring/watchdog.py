@@ -43,7 +43,7 @@ def call_with_timeout(
     Args:
         asker: who asks repeatedly. While an earlier request of the same asker is not answered, ``ask`` is not called.
     """
-    for thread in [thread for thread in _unanswered if not thread.is_alive()]:
+    for thread in [thread for thread in list(_unanswered) if not thread.is_alive()]:
         _unanswered.pop(thread, None)
     if asker is not None and any(other is asker for other in list(_unanswered.values())):
         return default
