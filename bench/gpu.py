@@ -5,6 +5,7 @@ Without a command, prints the modelled table on a machine without a GPU, and run
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -61,12 +62,16 @@ def main(
         write("modelled", {"constants": CONSTANTS}, rows, json)
 
 
-def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, json: Path | None) -> None:
+def _require(device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         print(
             "No CUDA device. `gpu.py --model` prints the modelled table; --device cpu --shrink 256 tests the command."
         )
         raise typer.Exit(1)
+
+
+def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, json: Path | None) -> None:
+    _require(device)
     options = {"device": device, "shrink": shrink, "repeats": repeats, "minutes": minutes}
     budget = Budget(minutes)
     rows: list[Row] = []
@@ -139,11 +144,21 @@ def all_command(
     repeats: Repeats = 5,
     minutes: Minutes = 9,
 ) -> None:
-    """Run all parts, one after the other."""
+    """Run all parts, one after the other. If one fails, the others still run."""
+    _require(device)
+    failed = []
     for name in PARTS:
         print(f"{name}: at most {minutes:g} minutes, and the case that is running then")
         file = None if directory is None else directory / f"gpu-{name}.json"
-        _measure(name, device, shrink, repeats, minutes, file)
+        try:
+            _measure(name, device, shrink, repeats, minutes, file)
+        except Exception as error:
+            failed.append(name)
+            if not isinstance(error, typer.Exit):
+                traceback.print_exc()
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+        raise typer.Exit(1)
 
 
 if __name__ == "__main__":

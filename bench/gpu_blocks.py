@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from unittest import mock
 
 import torch
 from case import Case
-from gpu_clock import Budget, Clock, unless_out_of_memory
+from gpu_clock import Budget, Clock, or_note
 from gpu_replay import Replay
 from report import Row
 from setups import shortened
@@ -47,14 +48,13 @@ def block_sizes(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
 
 
 def _timed(clock: Clock, call: _Call, name: str, blocks: Blocks, products: int) -> Row:
-    def measure() -> dict[str, Any]:
-        with call.only(name, blocks):
-            return {"seconds": clock.seconds(call.forward if name == "forward" else call.backward)}
+    timed = _TimedKernel(getattr(triton_launch.kernels(), name), clock)
 
-    try:
-        found = unless_out_of_memory(measure)
-    except Exception as error:  # Triton's errors of blocks that it cannot compile, or that the GPU has no room for
-        found = {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
+    def measure() -> dict[str, Any]:  # it fails for blocks that Triton cannot compile, or that the GPU has no room for
+        with call.only(name, timed, blocks):
+            return {"seconds": timed.seconds(call.forward if name == "forward" else call.backward)}
+
+    found = or_note(measure)
     seconds = found.get("seconds")
     rate = None if seconds is None else products * call.product_flops / seconds / 1e12
     return {"ms": None if seconds is None else seconds * 1e3, "TFLOPs": rate, "note": found.get("note", "")}
@@ -65,6 +65,31 @@ class _NoKernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *args, **kwargs: None
+
+
+class _TimedKernel:
+    """A kernel whose launches are timed alone, without the zeros and sums of the call around them."""
+
+    def __init__(self, kernel: Any, clock: Clock) -> None:
+        self.kernel, self.clock = kernel, clock
+        self.launches: list[Callable[[], float]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self.launches.append(self.clock.once(lambda: self.kernel[grid](*args, **kwargs)))
+
+        return launch
+
+    def seconds(self, call: Callable[[], None]) -> float:
+        """Median seconds of the launches in one call, after two calls that warm up."""
+
+        def launches() -> list[Callable[[], float]]:
+            self.launches = []
+            call()
+            return self.launches
+
+        calls = [launches() for _ in range(2 + self.clock.repeats)]  # without a wait, so that the host is ahead
+        return statistics.median(sum(seconds() for seconds in launches) for launches in calls[2:])
 
 
 @dataclass(frozen=True)
@@ -101,9 +126,9 @@ class _Call:
         finish(backward(self.replay.call, self.replay.inputs, self.out, self.lse, self.replay.grad_out, None))
 
     @staticmethod
-    def only(name: str, blocks: Blocks) -> Any:
-        """While this is entered, the kernel called ``name`` has these blocks, and the others do not run."""
-        alone = triton_launch.kernels()._replace(**{other: _NoKernel() for other in PRODUCTS if other != name})
+    def only(name: str, kernel: _TimedKernel, blocks: Blocks) -> Any:
+        """While this is entered, ``kernel`` is the one called ``name``, with these blocks. The others do not run."""
+        alone = triton_launch.kernels()._replace(**{other: _NoKernel() for other in PRODUCTS} | {name: kernel})
         return mock.patch.multiple(triton_launch, kernels=lambda: alone, block_sizes=lambda *_, **__: blocks)
 
     def blocks_in_use(self, name: str) -> Blocks:

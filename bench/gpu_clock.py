@@ -49,11 +49,11 @@ class Clock:
         GPU, and its time counts only where the GPU has to wait for it.
         """
         for _ in range(2):
-            self._once(call, setup)
+            self.once(call, setup)
         synchronize(self.device)
-        return statistics.median([elapsed() for elapsed in [self._once(call, setup) for _ in range(self.repeats)]])
+        return statistics.median([elapsed() for elapsed in [self.once(call, setup) for _ in range(self.repeats)]])
 
-    def _once(self, call: Callable[..., Any], setup: Callable[[], Any] | None) -> Callable[[], float]:
+    def once(self, call: Callable[..., Any], setup: Callable[[], Any] | None = None) -> Callable[[], float]:
         """Call once, and return a function that returns the seconds that the call took."""
         arguments = () if setup is None else (setup(),)
         if self.device.type != "cuda":
@@ -119,11 +119,13 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
-def unless_out_of_memory(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return what ``measure`` returns, or only a note if the GPU has too little memory for it."""
+def or_note(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``measure`` returns, or only a note on why it failed, so that the cases after it still run."""
     try:
         return measure()
     except torch.cuda.OutOfMemoryError:
         return {"note": OUT_OF_MEMORY}
+    except Exception as error:  # of a compiler, for example
+        return {"note": f"{type(error).__name__}: {error}".splitlines()[0]}
     finally:
         free()

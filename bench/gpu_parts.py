@@ -16,7 +16,7 @@ from bare_kernels import BareKernels
 from case import Case
 from flex_method import flex_method
 from gpu_cases import ONE_GPU, RINGS
-from gpu_clock import Budget, Clock, unless_out_of_memory
+from gpu_clock import Budget, Clock, or_note
 from gpu_replay import Replay, busiest_rank, local_copies
 from longnet_method import longnet_method
 from report import Row
@@ -49,7 +49,7 @@ def kernels_alone(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
             if budget.is_spent:
                 return
             tile = [_tile(clock.device, in_all // length, length, head_dim, is_strided) for _ in range(4)]
-            found = unless_out_of_memory(lambda kernel=kernel, tile=tile: _kernel_seconds(clock, kernel, tile))
+            found = or_note(lambda kernel=kernel, tile=tile: _kernel_seconds(clock, kernel, tile))
             row: Row = {"kernel": kernel.name, "head_dim": head_dim, "rows": length}
             row["layout"] = "rows 4 apart" if is_strided else "contiguous"
             for direction, products in (("forward", 1.0), ("backward", 2.5)):
@@ -85,8 +85,8 @@ def one_device(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
         if budget.is_spent:
             return
         case = shortened(case, shrink)
-        ours = unless_out_of_memory(lambda case=case: _ours(clock, case))
-        bare = unless_out_of_memory(lambda case=case: _bare(clock, case))
+        ours = or_note(lambda case=case: _ours(clock, case))
+        bare = or_note(lambda case=case: _bare(clock, case))
         yield _described(case) | _compared(ours, bare, "bare_kernels")
 
 
@@ -131,11 +131,11 @@ def rivals(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
         branches = ((2048, 1), (8192, 4), (length, 16))
         case = Case("", length, branches=branches, head_dim=head_dim, dtype="bf16", **SIZES[head_dim])
         case = shortened(case, shrink)
-        ours = unless_out_of_memory(lambda case=case: _ours(clock, case))
+        ours = or_note(lambda case=case: _ours(clock, case))
         for name, make in (("LongNet's method", _longnet), ("flex_attention", _flex)):
             if budget.is_spent:
                 return
-            other = unless_out_of_memory(lambda make=make, case=case: _rival(clock, case, make(case, clock.device)))
+            other = or_note(lambda make=make, case=case: _rival(clock, case, make(case, clock.device)))
             yield _described(case) | {"rival": name} | _compared(ours, other, "rival")
 
 
@@ -167,7 +167,7 @@ def ring_ranks(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
             return
         case = shortened(dataclasses.replace(given.case, ring_size=size), shrink)
         rank = busiest_rank(case)
-        found = unless_out_of_memory(lambda case=case, rank=rank: _replayed(clock, case, rank))
+        found = or_note(lambda case=case, rank=rank: _replayed(clock, case, rank))
         for direction in ("forward", "backward"):
             yield (
                 {"tokens": case.seq_len, "ranks": size, "rank": rank, "pass": direction, **found.get(direction, {})}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,18 @@ def report(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: P
 
 def write(name: str, options: dict[str, Any], rows: Sequence[Row], json_file: Path) -> None:
     """Write ``rows`` to ``json_file``, together with the command and a description of the machine."""
+    found = {"claim": name, "command": sys.argv, "options": options, "machine": _machine(), "rows": rows}
+    json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+
+
+@cache
+def _machine() -> dict[str, Any]:
+    """A description of this machine. Finding it takes a second."""
     known = pytest_benchmark_generate_machine_info()
     machine = {"cpu": known["cpu"].get("brand_raw"), "kernel": known["release"], "versions": versions()}
     if torch.cuda.is_available():
         machine["gpu"] = describe_gpu()
-    found = {"claim": name, "command": sys.argv, "options": options, "machine": machine, "rows": rows}
-    json_file.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    return machine
 
 
 def describe_gpu() -> dict[str, Any]:
@@ -49,13 +56,16 @@ def describe_gpu() -> dict[str, Any]:
 
 
 def table(rows: Sequence[Row], markup: bool = False) -> Table:
-    shown = [name for name, value in rows[0].items() if not isinstance(value, (list, dict))]
+    """The rows as a table, without lists and dicts. A row may lack columns of others."""
+    fullest = max(rows, key=len)
+    known = {name: value for row in (fullest, *rows) for name, value in row.items() if value is not None}
+    shown = [name for name in {**fullest, **known} if not isinstance(known.get(name), (list, dict))]
     drawn = Table(box=box.MARKDOWN if markup else box.SIMPLE, pad_edge=markup)
     for name in shown:
-        numeric = isinstance(rows[0][name], (int, float))
+        numeric = isinstance(known.get(name), (int, float))
         drawn.add_column(name.replace("_", " "), justify="right" if numeric else "left")
     for row in rows:
-        drawn.add_row(*(_text(name, row[name]) for name in shown))
+        drawn.add_row(*(_text(name, row.get(name)) for name in shown))
     return drawn
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
 from pathlib import Path
 from typing import Any
 
 import gpu
 import gpu_blocks
+import gpu_clock
 import gpu_parts
 import pytest
 import torch
 from flex_method import flex_method
-from gpu_clock import Budget, Clock, gaps_share, unless_out_of_memory
+from gpu_clock import Budget, Clock, gaps_share, or_note
 from longnet_method import longnet_method
+from report import table
 from typer.testing import CliRunner
 
 from ring_backends.kernels import triton_launch
@@ -77,11 +80,24 @@ def test_gaps_share() -> None:
     assert gaps_share([(6, 8), (0, 2), (1, 4)]) == pytest.approx(2 / 8)
 
 
-def test_out_of_memory_is_a_note() -> None:
+@pytest.mark.parametrize(
+    ("error", "note"),
+    [
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "out of memory"),
+        (RuntimeError("no such block\nsecond line"), "RuntimeError: no such block"),
+    ],
+)
+def test_a_failure_is_a_note(error: Exception, note: str) -> None:
     def fail() -> dict[str, Any]:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        raise error
 
-    assert unless_out_of_memory(fail) == {"note": "out of memory"}
+    assert or_note(fail) == {"note": note}
+
+
+def test_a_row_may_lack_columns() -> None:
+    shown = table([{"rank": 0, "note": "out of memory"}, {"rank": 1, "ms": 1.5, "spans": [1], "note": ""}])
+    assert [column.header for column in shown.columns] == ["rank", "ms", "note"]
+    assert [[*column.cells] for column in shown.columns] == [["0", "1"], ["-", "1.500"], ["out of memory", ""]]
 
 
 @pytest.fixture(autouse=True)
@@ -140,11 +156,21 @@ def test_synchronizations() -> None:
     assert [row["call"] for row in rows] == names
 
 
-class FakeKernel:
-    """Stands for a Triton kernel: records its launches, and compiles no blocks of 128 rows."""
+class FakeTime:
+    """Stands for the module ``time``. Its clock only shows what was added to it."""
 
-    def __init__(self, name: str, launched: list[tuple[str, dict[str, Any]]]) -> None:
-        self.name, self.launched = name, launched
+    now = 0.0
+    monotonic = time.monotonic
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class FakeKernel:
+    """Stands for a Triton kernel: records its launches, takes 2 s, and compiles no blocks of 128 rows."""
+
+    def __init__(self, name: str, launched: list[tuple[str, dict[str, Any]]], clock: FakeTime) -> None:
+        self.name, self.launched, self.clock = name, launched, clock
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return self._launch
@@ -153,16 +179,27 @@ class FakeKernel:
         if arguments["BLOCK_Q"] == 128:
             raise RuntimeError("out of resource: shared memory\nsecond line")
         self.launched.append((self.name, arguments))
+        self.clock.now += 2.0
 
 
 def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, dict[str, Any]]] = []
     names = triton_launch.Kernels._fields[:-1]
-    fakes = triton_launch.Kernels(*(FakeKernel(name, launched) for name in names), is_interpreted=False)
+    clock = FakeTime()
+    monkeypatch.setattr(gpu_clock, "time", clock)
+    fakes = triton_launch.Kernels(*(FakeKernel(name, launched, clock) for name in names), is_interpreted=False)
     monkeypatch.setattr(triton_launch, "kernels", lambda: fakes)
     monkeypatch.setattr(triton_launch, "capability", lambda device: (9, 0))
     candidates = (triton_launch.Blocks(64, 64, 4, 3), triton_launch.Blocks(128, 16, 8, 2))
     monkeypatch.setattr(gpu_blocks, "CANDIDATES", candidates)
+
+    finish = gpu_blocks.finish
+
+    def finish_slowly(by_hops: Any) -> None:
+        finish(by_hops)
+        clock.now += 5.0  # the rest of the call must not count
+
+    monkeypatch.setattr(gpu_blocks, "finish", finish_slowly)
 
     rows = list(gpu_blocks.block_sizes(CLOCK, Budget(9), 1024))
     calls = [(row["options"], row["head_dim"], row["kernel"]) for row in rows if row["in_use"]]
@@ -176,7 +213,8 @@ def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["options"] == "none") != arguments["DROPOUT"]
         # 128 tokens of 16 heads in segments of 8; of these, 2 rows are dilated, which see 3 pairs.
         flops = gpu_blocks.PRODUCTS[name] * 2 * row["head_dim"] * 16 * 16 * 3
-        assert row["TFLOPs"] == pytest.approx(flops / row["ms"] * 1e3 / 1e12)
+        assert row["ms"] == pytest.approx(2000)
+        assert row["TFLOPs"] == pytest.approx(flops / 2 / 1e12)
     failed = [row["note"] for row in rows if row["ms"] is None]
     assert failed == ["RuntimeError: out of resource: shared memory"] * 12
 
@@ -214,6 +252,17 @@ def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         assert written["claim"] == f"gpu {name}"
         assert written["options"]["shrink"] == 8
         assert written["machine"]["versions"]["torch"] == torch.__version__
+
+
+def test_all_continues_after_a_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("this part fails")
+
+    monkeypatch.setattr(gpu, "PARTS", {"kernels": fail, "ring": lambda *_: [{"ms": 1.5}]})
+    shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu"])
+    assert shown.exit_code == 1
+    assert "ms 1.500" in shown.output
+    assert "failed: kernels" in shown.output
 
 
 def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
