@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,15 +80,14 @@ class _TimedKernel:
         return launch
 
     def seconds(self, call: Callable[[], None]) -> float:
-        """Median seconds of the launches in one call, after two calls that warm up."""
+        """Median seconds of the launches in one call."""
 
-        def launches() -> list[Callable[[], float]]:
-            self.launches = []
+        def start() -> Callable[[], float]:
+            self.launches = launches = []
             call()
-            return self.launches
+            return lambda: sum(seconds() for seconds in launches)
 
-        calls = [launches() for _ in range(2 + self.clock.repeats)]  # without a wait, so that the host is ahead
-        return statistics.median(sum(seconds() for seconds in launches) for launches in calls[2:])
+        return self.clock.median(start)
 
 
 @dataclass(frozen=True)

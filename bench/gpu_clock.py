@@ -48,10 +48,14 @@ class Clock:
         On a GPU, the calls are launched without a wait between them, as in training. So the host may be ahead of the
         GPU, and its time counts only where the GPU has to wait for it.
         """
+        return self.median(lambda: self.once(call, setup))
+
+    def median(self, start: Callable[[], Callable[[], float]]) -> float:
+        """Median of what the functions return that ``start`` returns. It is called twice before, to warm up."""
         for _ in range(2):
-            self.once(call, setup)
+            start()
         synchronize(self.device)
-        return statistics.median([elapsed() for elapsed in [self.once(call, setup) for _ in range(self.repeats)]])
+        return statistics.median([elapsed() for elapsed in [start() for _ in range(self.repeats)]])
 
     def once(self, call: Callable[..., Any], setup: Callable[[], Any] | None = None) -> Callable[[], float]:
         """Call once, and return a function that returns the seconds that the call took."""

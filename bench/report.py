@@ -57,12 +57,13 @@ def describe_gpu() -> dict[str, Any]:
 
 def table(rows: Sequence[Row], markup: bool = False) -> Table:
     """The rows as a table, without lists and dicts. A row may lack columns of others."""
-    fullest = max(rows, key=len)
-    known = {name: value for row in (fullest, *rows) for name, value in row.items() if value is not None}
-    shown = [name for name in {**fullest, **known} if not isinstance(known.get(name), (list, dict))]
+    columns = dict(max(rows, key=len))  # by name, with a value of some row
+    for row in rows:
+        columns |= {name: value for name, value in row.items() if value is not None}
+    shown = [name for name, value in columns.items() if not isinstance(value, (list, dict))]
     drawn = Table(box=box.MARKDOWN if markup else box.SIMPLE, pad_edge=markup)
     for name in shown:
-        numeric = isinstance(known.get(name), (int, float))
+        numeric = isinstance(columns[name], (int, float))
         drawn.add_column(name.replace("_", " "), justify="right" if numeric else "left")
     for row in rows:
         drawn.add_row(*(_text(name, row.get(name)) for name in shown))

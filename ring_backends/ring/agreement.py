@@ -11,7 +11,7 @@ publishes this refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a w
 Over NCCL only a CUDA stream waits for a hop (:mod:`ring_backends.ring.stream_hops`). The ring follows the hop until it
 is over. A hop that fails closes the ring, and the host's next use of the ring raises the error.
 
-No request to the store takes longer than a few seconds, and a store that does not answer changes no deadline.
+A store that does not answer changes no deadline.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class Agreement:
     _report: Report | None = None
     _closing: Any = field(default_factory=threading.RLock)
     _followed: FollowedHops = field(default_factory=FollowedHops)
-    _examined: float | None = None
+    _examined_since: float | None = None
     _is_aborted: bool = False
     _store_is_lost: bool = False
     _stream_failure: tuple[FollowedHop, StreamHopError] | None = None
@@ -386,10 +386,10 @@ class Agreement:
         """Close the ring if a followed hop has failed, or will not end. Called from the watchdog's thread."""
         self._examine_finished()
         oldest = self._followed.oldest
-        was_seen = self._failure is None and oldest is not None and oldest.since == self._examined
+        was_seen = self._failure is None and oldest is not None and oldest.since == self._examined_since
         if oldest is not None and was_seen and self._peer_stopped(oldest.call):
             self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
-        self._examined = None if oldest is None else oldest.since
+        self._examined_since = None if oldest is None else oldest.since
 
     def _examine_finished(self) -> None:
         with self._closing:  # so that no thread sees a hop removed before its failure is known

@@ -70,8 +70,8 @@ def join_world(backend: str, timeout: timedelta) -> None:
     If MASTER_ADDR is the loopback address, the store listens on the loopback interface only. By default torch's store
     listens on every interface of the machine, whatever MASTER_ADDR is.
 
-    Unless the user chose, torch writes no dump of NCCL's operations after an error, since it ends all processes
-    afterwards, also if the error is one of a ring that the processes survive.
+    Unless the user chose, torch is told to write no dump of NCCL's operations after an error. A process that has
+    written one ends, even after an error of a ring that it would survive.
     """
     with _default_environment(_DUMP, "0"):
         _join_world(backend, timeout)

@@ -110,8 +110,10 @@ class Watchdog:
                 waits[id(ring)] = wait
                 if wait == seen.get(id(ring)):
                     ring.end_vain_wait()
-            except Exception:  # of closing connections, for example; the other rings are watched on
-                _LOGGER.exception("the watchdog could not examine a ring")
+            except Exception:  # such as that of a group that the user has destroyed; it would be logged at each check
+                _LOGGER.exception("the watchdog cannot examine a ring, and watches it no more")
+                with self._lock:
+                    self._rings.discard(ring)
         return waits
 
     def stop(self, seconds: float) -> None:
