@@ -23,7 +23,8 @@ from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.hops import Hops, RingPass, Start, no_hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
-from ring_backends.ring.agreement import Agreement, Configuration
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 

@@ -31,7 +31,7 @@ from ring_backends.engine.validation import (
     check_tensors,
     draw_seed,
 )
-from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding

@@ -18,7 +18,7 @@ from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 

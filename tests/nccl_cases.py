@@ -22,11 +22,13 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer, post_works
 from ring_backends.ring.watchdog import Watchdog
 
 DEVICE = torch.device("cpu")
+SEQ_LEN = 16
 
 copy_to_host = stream_hops._copy_to_host
 
@@ -260,3 +262,29 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
         assert not thread.is_alive()
     watchdog.stop(10)
     return results
+
+
+def attention(ring: SimulatedRing) -> Attention:
+    """A module with one segment and without dilation."""
+    return Attention([SEQ_LEN], [1], ring=ring)
+
+
+def local_inputs(ring: Ring) -> list[Tensor]:
+    """The rank's rows of query, key and value."""
+    whole = torch.randn(3, 1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [ring.shard(x).requires_grad_() for x in whole]
+
+
+def ended(part: Callable[[], object]) -> Exception | None:
+    """Run ``part``. Returns the error that it raised, or None."""
+    try:
+        part()
+    except Exception as error:
+        return error
+    return None
+
+
+def begin(ring: Ring, seq_len: int = 8) -> Call:
+    """Begin a call."""
+    assert ring.agreement is not None
+    return ring.agreement.begin(Configuration({"seq_len": seq_len}))

@@ -16,7 +16,8 @@ import pytest
 from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Agreement, Configuration
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Configuration
 from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.watchdog import Watchdog
 

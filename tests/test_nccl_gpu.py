@@ -18,7 +18,8 @@ from torch.distributed import HashStore, PrefixStore
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring import rendezvous
-from ring_backends.ring.agreement import Agreement, Configuration
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Configuration
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.ring.transfer import WorkTransfer, post_batch, post_works
 

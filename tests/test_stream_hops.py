@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import threading
-import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-from nccl_cases import DEVICE, Attention, Communicator, Cuda, SimulatedRing, Stream, run, simulated_cuda
+from nccl_cases import (
+    DEVICE,
+    SEQ_LEN,
+    Cuda,
+    SimulatedRing,
+    Stream,
+    attention,
+    begin,
+    ended,
+    local_inputs,
+    run,
+    simulated_cuda,
+)
 from torch import Tensor
 
 from ring_backends.attention import dilated_attention
-from ring_backends.engine.hops import Hops, finish, report_failure
 from ring_backends.engine.tiles import TileRunner
-from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Agreement, Call, Configuration
-from ring_backends.ring.reports import REFUSED
+from ring_backends.errors import RingMismatchError
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop, _copy_to_host
 from ring_backends.ring.transfer import WorkTransfer
@@ -33,26 +38,6 @@ from ring_backends.ring.transfer import WorkTransfer
 def cuda() -> Iterator[Cuda]:
     with simulated_cuda() as fake:
         yield fake
-
-
-SEQ_LEN = 16
-
-
-def attention(ring: SimulatedRing) -> Attention:
-    return Attention([SEQ_LEN], [1], ring=ring)
-
-
-def local_inputs(ring: SimulatedRing) -> list[Tensor]:
-    whole = torch.randn(3, 1, SEQ_LEN, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    return [ring.shard(x).requires_grad_() for x in whole]
-
-
-def ended(part: Callable[[], object]) -> Exception | None:
-    try:
-        part()
-    except Exception as error:
-        return error
-    return None
 
 
 def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
@@ -91,82 +76,6 @@ def one_hop_to_nobody(ring: SimulatedRing, cuda: Cuda) -> tuple[list[str], bool,
     for message in (Headers.of(tag, [], DEVICE).numbers.view(torch.uint8), torch.ones(4, dtype=torch.uint8)):
         ring.communicator.send(0, 0, message)
     return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
-
-
-def begin(ring: Ring, seq_len: int = 8) -> Any:
-    assert ring.agreement is not None
-    return ring.agreement.begin(Configuration({"seq_len": seq_len}))
-
-
-def test_a_peer_that_never_comes() -> None:
-    """All ranks raise in time, also those that exchange nothing with the lost rank. The process goes on."""
-
-    def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
-        if ring.rank == 1:
-            return None
-        started = time.monotonic()
-        first = ended(lambda: (attend(*inputs), ring.synchronize()))
-        seconds = time.monotonic() - started
-        return first, seconds, ended(lambda: attend(*inputs)), ended(ring.synchronize), ring.num_aborts[0]
-
-    results = run(4, call)
-    for rank in (0, 2, 3):
-        first, seconds, again, synchronized, num_aborts = results[rank]
-        assert isinstance(first, RingPeerError), first
-        assert f"rank {rank} waited in step" in str(first)
-        assert seconds < 6
-        for error in (again, synchronized):
-            assert isinstance(error, RingPeerError)
-            assert "initialize()" in str(error)
-        assert num_aborts == 1
-
-
-@pytest.mark.parametrize("use", ["begin", "post"])
-def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
-    """The next call raises when it begins. A call that has begun raises when it posts its next hop."""
-
-    def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
-        begin(ring)
-        if ring.rank == 1:
-            return None
-        if use == "begin":
-            attend(*inputs)  # returns garbage, as over NCCL
-            assert ring.aborted.wait(10)  # the stream goes on
-            return ended(lambda: begin(ring))
-        hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
-        incoming = mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)})
-        finish(hops.post(0, "K and V", {}, (), incoming)).wait()
-        assert ring.aborted.wait(10)
-        return ended(lambda: finish(hops.post(1, "K and V", {}, (), incoming)))
-
-    results = run(2, call)
-    assert isinstance(results[0], RingPeerError), results
-    assert "waited in step" in str(results[0])
-    assert "the hop did not end on the GPU" in str(results[0])
-
-
-def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
-    """Long before the deadline. A completed hop of an aborted communicator is no mismatch."""
-
-    def call(ring: SimulatedRing) -> Any:
-        assert ring.agreement is not None
-        for seq_len in (8, 9):
-            begin(ring, seq_len)
-        hop = ring.post({}, {1 - ring.rank: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
-        ring.agreement.follow(begin(ring), "rank waited", hop)
-        ring.agreement.has_error = lambda: True
-        ring.aborted.set()
-        return ended(ring.synchronize)
-
-    for error in run(2, call, seconds=60):
-        assert isinstance(error, RingPeerError), error
-        assert "NCCL reported an error" in str(error)
 
 
 @pytest.mark.parametrize("difference", ["is_causal", "modules"])
@@ -224,161 +133,6 @@ def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
     assert "expected was hop 2" in str(error)
 
 
-def test_a_refused_call() -> None:
-    """The waiting rank raises long before its deadline, and names the refusal."""
-
-    def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
-        refused = ring.rank == 1
-        first = ended(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
-        while refused and not ring.communicator.store.check(["failed"]):
-            time.sleep(0.01)  # the other rank must not learn of the refusal from this rank's next call
-        return first, ended(lambda: (attend(*inputs), ring.synchronize())) if refused else None
-
-    (mismatch, _), (refusal, later) = run(2, call, seconds=60)
-    assert isinstance(refusal, TypeError)
-    for error in (mismatch, later):
-        assert isinstance(error, RingMismatchError), error
-        assert "rank 1 refused its arguments with TypeError: is_causal = 7" in str(error)
-
-
-@pytest.mark.parametrize("how", ["raises", "vanishes"])
-@pytest.mark.parametrize("where", ["attention", "unshard"])
-def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
-    """NCCL connects to a new peer while the host posts a hop, without a timeout."""
-
-    def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.unshard(inputs[0])
-        ring.synchronize()
-        begin(ring)
-        if ring.rank == 1:
-            if how == "raises":
-                assert ring.agreement is not None
-                ring.agreement.report_error("a tile", MemoryError("no room"))
-            return None
-        ring.communicator.is_stuck = True
-        started = time.monotonic()
-        error = ended(lambda: attend(*inputs) if where == "attention" else ring.unshard(inputs[0]))
-        return error, time.monotonic() - started
-
-    results = run(4, call, seconds=60 if how == "raises" else 5)
-    for rank in (0, 2, 3):
-        error, seconds = results[rank]
-        assert isinstance(error, RingPeerError), error
-        assert seconds < 10
-        assert ("no room" in str(error)) == (how == "raises")
-
-
-class LostStore:
-    """A store of a host that is gone. Requests fail, or take until ``answers`` is set, as when the network is gone."""
-
-    def __init__(self, answers: threading.Event | None) -> None:
-        self.answers, self.num_checks = answers, 0
-
-    def check(self, keys: object) -> bool:
-        self.num_checks += 1
-        return self.set(keys)
-
-    def set(self, *_: object) -> bool:
-        if self.answers is None or self.answers.wait(30):
-            raise dist.DistNetworkError("the store is gone")
-        return False
-
-
-@pytest.mark.parametrize("hangs", [False, True], ids=["fails", "hangs"])
-def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
-    """The host of the store died with the peer. The watchdog asks the store only once."""
-    answers = threading.Event() if hangs else None
-
-    def call(ring: SimulatedRing) -> Any:
-        made = begin(ring)
-        if ring.rank == 0:
-            return None
-        hop = ring.post({}, {0: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
-        assert ring.agreement is not None
-        ring.agreement.follow(made, "rank 1 waited", hop)
-        ring.agreement.store = store = LostStore(answers)
-        with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
-            assert ring.aborted.wait(10)
-        return ended(ring.synchronize), store.num_checks
-
-    _, (error, num_checks) = run(2, call)
-    if answers is not None:
-        answers.set()
-    assert num_checks <= 2  # by the watchdog, and to collect reports
-    assert isinstance(error, RingPeerError), error
-    assert "the hop did not end on the GPU" in str(error)
-
-
-def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
-    """Rank 0 of a ring of two in a call. Rank 1 has closed the ring. No watchdog runs."""
-    communicator = Communicator(2)
-    ring, configuration = SimulatedRing.of(communicator, 0, seconds=8), Configuration({"seq_len": 8})
-    assert ring.agreement is not None
-    communicator.store.set("check/0/1", configuration.text)
-    call = ring.agreement.begin(configuration)
-    communicator.store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
-    communicator.store.set("failed", "1")
-    return ring, ring.agreement, call
-
-
-def test_hops_of_an_aborted_communicator_are_no_mismatch() -> None:
-    """The abort that ends a wait of the host also ends hops, which have received nothing."""
-    ring, agreement, call = ring_with_closed_peer()
-    hop = ring.post({}, {1: torch.zeros(4, dtype=torch.uint8)}, call.tag(0)).wait(timedelta(seconds=1))
-    assert isinstance(hop, StreamHop)
-    hop.headers.numbers[1] = 123
-    agreement.follow(call, "rank 0 waited", hop)
-
-    def wait() -> None:
-        with agreement.waiting(call):
-            agreement.end_vain_wait()
-            assert hop.is_over()
-            agreement.check()
-
-    with pytest.raises(RingPeerError, match="rank 0 waited"):
-        wait()
-
-
-def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
-    """The wait was ended, but the post came to an end itself."""
-    ring, agreement, call = ring_with_closed_peer()
-    transfer = mock.Mock()
-
-    def ring_pass(*_: object) -> Any:
-        agreement.end_vain_wait()
-        return transfer
-
-    hops = Hops(0, ring_pass, call, agreement, ring.traffic)
-    posted = hops.post(0, "K and V", {}, (), mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)}))
-    with pytest.raises(RingPeerError), report_failure(hops):
-        finish(posted)
-    assert transfer.abandon.call_count == 1
-
-
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_an_unshard_that_raises_is_reported(direction: str) -> None:
-    """The other ranks learn long before the deadline that a rank has no memory left."""
-
-    def call(ring: SimulatedRing) -> Any:
-        rows = local_inputs(ring)[0]
-        whole = ring.unshard(rows)
-        ring.synchronize()
-        if ring.rank == 1:
-            object.__setattr__(ring, "exchange", mock.Mock(side_effect=MemoryError("no room")))
-        part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward  # type: ignore[no-untyped-call]
-        return ended(lambda: (part(), ring.synchronize()))
-
-    waiting, raised = run(2, call, seconds=60)
-    assert isinstance(raised, MemoryError), raised
-    assert isinstance(waiting, RingPeerError), waiting
-    assert "rank 1 raised MemoryError: no room" in str(waiting)
-
-
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
     """A tile raises while a hop is posted: a stream that waits for the hop is recorded on all its buffers."""
     recorded: list[tuple[Tensor, Stream]] = []
@@ -413,33 +167,6 @@ def test_a_wait_that_blocks_the_host_has_the_deadline_of_the_call(monkeypatch: p
     WorkTransfer([work], []).wait(timedelta(seconds=5))
     first, _ = work.wait.call_args_list
     assert timedelta(seconds=4) < first.args[0] <= timedelta(seconds=5)
-
-
-def test_a_captured_call_is_refused() -> None:
-    """All ranks raise, and the ring goes on."""
-    capturing: set[int] = set()  # threads, which are ranks
-
-    def is_capturing() -> bool:
-        return threading.get_ident() in capturing
-
-    def call(ring: SimulatedRing) -> Any:
-        begin(ring)
-        if ring.rank == 1:
-            capturing.add(threading.get_ident())
-        error = ended(lambda: begin(ring, 9))
-        capturing.discard(threading.get_ident())
-        return error, ended(lambda: begin(ring, 9)), ring.num_aborts[0]
-
-    with (
-        mock.patch.object(torch.cuda, "is_initialized", return_value=True),
-        mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=is_capturing),
-    ):
-        (mismatch, *after), (refusal, *after_refusal) = run(2, call, seconds=60)
-    assert isinstance(refusal, RuntimeError), refusal
-    assert "a call on a ring of 2 ranks cannot be captured in a CUDA graph" in str(refusal)
-    assert isinstance(mismatch, RingMismatchError), mismatch
-    assert "rank 1 refused" in str(mismatch)
-    assert after == after_refusal == [None, 0]
 
 
 def test_a_header_on_the_host_is_never_zero() -> None:

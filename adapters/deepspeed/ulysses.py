@@ -29,7 +29,7 @@ from torch import Tensor
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Call
+from ring_backends.ring.calls import Call
 from ring_backends.ring.rendezvous import connect
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind

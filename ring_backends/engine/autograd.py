@@ -15,7 +15,7 @@ from ring_backends.engine.hops import Start, finish
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
 from ring_backends.kernels.dtype import without_autocast
-from ring_backends.ring.agreement import backward_of
+from ring_backends.ring.calls import backward_of
 
 
 class Executor(Protocol):

@@ -17,7 +17,7 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.steps import StepKernel
-from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern

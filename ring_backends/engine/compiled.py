@@ -43,7 +43,7 @@ from ring_backends.engine.hops import ByHops, finish
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.ring.agreement import backward_of
+from ring_backends.ring.calls import backward_of
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 

@@ -22,7 +22,7 @@ from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.steps import StepKernel
-from ring_backends.ring.agreement import Configuration
+from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20

@@ -19,7 +19,8 @@ from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather_many
 from ring_backends.kernels.triton_rows_launch import Rows
-from ring_backends.ring.agreement import Agreement, Call
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Call
 from ring_backends.ring.ring import Traffic
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.rank_plan import Message, RankPlan

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Call, Configuration
+from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
 from ring_backends.ring.ring import Ring, flat_bytes
 from ring_backends.torch_internals import internal

@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.agreement import Agreement, Call, Configuration, backward_of
+from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.calls import Call, Configuration, backward_of
 from ring_backends.ring.pooling import How, pool
 from ring_backends.ring.transfer import Transfer, post_batch, post_works
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout

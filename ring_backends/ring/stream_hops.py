@@ -18,14 +18,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ring_backends.ring.agreement import Call
+from ring_backends.ring.calls import Call
 
 Buffers = Sequence[tuple[int, Tensor]]
 """Pairs of a ring rank and a flat uint8 buffer, in the order in which they are posted."""
