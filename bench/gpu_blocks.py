@@ -25,25 +25,42 @@ from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_launch import Blocks
 
-SIZES = ((64, 64), (128, 64), (64, 128), (64, 32), (32, 64), (128, 32), (32, 128), (32, 32))
+SIZES = ((64, 64), (128, 64), (128, 128), (64, 128), (64, 32), (32, 64), (128, 32), (32, 128), (32, 32))
 CANDIDATES = tuple(Blocks(*size, warps, 3) for size in SIZES for warps in (4, 8))
+STAGES = (1, 2, 3, 4)
 PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key_value": 4}
 """The kernels, by their fields in :class:`~ring_backends.kernels.triton_launch.Kernels`, and their matrix products."""
 
 
 def block_sizes(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
-    """Each Triton kernel on a branch (8192, 4) of 131,072 tokens: first with the blocks in use, then with others."""
+    """Each Triton kernel on a branch (8192, 4) of 131,072 tokens: first with the blocks in use, then with others.
+
+    The fastest blocks are also timed with other numbers of pipeline stages.
+    """
     for is_pairwise, head_dim in itertools.product((False, True), (128, 64)):
         case = Case("", 131_072, branches=((8192, 4),), num_heads=16, kv_heads=16, head_dim=head_dim, dtype="bf16")
         call = _Call.of(shortened(case, shrink), clock.device, is_pairwise=is_pairwise)
         for name, products in PRODUCTS.items():
             in_use = call.blocks_in_use(name)
-            for blocks in (in_use, *(other for other in CANDIDATES if other != in_use)):
+            times: dict[Blocks, float] = {}
+            for blocks in _search(in_use, times):
                 if budget.is_spent:
                     return
                 row: Row = {"kernel": name, "options": "documents, dropout" if is_pairwise else "none"}
                 row |= {"head_dim": head_dim, **blocks._asdict(), "in_use": blocks == in_use}
-                yield row | _timed(clock, call, name, blocks, products)
+                row |= _timed(clock, call, name, blocks, products)
+                if row["ms"] is not None:
+                    times[blocks] = row["ms"]
+                yield row
+
+
+def _search(in_use: Blocks, times: dict[Blocks, float]) -> Iterator[Blocks]:
+    """Blocks to time. ``times`` receives the time of each before the next one is asked for."""
+    yield in_use
+    yield from (blocks for blocks in CANDIDATES if blocks != in_use)
+    if times:
+        fastest = min(times, key=lambda blocks: times[blocks])
+        yield from (blocks for stages in STAGES if (blocks := fastest._replace(stages=stages)) not in times)
 
 
 def _timed(clock: Clock, call: _Call, name: str, blocks: Blocks, products: int) -> Row:

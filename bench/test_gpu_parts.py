@@ -167,7 +167,7 @@ class FakeTime:
 
 
 class FakeKernel:
-    """Stands for a Triton kernel: records its launches, takes 2 s, and compiles no blocks of 128 rows."""
+    """Stands for a Triton kernel: records its launches, takes 1 s per 16 keys, and compiles no blocks of 128 rows."""
 
     def __init__(self, name: str, launched: list[tuple[str, dict[str, Any]]], clock: FakeTime) -> None:
         self.name, self.launched, self.clock = name, launched, clock
@@ -179,7 +179,7 @@ class FakeKernel:
         if arguments["BLOCK_Q"] == 128:
             raise RuntimeError("out of resource: shared memory\nsecond line")
         self.launched.append((self.name, arguments))
-        self.clock.now += 2.0
+        self.clock.now += arguments["BLOCK_K"] / 16
 
 
 def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,7 +190,8 @@ def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     fakes = triton_launch.Kernels(*(FakeKernel(name, launched, clock) for name in names), is_interpreted=False)
     monkeypatch.setattr(triton_launch, "kernels", lambda: fakes)
     monkeypatch.setattr(triton_launch, "capability", lambda device: (9, 0))
-    candidates = (triton_launch.Blocks(64, 64, 4, 3), triton_launch.Blocks(128, 16, 8, 2))
+    fastest, failing = triton_launch.Blocks(32, 8, 8, 3), triton_launch.Blocks(128, 16, 8, 2)
+    candidates = (triton_launch.Blocks(64, 64, 4, 3), fastest, failing)
     monkeypatch.setattr(gpu_blocks, "CANDIDATES", candidates)
 
     finish = gpu_blocks.finish
@@ -213,10 +214,13 @@ def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (row["options"] == "none") != arguments["DROPOUT"]
         # 128 tokens of 16 heads in segments of 8; of these, 2 rows are dilated, which see 3 pairs.
         flops = gpu_blocks.PRODUCTS[name] * 2 * row["head_dim"] * 16 * 16 * 3
-        assert row["ms"] == pytest.approx(2000)
-        assert row["TFLOPs"] == pytest.approx(flops / 2 / 1e12)
+        seconds = row["keys"] / 16
+        assert row["ms"] == pytest.approx(1000 * seconds)
+        assert row["TFLOPs"] == pytest.approx(flops / seconds / 1e12)
     failed = [row["note"] for row in rows if row["ms"] is None]
     assert failed == ["RuntimeError: out of resource: shared memory"] * 12
+    stages = [row["stages"] for row in timed if (row["queries"], row["keys"]) == fastest[:2]]
+    assert stages == [3, 1, 2, 4] * 12
 
 
 def test_only_warnings_of_synchronizations_count(monkeypatch: pytest.MonkeyPatch) -> None:
