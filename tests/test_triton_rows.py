@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import check, fixed_examples, interpreted, patch_once, results
+from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
 
 from ring_backends.kernels import gather_rows, triton_rows_launch
 from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
@@ -26,7 +26,7 @@ from ring_backends.testing.correctness import EDGE_CASES
 
 pytest.importorskip("triton", reason="Triton is not installed")
 pytestmark = interpreted
-patch_once()
+patch_interpreter()
 
 
 @pytest.fixture(autouse=True)

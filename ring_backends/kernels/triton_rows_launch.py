@@ -85,6 +85,7 @@ def _move_rows(moves: Sequence[tuple[Rows, int]], same_rows: bool) -> None:
             num_programs,
             BLOCKS=tuple(blocks),
             SAME_ROWS=same_rows,
+            **triton_launch.LAUNCH_OPTIONS,
         )
 
 
@@ -114,6 +115,7 @@ def merge_rows(
             BLOCK_D=padded,
             BLOCK_ROWS=block,
             SAME_ROWS=same_rows,
+            **triton_launch.LAUNCH_OPTIONS,
         )
 
 
