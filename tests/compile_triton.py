@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
@@ -31,7 +32,6 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 VARIANTS = ("plain", "packed", "key mask, packed", "documents, dropout", "rows")
 
 
@@ -114,11 +114,10 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
         ptx.write_text(compiled.asm["ptx"])
         architecture = re.search(r"\.target (\w+)", compiled.asm["ptx"])
         assert architecture is not None
-        report = run_tool(
-            get_ptxas(capability).path, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)
-        ).stderr
+        ptxas = get_ptxas(capability).path
+        report = run_tool(ptxas, "-v", f"--gpu-name={architecture[1]}", str(ptx), "-o", str(cubin)).stderr
         cubin.write_bytes(compiled.asm["cubin"])  # which a launch would load
-        loops = inner_loops(run_tool(str(TOOLS / "nvdisasm"), "-c", str(cubin)).stdout)
+        loops = inner_loops(run_tool(knobs.nvidia.nvdisasm.path, "-c", str(cubin)).stdout)
     registers = re.search(r"Used (\d+) registers", report)
     spills = re.findall(r"(\d+) bytes spill", report)
     assert registers is not None, report

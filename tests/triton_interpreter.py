@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,13 +36,14 @@ def fixed_examples(number: int) -> settings:
     )
 
 
+@cache
 def patch_interpreter() -> None:
     """Let the interpreter patch ``triton.language`` once per module of device functions, not in every call of one.
 
     This halves the time of a kernel. Launches still patch it, and undo that.
 
-    The interpreter of Triton 3.9 refuses the masks that it computes itself from a scalar, which are numbers. They
-    become booleans here.
+    The interpreter gives a comparison the type of its operands. Repeated into a block, a scalar one is then numbers,
+    which Triton 3.9 refuses as a mask. Here comparisons have the type of booleans.
     """
     from triton.runtime import interpreter
 
@@ -55,19 +57,15 @@ def patch_interpreter() -> None:
 
     interpreter.InterpretedFunction.__call__ = call  # type: ignore[method-assign]
 
-    builder = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    binary_op = interpreter.InterpreterBuilder.binary_op
 
-    def is_wanted(mask: Any) -> Any:
-        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+    def typed_binary_op(self: Any, *args: Any) -> Any:
+        result = binary_op(self, *args)
+        if result.data.dtype == bool:
+            result.dtype = interpreter.tl.int1
+        return result
 
-    def masked_load(self: Any, pointers: Any, mask: Any, *others: Any) -> Any:
-        return load(self, pointers, is_wanted(mask), *others)
-
-    def masked_store(self: Any, pointers: Any, value: Any, mask: Any, *others: Any) -> Any:
-        return store(self, pointers, value, is_wanted(mask), *others)
-
-    builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
+    interpreter.InterpreterBuilder.binary_op = typed_binary_op  # type: ignore[method-assign]
 
 
 def results(case: AttentionCase, kernel: str = "triton_dilated") -> Results:

@@ -36,7 +36,7 @@ class Notices:
     rank: int
     size: int
     timeout: timedelta
-    _compared: deque[str] = field(default_factory=deque)
+    _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
     _store_is_lost: bool = False
 
@@ -48,10 +48,10 @@ class Notices:
     def refuse(self, number: int, text: str) -> None:
         """Publish that this rank refuses call ``number``."""
         self._refused[number] = text
-        keys = {f"check/{number}/{self.rank}": json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
+        keys = {_configuration_key(number, self.rank): json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
         for key, value in keys.items():
             call_with_timeout(self._patience, partial(self.store.set, key, value), default=None)
-            self._compared.append(key)
+            self._published.append(key)
 
     def exchange_configurations(self, call: Call) -> dict[int, dict[str, Any]]:
         """Publish this rank's configuration of ``call``, and return those of all ranks, or their refusals.
@@ -59,15 +59,15 @@ class Notices:
         The result is empty if some rank has published none in time.
         """
         keys = self._configuration_keys(call)
-        self._compared.append(keys[self.rank])
+        self._published.append(keys[self.rank])
 
         def exchange() -> dict[int, dict[str, Any]]:
             self.store.set(keys[self.rank], call.configuration.text)
             self._wait_for(keys, call)
             published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
             # All ranks have arrived, so earlier entries are no longer read. Otherwise each seq_len would leave some.
-            while len(self._compared) > 1:
-                self.store.delete_key(self._compared.popleft())
+            while len(self._published) > 1:
+                self.store.delete_key(self._published.popleft())
             self._refused.clear()
             return published
 
@@ -84,7 +84,7 @@ class Notices:
         return call_with_timeout(self._patience, absent, default=[*range(self.size)])
 
     def _configuration_keys(self, call: Call) -> list[str]:
-        return [f"check/{call.number}/{rank}" for rank in range(self.size)]
+        return [_configuration_key(call.number, rank) for rank in range(self.size)]
 
     def _wait_for(self, keys: list[str], call: Call) -> None:
         """Poll the store. ``Store.wait`` would block the other threads that use it."""
@@ -115,10 +115,11 @@ class Notices:
         def collect() -> None:
             while len(reports) < self.size and time.monotonic() < end:
                 for rank in set(range(self.size)) - set(reports):
+                    configuration = _configuration_key(call.number, rank)
                     if self.store.check([f"failed/{rank}"]):
                         reports[rank] = json.loads(self.store.get(f"failed/{rank}"))
-                    elif self.store.check([f"check/{call.number}/{rank}"]):
-                        published = json.loads(self.store.get(f"check/{call.number}/{rank}"))
+                    elif self.store.check([configuration]):
+                        published = json.loads(self.store.get(configuration))
                         if REFUSED in published:
                             refused = {str(call.number): published[REFUSED]}
                             reports[rank] = {"calls": {}, "raised": None, REFUSED: refused}
@@ -146,3 +147,7 @@ class Notices:
     def peer_has_closed(self) -> bool:
         """Whether a rank has closed the ring."""
         return call_with_timeout(self._patience, partial(self.store.check, ["failed"]), default=False)
+
+
+def _configuration_key(number: int, rank: int) -> str:
+    return f"check/{number}/{rank}"
