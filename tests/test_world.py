@@ -55,6 +55,12 @@ def tensors():
     return {"strided": leaf.detach().T, "bf16": leaf.detach().bfloat16(), "grown": leaf * 2, "leaf": leaf}
 
 
+def environment_at_start(name):
+    """The value of a variable when the process began, which libraries in C read."""
+    variables = Path("/proc/self/environ").read_bytes().decode().split("\0")
+    return dict(variable.split("=", 1) for variable in variables if variable).get(name)
+
+
 def settings_of_a_rank():
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return torch.get_num_threads(), dist.get_backend(), [os.environ[name] for name in names]
@@ -242,6 +248,14 @@ def test_ranks_have_the_imports_of_their_server(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
     done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.stdout == "[True] False\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/environ")
+def test_ranks_start_with_the_variables_of_their_world(pair):
+    assert pair.run(environment_at_start, "TUNABLE") == [None, None]  # the fork server runs from now on
+    with World(2, environment={"TUNABLE": "1"}) as ranks:
+        assert ranks.run(environment_at_start, "TUNABLE") == ["1", "1"]
+    assert "TUNABLE" not in os.environ
 
 
 @pytest.mark.slow

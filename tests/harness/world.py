@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.forkserver import ensure_running
@@ -61,6 +61,8 @@ class World:
         grace: seconds that the other ranks have left after a rank has failed in :meth:`run`.
         preload: dotted names of modules that ranks will import. On Linux without a GPU, the fork server imports the
             modules of the first world of this process.
+        environment: environment variables of the ranks. The ranks are then new processes, without ``preload``, instead
+            of forks of the server, which has read its environment already.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class World:
         call_timeout: float = 120,
         grace: float = 5,
         preload: Iterable[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"size = {size}: a world has at least 1 rank.")
@@ -79,6 +82,7 @@ class World:
         self.call_timeout = call_timeout
         self.grace = grace
         self.preload = tuple(preload)
+        self.environment = dict(environment or {})
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._store: TCPStore | None = None
@@ -174,7 +178,7 @@ class World:
             raise
 
     def _start(self) -> None:
-        context = process_context(self.preload)
+        context = multiprocessing.get_context("spawn") if self.environment else process_context(self.preload)
         # This process hosts the store, so that it survives the loss of any rank.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._stack_folder = tempfile.TemporaryDirectory(prefix="world-")
@@ -187,7 +191,8 @@ class World:
                 name=f"rank {rank}",
                 daemon=True,
             )
-            process.start()
+            with _variables(self.environment):
+                process.start()
             theirs.close()  # otherwise the pipe would stay open after the rank ends
             self._processes.append(process)
             self._connections.append(ours)
@@ -292,6 +297,21 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
         finally:
             os.chdir(before)
     return context
+
+
+@contextlib.contextmanager
+def _variables(environment: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a while. Others are not touched, since other threads read them."""
+    before = {name: os.environ.get(name) for name in environment}
+    os.environ.update(environment)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _without_harness(stacks: str) -> str:
