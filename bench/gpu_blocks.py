@@ -35,6 +35,8 @@ PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key_value": 4}
 def block_sizes(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """Each Triton kernel on a branch (8192, 4) of 131,072 tokens: first with the blocks in use, then with others.
 
+    A segment has 2,048 rows, a multiple of every block.
+
     The fastest blocks are also timed with other numbers of pipeline stages.
     """
     for is_pairwise, head_dim in itertools.product((False, True), (128, 64)):

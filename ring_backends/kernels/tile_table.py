@@ -25,11 +25,14 @@ ROW_COLUMNS = 6
 QUERY_COLUMNS = ROW_COLUMNS + 1
 """Columns of queries: those of local rows, then the number of the first row, if all rows of a table are numbered.
 
-The rows of one segment have consecutive numbers, which begin at a multiple of :data:`NUMBER_ALIGNMENT`. A backward
-stores the statistics of rows by their number.
+The rows of one segment have consecutive numbers. A backward stores the statistics of rows by their number.
 """
 
-NUMBER_ALIGNMENT = 16
+NUMBER_ALIGNMENT = 32
+"""The numbers of a segment begin at a multiple of this, and are as many as a multiple of it.
+
+So a block of rows has numbers if its size divides this, also where it reaches beyond the last row.
+"""
 
 KEY_COLUMNS = 13
 """Columns of keys: those of local rows, then the rows per batch entry of a parcel, and the offsets of its slices.

@@ -52,11 +52,11 @@ def row_offsets(batch, head, positions, strides):
 
 
 @triton.jit
-def first_number(queries, entry, segment, num_rows):
-    """The number of the first row of a query entry in one segment, if all rows of the table are numbered."""
+def numbers(queries, entry, segment, num_rows):
+    """The number of the first row of a query entry in one segment, and how many numbers the segment has."""
     padded = tl.cdiv(num_rows, NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
     number = tl.load(queries + entry * QUERY_COLUMNS + ROW_COLUMNS) + segment * padded
-    return tl.multiple_of(number, NUMBER_ALIGNMENT)
+    return tl.multiple_of(number, NUMBER_ALIGNMENT), padded
 
 
 @triton.jit
@@ -227,8 +227,9 @@ def load_key_block(
 def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS: tl.constexpr, IS_WHOLE: tl.constexpr):
     """The pairs of ``seen`` that the causal mask and the documents leave.
 
-    All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers. Rows and keys of a causal pair of
-    entries have the same numbers. With ``IS_WHOLE``, every row may see every key of the block.
+    All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. Rows
+    and keys of a causal pair of entries have the same numbers. With ``IS_WHOLE``, every row may see every key of the
+    block.
     """
     if not IS_WHOLE:
         seen = seen & ((keys <= rows) | (is_causal == 0))

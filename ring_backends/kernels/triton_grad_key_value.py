@@ -15,7 +15,6 @@ from ring_backends.kernels.triton_blocks import (
     QUERY_COLUMNS,
     dropout_factors,
     earlier_rows,
-    first_number,
     keys_at,
     lattice,
     linked,
@@ -23,6 +22,7 @@ from ring_backends.kernels.triton_blocks import (
     load_key_block,
     load_query_words,
     load_rows,
+    numbers,
     owned_block,
     packed_rows_at,
     product,
@@ -79,12 +79,8 @@ def grads_of_keys(
         rows = start + tl.arange(0, BLOCK_Q)
         reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
         is_row = rows < num_rows
-        if IS_WHOLE:
-            row_lse = tl.load(lse_at + rows)
-            delta = tl.load(delta_at + rows)
-        else:
-            row_lse = tl.load(lse_at + rows, mask=is_row, other=float("inf"))
-            delta = tl.load(delta_at + rows, mask=is_row, other=0.0)
+        row_lse = tl.load(lse_at + rows)
+        delta = tl.load(delta_at + rows)
         if MARKS != 0:
             is_row = row_lse != float("inf")
         q = load_rows(query_at, start, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, reads_all)
@@ -98,13 +94,17 @@ def grads_of_keys(
         scores = product(k, tl.trans(q), UPCAST) * score_scale
         weights = tl.exp2(scores - row_lse[None, :])
         if MARKS != 0 or not IS_WHOLE:
+            # Distances from ``start``, since the pipeline would keep ``rows`` of the next blocks in registers.
+            distances = tl.arange(0, BLOCK_Q)
+            if MARKS == 0:
+                is_row = distances < num_rows - start
             seen = is_row[None, :]
             if MARKS == 1:
                 seen = seen & is_key[:, None]
             seen = visible(
                 seen,
-                rows[None, :],
-                indices[:, None],
+                distances[None, :],
+                (indices - start)[:, None],
                 documents[None, :],
                 marks[:, None],
                 is_causal,
@@ -192,7 +192,6 @@ def grad_key_value_kernel(
     indices = first_key + tl.arange(0, BLOCK_K)
     own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
     _, _, _, _, num_keys = keys_here
-    is_row = indices < num_keys
     key_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     value_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
@@ -205,7 +204,7 @@ def grad_key_value_kernel(
         end = tl.maximum(whole, num_rows // BLOCK_Q * BLOCK_Q)
         num_diagonal = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
         has_rest = tl.where(num_rows > end, 1, 0)
-        number = first_number(queries, query_entry, segment, num_rows)
+        number = numbers(queries, query_entry, segment, num_rows)[0]
         statistics_at = statistics + batch * statistics_strides[0] + number
         rows_here = (
             rows_at(query, batch, query_head, first_query, query_rate, query_strides),
@@ -243,6 +242,8 @@ def grad_key_value_kernel(
                 UPCAST,
             )
 
+    # A difference, since the compiler would keep ``indices < num_keys`` in registers during the loops.
+    is_row = tl.arange(0, BLOCK_K) < num_keys - first_key
     if PACKED:
         key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
         value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)

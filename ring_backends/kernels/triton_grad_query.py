@@ -17,7 +17,6 @@ from ring_backends.kernels.triton_blocks import (
     QUERY_COLUMNS,
     dropout_factors,
     earlier_rows,
-    first_number,
     keys_at,
     lattice,
     linked,
@@ -26,6 +25,7 @@ from ring_backends.kernels.triton_blocks import (
     load_numbers,
     load_query_words,
     load_rows,
+    numbers,
     owned_block,
     product,
     rows_at,
@@ -149,9 +149,11 @@ def grad_query_kernel(
     at = rows_at(out, batch, head, first, rate, out_strides)
     o = load_rows(at, begin, has_grad, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
-    at = statistics + batch * statistics_strides[0] + first_number(queries, entry, segment, num_rows) + rows
-    tl.store(at, row_lse, mask=is_row)
-    tl.store(at + statistics_strides[1], delta, mask=is_row)
+    # Numbers that pad the segment get LSE +inf and delta 0: dK and dV load whole blocks without a mask.
+    number, num_numbers = numbers(queries, entry, segment, num_rows)
+    at = statistics + batch * statistics_strides[0] + number + rows
+    tl.store(at, row_lse, mask=rows < num_numbers)
+    tl.store(at + statistics_strides[1], delta, mask=rows < num_numbers)
     documents = load_documents(
         query_documents, batch, head, first, rate, begin, has_grad, document_strides, BLOCK_Q, MARKS
     )

@@ -122,7 +122,11 @@ _INTERPRETED_BLOCKS = Blocks(16, 8, 4, 1)
 
 
 def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
-    """The blocks of the kernel called ``kernel``."""
+    """The blocks of the kernel called ``kernel``.
+
+    The query rows of ``grad_query`` are a multiple of those of ``grad_key_value``, and these divide
+    :data:`~ring_backends.kernels.tile_table.NUMBER_ALIGNMENT`: one kernel stores what the other reads in whole blocks.
+    """
     if is_interpreted:
         return _INTERPRETED_BLOCKS
     head_dim = max(64, padded_head_dim(rows.query.shape[3]))
