@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from ring_backends.engine.hops import finish
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_launch import Blocks
 
@@ -35,19 +37,25 @@ PRODUCTS = {"forward": 2, "grad_query": 3, "grad_key_value": 4}
 def block_sizes(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
     """Each Triton kernel on a branch (8192, 4) of 131,072 tokens: first with the blocks in use, then with others.
 
-    A segment has 2,048 rows, a multiple of every block.
+    With ``shrink``, blocks of dK and dV that reach beyond the numbers of a segment are left out: they would read past
+    the end of the statistics.
 
     The fastest blocks are also timed with other numbers of pipeline stages.
     """
     for is_pairwise, head_dim in itertools.product((False, True), (128, 64)):
         case = Case("", 131_072, branches=((8192, 4),), num_heads=16, kv_heads=16, head_dim=head_dim, dtype="bf16")
-        call = _Call.of(shortened(case, shrink), clock.device, is_pairwise=is_pairwise)
+        case = shortened(case, shrink)
+        call = _Call.of(case, clock.device, is_pairwise=is_pairwise)
+        ((length, rate),) = case.branches
+        num_numbers = math.ceil(length / rate / NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
         for name, products in PRODUCTS.items():
             in_use = call.blocks_in_use(name)
             times: dict[Blocks, float] = {}
             for blocks in _search(in_use, times):
                 if budget.is_spent:
                     return
+                if name == "grad_key_value" and num_numbers % blocks.queries:
+                    continue
                 row: Row = {"kernel": name, "options": "documents, dropout" if is_pairwise else "none"}
                 row |= {"head_dim": head_dim, **blocks._asdict(), "in_use": blocks == in_use}
                 row |= _timed(clock, call, name, blocks, products)

@@ -78,21 +78,27 @@ def _kernel_seconds(clock: Clock, kernel: Kernel, tile: Sequence[Tensor]) -> dic
 
 
 def one_device(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
-    """``dilated_attention`` against its bare kernel calls: the calls of the modelled table, and 1M tokens with d 64."""
+    """``dilated_attention`` against its bare kernel calls: the calls of the modelled table, and 1M tokens with d 64.
+
+    First with the kernels that ``"auto"`` takes, then with each kernel for all branches.
+    """
     first, _, longest = (given.case for given in ONE_GPU)
     million = dataclasses.replace(first, seq_len=longest.seq_len, branches=longest.branches)
-    for case in (*(given.case for given in ONE_GPU), million):
+    cases = [shortened(case, shrink) for case in (*(given.case for given in ONE_GPU), million)]
+    names = ["auto", *(kernel.name for kernel in fused_kernels(clock.device, max(HEAD_DIMS)))]
+    bare: dict[Case, dict[str, Any]] = {}
+    for name, case in itertools.product(names, cases):
         if budget.is_spent:
             return
-        case = shortened(case, shrink)
-        ours = or_note(lambda case=case: _ours(clock, case))
-        bare = or_note(lambda case=case: _bare(clock, case))
-        yield _described(case) | _compared(ours, bare, "bare_kernels")
+        ours = or_note(lambda case=case, name=name: _ours(clock, case, name))
+        if case not in bare:
+            bare[case] = or_note(lambda case=case: _bare(clock, case))
+        yield _described(case) | {"kernel": name} | _compared(ours, bare[case], "bare_kernels")
 
 
-def _ours(clock: Clock, case: Case) -> dict[str, Any]:
-    replay = Replay.of(case, clock.device, rank=busiest_rank(case), ring_pass=local_copies)
-    return _measured(clock, replay.forward, replay.backward) | {"kernel": replay.call.kernel.name}
+def _ours(clock: Clock, case: Case, kernel: str = "auto") -> dict[str, Any]:
+    replay = Replay.of(case, clock.device, rank=busiest_rank(case), kernel=kernel, ring_pass=local_copies)
+    return _measured(clock, replay.forward, replay.backward)
 
 
 def _bare(clock: Clock, case: Case) -> dict[str, Any]:
