@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
@@ -117,10 +117,10 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
     parent_alive, _held = context.Pipe(duplex=False)
     with _reserved_port() as port:
         try:
-            with _ranks_ignore_interrupts(), _environment(_shared_environment(num_ranks, port)):
+            with _ranks_ignore_interrupts(), environment_variables(_shared_environment(num_ranks, port)):
                 for rank in range(num_ranks):
                     report, report_writer = context.Pipe(duplex=False)
-                    with _environment({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
+                    with environment_variables({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
                         process = context.Process(
                             target=_run_rank,
                             args=(target, args, report_writer, parent_alive),
@@ -268,7 +268,8 @@ def _loopback_interface() -> str | None:
 
 
 @contextlib.contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
+def environment_variables(values: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables of this process for a while. Others are not touched, since other threads read them."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

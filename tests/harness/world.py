@@ -18,7 +18,7 @@ import tempfile
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.forkserver import ensure_running
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from ring_backends.ring.launch import environment_variables
 from ring_backends.testing.rank import LEAVE, STACK_SIGNAL, Outcome, rank_main, reference_to
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ class World:
                 name=f"rank {rank}",
                 daemon=True,
             )
-            with _variables(self.environment):
+            with environment_variables(self.environment):
                 process.start()
             theirs.close()  # otherwise the pipe would stay open after the rank ends
             self._processes.append(process)
@@ -297,21 +298,6 @@ def process_context(preload: Iterable[str]) -> SpawnContext | ForkServerContext:
         finally:
             os.chdir(before)
     return context
-
-
-@contextlib.contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables of this process for a while. Others are not touched, since other threads read them."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _without_harness(stacks: str) -> str:
