@@ -22,6 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.ring.agreement import Agreement
+from ring_backends.ring.launch import environment_variables
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
 from ring_backends.schedule.layout import LayoutKind
@@ -278,17 +279,9 @@ def _errors_leave_process() -> contextlib.AbstractContextManager[None]:
     return _default_environment(_ERROR_HANDLING, "2")
 
 
-@contextlib.contextmanager
-def _default_environment(name: str, value: str) -> Iterator[None]:
+def _default_environment(name: str, value: str) -> contextlib.AbstractContextManager[None]:
     """Set a variable that torch reads when it makes a group, unless it is set."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
+    return environment_variables({} if name in os.environ else {name: value})
 
 
 def _open_connections(group: dist.ProcessGroup, timeout: timedelta) -> None:
