@@ -134,7 +134,7 @@ def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabi
 
 def run_tool(path: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a tool of Triton's."""
-    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True)
+    return subprocess.run([path, *arguments], check=True, capture_output=True, text=True, timeout=120)
 
 
 def inner_loops(assembly: str) -> list[str]:

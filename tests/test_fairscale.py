@@ -204,4 +204,6 @@ assert state.divisor == 1
 assert abs(float((model.weight - before).norm()) - 0.25) < 1e-5
 """
     pytest.importorskip("fairscale")
-    subprocess.run([sys.executable, "-W", "error::DeprecationWarning", "-c", program], cwd=tmp_path, check=True)
+    subprocess.run(
+        [sys.executable, "-W", "error::DeprecationWarning", "-c", program], cwd=tmp_path, check=True, timeout=120
+    )

@@ -106,7 +106,7 @@ from ring_backends import available_adapters
 for name, reason in available_adapters().items():
     print(name, reason)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     reasons = dict(line.split(" ", 1) for line in done.stdout.splitlines())
     assert reasons.pop("native") == "None"
     assert sorted(reasons) == ["deepspeed", "fairscale", "fsdp"]
@@ -119,5 +119,5 @@ def test_frameworks_are_imported_lazily() -> None:
         "import sys, ring_backends; from ring_backends import create_attention; "
         "print([name for name in ('torch', 'deepspeed', 'fairscale') if name in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "[]\n"
