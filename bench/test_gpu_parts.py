@@ -254,9 +254,11 @@ def test_without_a_gpu_a_part_says_so(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {name: lambda *_: [{"ms": 1.0}] for name in ("kernels", "ring")})
+    monkeypatch.setattr(gpu, "PARTS", {name: lambda *_: [{"ms": 1.0}] for name in ("kernels", "ring", "blocks")})
     shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu", "--directory", str(tmp_path), "--shrink", "8"])
     assert shown.exit_code == 0, shown.output
+    assert "blocks: left out" in shown.output
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-kernels.json", "gpu-ring.json"]
     for name in ("kernels", "ring"):
         written = json.loads((tmp_path / f"gpu-{name}.json").read_text())
         assert written["claim"] == f"gpu {name}"
