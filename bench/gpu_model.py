@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ring_backends.engine.call import kernels_of_call
 from ring_backends.kernels import Kernel, KernelInputs
-from ring_backends.kernels.aten_cuda import AtenCudaCudnnKernel
+from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 

@@ -14,11 +14,8 @@ from ring_backends.kernels import (
     Kernel,
 )
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
-from ring_backends.kernels.aten_cuda import (
-    AtenCudaCudnnKernel,
-    AtenCudaEfficientKernel,
-    AtenCudaFlashKernel,
-)
+from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
+from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
 

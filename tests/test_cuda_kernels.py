@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CUDA, CUDA_KERNELS, cases, check, dense, kernel_id, tile_backward
+from kernel_cases import CUDA, CUDA_KERNELS, Case, cases, check, dense, kernel_id, tile_backward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -16,6 +17,7 @@ from ring_backends.kernels import (
     Kernel,
     KernelInputs,
     aten_cuda,
+    aten_cudnn,
     available_kernels,
 )
 from ring_backends.kernels.math import MathKernel
@@ -41,6 +43,7 @@ class CudaOperators(TorchDispatchMode):
 
     def flash_attention(self, q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
         demand_vectors(q, k, v)
+        assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         out, lse = dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
         return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
@@ -48,6 +51,8 @@ class CudaOperators(TorchDispatchMode):
         self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale
     ):
         demand_vectors(do, q, k, v, out)
+        assert q.shape[0] <= aten_cuda.MAX_ENTRIES
+        assert math.prod(q.shape[:2]) * (q.shape[2] + -q.shape[2] % 128) * 64 <= aten_cuda._MAX_OFFSET
         assert lse.is_contiguous()
         assert lse.shape == q.shape[:3]
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
@@ -56,6 +61,7 @@ class CudaOperators(TorchDispatchMode):
 
     def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
         demand_vectors(q, k, v)
+        assert all(x.shape[2] * x.stride(2) < aten_cuda._MAX_OFFSET or x.is_contiguous() for x in (k, v))
         hidden = self.efficient_hidden(q, k, bias, causal)
         out, lse = dense(q.float(), k.float(), v.float(), hidden, scale)
         out = out.masked_fill(lse.unsqueeze(-1) == -torch.inf, torch.nan)
@@ -111,8 +117,21 @@ class CudaOperators(TorchDispatchMode):
     @staticmethod
     def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
         demand_vectors(q, k, v)
+        assert q.shape[0] <= aten_cudnn.MAX_ENTRIES
         assert min(q.shape[2], k.shape[2]) > 1
         assert all(stride or size == 1 for x in (q, k, v) for size, stride in zip(x.shape, x.stride(), strict=True))
+
+
+class Names(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.__name__.removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
 
 
 def demand_vectors(*tensors: Tensor) -> None:
@@ -147,10 +166,101 @@ def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataO
     case = data.draw(CUDA_CASES[kernel.name])
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     with CudaOperators(cudnn_lse_dims=data.draw(st.sampled_from([3, 4]))) as model:
-        aten_cuda._lse_dims.clear()
+        aten_cudnn._lse_dims.clear()
         check(kernel, case, dtype)
     if min(case.seq_q, case.seq_k, case.seq_older) > 1:
         assert len([name for name in model.calls if name.endswith("_backward")]) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "max_entries", "max_offset", "calls"),
+    [
+        ("flash", 1, 2**31, 5),
+        ("flash", 2, 2**31, 3),
+        ("flash", 9, 2 * 3 * 128 * 64, 5),  # both key/value heads of one entry
+        ("flash", 9, 3 * 128 * 64, 10),  # one of them
+        ("cudnn", 2, 2**31, 3),
+        ("efficient", 1, 64, 1),
+    ],
+)
+def test_tiles_beyond_the_limits_of_the_operators(
+    monkeypatch: pytest.MonkeyPatch, name: str, max_entries: int, max_offset: int, calls: int
+) -> None:
+    for module in (aten_cuda, aten_cudnn):
+        monkeypatch.setattr(module, "MAX_ENTRIES", max_entries)
+    monkeypatch.setattr(aten_cuda, "_MAX_OFFSET", max_offset)
+    (kernel,) = (kernel for kernel in CUDA_KERNELS if kernel.name == f"aten_cuda_{name}")
+    with CudaOperators(cudnn_lse_dims=4) as model:
+        aten_cudnn._lse_dims.clear()
+        check(kernel, Case(batch=5, kv_heads=2, repeats=3, layout="every second row"), torch.float16)
+    assert len([name for name in model.calls if name.endswith("_backward")]) == 2 * calls  # two tiles
+
+
+def test_a_head_beyond_the_limits_of_flash_is_an_error() -> None:
+    rows = torch.empty(1, 8, 2**21 + 1, 128, device="meta", dtype=torch.bfloat16)
+    key = rows[:, :1]
+    lse = torch.empty(1, 8, 2**21 + 1, device="meta")
+    kernel = aten_cuda.AtenCudaFlashKernel()
+    with pytest.raises(ValueError, match=r"2097153 rows in one tile of 8 heads .*triton_dilated"):
+        kernel.backward(rows, rows, key, key, rows, lse, is_causal=True, scale=1.0, key_mask=None)
+
+
+def test_cudnn_leaves_single_rows_to_flash() -> None:
+    query = torch.empty(2, 4, 1, 64, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(2, 2, 300, 64, device="meta", dtype=torch.bfloat16)
+    kernel, options = aten_cudnn.AtenCudaCudnnKernel(), {"is_causal": False, "scale": 1.0, "key_mask": None}
+    with Names() as launched:
+        out, lse = kernel.forward(query, key, key, **options)
+        kernel.backward(out, query, key, key, out, lse, **options)
+    assert launched.names.count("_scaled_dot_product_flash_attention") == 1
+    assert launched.names.count("_scaled_dot_product_flash_attention_backward") == 1
+
+
+def test_cudnn_refuses_torch_s_ragged_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel, inputs = aten_cudnn.AtenCudaCudnnKernel(), KernelInputs(CUDA, torch.bfloat16, head_dim=64)
+    for value, refuses in (("1", True), ("0", False)):
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", value)
+        assert any("AVOID_RECOMPILE" in reason for reason in kernel.device_reasons(inputs, (9, 0))) == refuses
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    ("kernel", "shape"),
+    [
+        (aten_cuda.AtenCudaFlashKernel(), (65_537, 1, 16, 8)),
+        (aten_cudnn.AtenCudaCudnnKernel(), (65_537, 1, 16, 8)),
+        (aten_cuda.AtenCudaFlashKernel(), (8300, 16, 2, 128)),
+    ],
+    ids=["flash-batch", "cudnn-batch", "flash-offsets"],
+)
+def test_tiles_beyond_the_limits_on_a_gpu(kernel: Kernel, shape: tuple[int, ...]) -> None:
+    """The last entries of a large batch have the results that they have alone."""
+    if kernel.not_supported_reasons(KernelInputs(CUDA, torch.bfloat16, head_dim=shape[3])):
+        pytest.skip(f"{kernel.name}: {available_kernels()[kernel.name]}")
+    query, key, value, grad_out = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16)
+    options: dict[str, Any] = {"is_causal": False, "scale": 0.3, "key_mask": None}
+    out, lse = kernel.forward(query, key, value, **options)
+    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    last = [x[-3:] for x in (grad_out, query, key, value)]
+    own_out, own_lse = kernel.forward(*last[1:], **options)
+    own_grads = kernel.backward(*last, own_out, own_lse, **options)
+    for found, wanted in zip((out, lse, *grads), (own_out, own_lse, *own_grads), strict=True):
+        torch.testing.assert_close(found[-3:], wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_keys_far_apart_on_a_gpu() -> None:
+    """Keys whose offsets take more than 31 bits (4 GiB in fp16 are allocated)."""
+    memory = torch.zeros(4100, 2**19, device="cuda", dtype=torch.float16)
+    key = memory[:, :64].normal_()[None, None]
+    query = torch.randn(1, 1, 40, 64, device="cuda", dtype=torch.float16)
+    kernel, options = aten_cuda.AtenCudaEfficientKernel(), {"is_causal": False, "scale": 0.125, "key_mask": None}
+    out, lse = kernel.forward(query, key, key, **options)
+    wanted_out, wanted_lse = kernel.forward(query, key.contiguous(), key.contiguous(), **options)
+    torch.testing.assert_close(out, wanted_out)
+    torch.testing.assert_close(lse, wanted_lse)
 
 
 @pytest.mark.gpu

@@ -115,6 +115,14 @@ def test_cudnn_comes_first_on_hopper_and_only_in_a_correct_version(
     assert select_kernel("auto", inputs).name == "math"
 
 
+def test_a_step_of_decoding_prefers_flash(gpu_of: Callable[..., None]) -> None:
+    gpu_of(9, 0)
+    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=128, needs_grad=False, is_step=True)
+    assert select_kernel("auto", inputs).name == "aten_cuda_flash"
+    gpu_of(9, 0, flash=False)
+    assert select_kernel("auto", inputs).name == "aten_cuda_cudnn"
+
+
 def kernel_times(path: Path, *times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> str:
     """Write a file as ``info --probe`` does: (kernel, head_dim, rows, seconds of forward and backward together)."""
     listed = [

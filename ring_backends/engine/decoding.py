@@ -202,7 +202,9 @@ def check_step(
         )
     pattern.check(seq_len=seq_len, num_heads=query.shape[2])
     has_mask = ignored is not None or cache.ignored is not None
-    needs = KernelInputs(query.device, query.dtype, query.shape[3], has_key_mask=has_mask, needs_grad=False)
+    needs = KernelInputs(
+        query.device, query.dtype, query.shape[3], has_key_mask=has_mask, needs_grad=False, is_step=True
+    )
     chosen = select_kernel(kernel, needs)
     if isinstance(chosen, StepKernel):
         chosen = select_kernel("math", needs)

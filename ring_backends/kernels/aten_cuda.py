@@ -1,4 +1,4 @@
-"""The fused attentions in CUDA builds of torch: FlashAttention 2, memory-efficient attention (CUTLASS), cuDNN.
+"""The fused attentions in CUDA builds of torch: FlashAttention 2 and memory-efficient attention (CUTLASS).
 
 Each class states what its operator requires, and converts the arguments: it aligns vectors to 16 bytes, changes the
 memory layout of out and LSE, and expands key/value heads if the operator does not support grouped heads. Every backward
@@ -25,15 +25,15 @@ from ring_backends.kernels.base import (
     lse_for_backward,
     sum_heads,
 )
-from ring_backends.kernels.math import MathKernel
-from ring_backends.torch_internals import has_values
+from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
 
-_HALF = (torch.bfloat16, torch.float16)
-_lse_dims: dict[tuple[torch.device, bool], int] = {}
+HALF = (torch.bfloat16, torch.float16)
+_MAX_OFFSET = 2**31
+"""The end of the 32-bit offsets with which some operators find rows."""
 
 
-class _AtenCudaKernel(Kernel):
-    """Base of the three kernels. A kernel needs its operators, and an NVIDIA GPU that supports the dtype."""
+class AtenCudaKernel(Kernel):
+    """Base of the fused CUDA kernels. A kernel needs its operators, and an NVIDIA GPU that supports the dtype."""
 
     device_types = ("cuda",)
     reads_ignored_keys = True
@@ -64,12 +64,12 @@ class _AtenCudaKernel(Kernel):
         return []
 
 
-class AtenCudaFlashKernel(_AtenCudaKernel):
+class AtenCudaFlashKernel(AtenCudaKernel):
     """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
 
     name = "aten_cuda_flash"
     gathers_rows_outermost = True  # its backward would copy out and grad_out to this layout
-    dtypes = _HALF
+    dtypes = HALF
     operators = ("flash_attention", "flash_attention_backward")
     min_capability = (8, 0)
 
@@ -102,9 +102,13 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(
-            _aligned(query), _aligned(key), _aligned(value), 0.0, is_causal, False, scale=scale
-        )
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+            return torch.ops.aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
+                aligned(query), aligned(key), aligned(value), 0.0, is_causal, False, scale=scale
+            )[:2]
+
+        out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
         return out, lse
 
     def backward(
@@ -122,29 +126,48 @@ class AtenCudaFlashKernel(_AtenCudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        unused = _unused_dropout_state(query)
-        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            _aligned(grad_out.to(query.dtype)),
-            _aligned(query),
-            _aligned(key),
-            _aligned(value),
-            _aligned(out.to(query.dtype)),
-            # The operator assumes a contiguous [B, H, S].
-            lse_for_backward(lse).contiguous(),
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            is_causal,
-            unused,
-            unused,
-            scale=scale,
-        )
+        unused = unused_dropout_state(query)
+
+        def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+            *rows, lse = tensors
+            return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+                *map(aligned, rows),
+                lse.contiguous(),  # the operator assumes a contiguous [B, H, S]
+                None,
+                None,
+                query.shape[2],
+                key.shape[2],
+                0.0,
+                is_causal,
+                unused,
+                unused,
+                scale=scale,
+            )
+
+        tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
+        entries, kv_heads = self._size_of_backward(query, key)
+        grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=entries, kv_heads=kv_heads)
         return grad_query, grad_key, grad_value
 
+    @staticmethod
+    def _size_of_backward(query: Tensor, key: Tensor) -> tuple[int, int]:
+        """How many batch entries and key/value heads one backward may have.
 
-class AtenCudaEfficientKernel(_AtenCudaKernel):
+        It sums dQ in a buffer with padded rows, whose offsets older releases compute in 32 bits.
+        """
+        _, num_heads, rows, head_dim = query.shape
+        num_kv_heads = key.shape[1]
+        per_head = num_heads // num_kv_heads * (rows + -rows % 128) * (head_dim + -head_dim % 64)
+        kv_heads = min(num_kv_heads, _MAX_OFFSET // per_head)
+        if kv_heads == 0:
+            raise ValueError(
+                f"query has {rows} rows in one tile of {num_heads // num_kv_heads} heads per key/value head: "
+                'FlashAttention supports fewer than 2^31 elements of them; pass kernel="triton_dilated".'
+            )
+        return min(MAX_ENTRIES, _MAX_OFFSET // (kv_heads * per_head)), kv_heads
+
+
+class AtenCudaEfficientKernel(AtenCudaKernel):
     """``aten::_scaled_dot_product_efficient_attention``. It also supports fp32, key masks and older GPUs."""
 
     name = "aten_cuda_efficient"
@@ -160,7 +183,7 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
         # Tensor cores read 16 bytes at a time. They support fp32 from Ampere on. GPUs before Volta have no tensor
         # cores.
         multiple = 1
-        if inputs.dtype in _HALF and capability >= (7, 0):
+        if inputs.dtype in HALF and capability >= (7, 0):
             multiple = 8
         elif inputs.dtype == torch.float32 and capability >= (8, 0):
             multiple = 4
@@ -181,9 +204,9 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
         check_tile(query, key, value, is_causal, key_mask)
         num_heads, seq_q = query.shape[1:3]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
-            _aligned(query),
-            _aligned(expand_heads(key, num_heads)),
-            _aligned(expand_heads(value, num_heads)),
+            aligned(query),
+            _near(aligned(expand_heads(key, num_heads))),
+            _near(aligned(expand_heads(value, num_heads))),
             _aligned_bias(key_mask, query),
             True,
             0.0,
@@ -208,12 +231,12 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
-        unused = _unused_dropout_state(query)
+        unused = unused_dropout_state(query)
         grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             _rows_outermost(grad_out.to(query.dtype)),
-            _aligned(query),
-            _aligned(expand_heads(key, num_heads)),
-            _aligned(expand_heads(value, num_heads)),
+            aligned(query),
+            aligned(expand_heads(key, num_heads)),
+            aligned(expand_heads(value, num_heads)),
             _aligned_bias(key_mask, query),
             _rows_outermost(out.to(query.dtype)),
             _padded_lse(lse_for_backward(lse)),
@@ -227,122 +250,11 @@ class AtenCudaEfficientKernel(_AtenCudaKernel):
         return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
 
 
-class AtenCudaCudnnKernel(_AtenCudaKernel):
-    """``aten::_scaled_dot_product_cudnn_attention``. It supports grouped heads, and rows of any strides.
-
-    cuDNN refuses tiles of a single key, and on some GPUs those of a single query. They run on the math kernel. torch
-    caches cuDNN's plans by the strides of query, key and value only, so out and grad_out always get the layout of the
-    query. From torch 2.14 on, the backward may check that gradients, which have no gaps, have the strides of query, key
-    and value. So rows with gaps are copied there.
-    """
-
-    name = "aten_cuda_cudnn"
-    gathers_rows_outermost = True  # usually the layout of the query, so that out and grad_out are not copied again
-    reads_strided_rows = True
-    dtypes = _HALF
-    operators = ("cudnn_attention", "cudnn_attention_backward")
-    min_capability = (8, 0)
-    min_version = 91501
-    """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
-
-    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
-        reasons = super().not_supported_reasons(inputs)
-        if inputs.head_dim % 8 or inputs.head_dim > 128:
-            reasons.append("head_dim must be a multiple of 8 and at most 128")
-        if inputs.has_key_mask:
-            reasons.append("it does not support a key mask")
-        return reasons
-
-    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
-        reasons = super().device_reasons(inputs, capability)
-        version = torch.backends.cudnn.version()
-        if version is None or version < self.min_version:
-            reasons.append(f"it needs cuDNN 9.15.1 ({self.min_version}), this is {version}")
-        if torch.are_deterministic_algorithms_enabled():
-            reasons.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
-        return reasons
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
-        if min(query.shape[2], key.shape[2]) == 1:
-            return MathKernel().forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
-        out, lse = self._run_forward(query, key, value, is_causal, scale)
-        return out, lse.reshape(query.shape[:-1])
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
-        if min(query.shape[2], key.shape[2]) == 1:
-            return MathKernel().backward(
-                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
-            )
-        query, key, value = map(_aligned if torch.__version__ < "2.14" else _without_gaps, (query, key, value))
-        unused = _unused_dropout_state(query)
-        row_lse = lse_for_backward(lse).contiguous()
-        grad_query, grad_key, grad_value = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            _in_layout_of(query, grad_out.to(query.dtype)),
-            query,
-            key,
-            value,
-            _in_layout_of(query, out.to(query.dtype)),
-            row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
-            unused,
-            unused,
-            None,
-            None,
-            None,
-            query.shape[2],
-            key.shape[2],
-            0.0,
-            is_causal,
-            scale=scale,
-        )
-        return grad_query, grad_key, grad_value
-
-    def _lse_has_unit_dim(self, query: Tensor) -> bool:
-        """Whether the operator's LSE is [B, H, S, 1], and not [B, H, S]. This depends on the release of torch."""
-        known = query.device, has_values(query)
-        if known not in _lse_dims:
-            probe = query.new_zeros(1, 1, 64, 64)
-            _lse_dims[known] = self._run_forward(probe, probe, probe, False, 1.0)[1].dim()
-        return _lse_dims[known] == 4
-
-    def _run_forward(
-        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
-            _aligned(query), _aligned(key), _aligned(value), None, True, 0.0, is_causal, False, scale=scale
-        )
-        return out, lse
-
-
 def _dotted(version: tuple[int, int]) -> str:
     return f"{version[0]}.{version[1]}"
 
 
-def _aligned(x: Tensor) -> Tensor:
+def aligned(x: Tensor) -> Tensor:
     """Return ``x``, copied if needed, with stride 1 in its last dim and rows that begin at multiples of 16 bytes.
 
     Expanded dims are copied.
@@ -355,22 +267,20 @@ def _aligned(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
+def _near(x: Tensor) -> Tensor:
+    """Return ``x`` [B, H, S, D], copied if its rows lie so far apart that 32-bit offsets do not reach the last one."""
+    if x.shape[2] * x.stride(2) < _MAX_OFFSET:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _rows_outermost(x: Tensor) -> Tensor:
     """Return ``x`` [B, H, S, D] with the memory layout [B, S, H, D], which the CUTLASS backward requires of out."""
     _, num_heads, rows, head_dim = x.shape
-    return _with_strides(x, (rows * num_heads * head_dim, head_dim, num_heads * head_dim, 1))
+    return with_strides(x, (rows * num_heads * head_dim, head_dim, num_heads * head_dim, 1))
 
 
-def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the strides that torch gives to a tensor like ``query``, copied if needed."""
-    return _with_strides(x, torch.empty_like(query, device="meta").stride())
-
-
-def _without_gaps(x: Tensor) -> Tensor:
-    return _in_layout_of(x, x)
-
-
-def _with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+def with_strides(x: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return ``x`` with these strides, also in dims of size 1, at an aligned address, copied if needed."""
     is_right = all(own == wanted or size == 1 for size, own, wanted in zip(x.shape, x.stride(), strides, strict=True))
     if is_right and (x.storage_offset() * x.element_size()) % 16 == 0:
@@ -394,5 +304,5 @@ def _padded_lse(lse: Tensor) -> Tensor:
     return pad(lse, (0, -lse.shape[2] % 32), value=torch.inf).contiguous()
 
 
-def _unused_dropout_state(x: Tensor) -> Tensor:
+def unused_dropout_state(x: Tensor) -> Tensor:
     return torch.empty((), dtype=torch.int64, device=x.device)

@@ -47,6 +47,7 @@ _IN_PLACE = (
     "H100, it was as fast in a forward as cuDNN with its copies, and faster in a backward (2,048 rows)"
 )
 _OTHERWISE = Preference(_FLASH_FIRST, "no figures are known for this compute capability")
+_STEP = Preference(_FLASH_FIRST, "a step of decoding: cuDNN would make and keep a plan for each number of keys")
 
 
 def preference(inputs: KernelInputs) -> Preference:
@@ -57,6 +58,8 @@ def preference(inputs: KernelInputs) -> Preference:
     """
     if inputs.device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return NO_PREFERENCE
+    if inputs.is_step:
+        return _STEP
     major, _ = torch.cuda.get_device_capability(inputs.device)
     default = _BY_MAJOR.get(major, _OTHERWISE)
     if inputs.is_dilated and (inputs.rows or 0) <= MAX_ROWS_IN_PLACE:

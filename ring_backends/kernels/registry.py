@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
-from ring_backends.kernels.aten_cuda import AtenCudaCudnnKernel, AtenCudaEfficientKernel, AtenCudaFlashKernel
+from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
+from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.base import Kernel, KernelInputs
 from ring_backends.kernels.choice import NO_PREFERENCE, preference
 from ring_backends.kernels.math import MathKernel

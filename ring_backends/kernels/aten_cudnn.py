@@ -1,0 +1,166 @@
+"""The fused attention of cuDNN in CUDA builds of torch."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ring_backends.kernels.aten_cuda import (
+    HALF,
+    AtenCudaFlashKernel,
+    AtenCudaKernel,
+    aligned,
+    unused_dropout_state,
+    with_strides,
+)
+from ring_backends.kernels.base import Kernel, KernelInputs, check_tile, lse_for_backward
+from ring_backends.kernels.math import MathKernel
+from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
+from ring_backends.torch_internals import has_values
+
+_lse_dims: dict[tuple[torch.device, bool], int] = {}
+
+
+class AtenCudaCudnnKernel(AtenCudaKernel):
+    """``aten::_scaled_dot_product_cudnn_attention``. It supports grouped heads, and rows of any strides.
+
+    cuDNN refuses tiles of a single key, and on some GPUs those of a single query. Another kernel runs them. torch
+    caches cuDNN's plans by the strides of query, key and value only, so out and grad_out always get the layout of the
+    query. From torch 2.14 on, the backward may check that gradients, which have no gaps, have the strides of query, key
+    and value. So rows with gaps are copied there.
+    """
+
+    name = "aten_cuda_cudnn"
+    gathers_rows_outermost = True  # usually the layout of the query, so that out and grad_out are not copied again
+    reads_strided_rows = True
+    dtypes = HALF
+    operators = ("cudnn_attention", "cudnn_attention_backward")
+    min_capability = (8, 0)
+    min_version = 91501
+    """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
+
+    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
+        reasons = super().not_supported_reasons(inputs)
+        if inputs.head_dim % 8 or inputs.head_dim > 128:
+            reasons.append("head_dim must be a multiple of 8 and at most 128")
+        if inputs.has_key_mask:
+            reasons.append("it does not support a key mask")
+        return reasons
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        reasons = super().device_reasons(inputs, capability)
+        version = torch.backends.cudnn.version()
+        if version is None or version < self.min_version:
+            reasons.append(f"it needs cuDNN 9.15.1 ({self.min_version}), this is {version}")
+        if torch.are_deterministic_algorithms_enabled():
+            reasons.append("its backward is not deterministic, and torch.use_deterministic_algorithms is on")
+        if os.environ.get("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "0") not in ("", "0"):
+            reasons.append("it does not support TORCH_CUDNN_SDPA_AVOID_RECOMPILE, with which the LSE has other strides")
+        return reasons
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        if min(query.shape[2], key.shape[2]) == 1:
+            other = _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
+            return other.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
+
+        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+            out, lse = self._run_forward(query, key, value, is_causal, scale)
+            return out, lse.reshape(query.shape[:-1])
+
+        out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
+        return out, lse
+
+    def backward(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        check_tile(query, key, value, is_causal, key_mask)
+        assert key_mask is None
+        if min(query.shape[2], key.shape[2]) == 1:
+            other = _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
+            return other.backward(
+                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
+            )
+        unused = unused_dropout_state(query)
+
+        def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
+            grad_out, query, key, value, out, lse = tensors
+            query, key, value = map(aligned if torch.__version__ < "2.14" else _without_gaps, (query, key, value))
+            row_lse = lse.contiguous()
+            return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+                _in_layout_of(query, grad_out),
+                query,
+                key,
+                value,
+                _in_layout_of(query, out),
+                row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
+                unused,
+                unused,
+                None,
+                None,
+                None,
+                query.shape[2],
+                key.shape[2],
+                0.0,
+                is_causal,
+                scale=scale,
+            )
+
+        tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
+        grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=MAX_ENTRIES)
+        return grad_query, grad_key, grad_value
+
+    def _lse_has_unit_dim(self, query: Tensor) -> bool:
+        """Whether the operator's LSE is [B, H, S, 1], and not [B, H, S]. This depends on the release of torch."""
+        known = query.device, has_values(query)
+        if known not in _lse_dims:
+            probe = query.new_zeros(1, 1, 64, 64)
+            _lse_dims[known] = self._run_forward(probe, probe, probe, False, 1.0)[1].dim()
+        return _lse_dims[known] == 4
+
+    def _run_forward(
+        self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            aligned(query), aligned(key), aligned(value), None, True, 0.0, is_causal, False, scale=scale
+        )
+        return out, lse
+
+
+@cache
+def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+    """The kernel for tiles of a single query or key, which cuDNN refuses."""
+    flash = AtenCudaFlashKernel()
+    return MathKernel() if flash.not_supported_reasons(KernelInputs(device, dtype, head_dim)) else flash
+
+
+def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
+    """Return ``x`` with the strides that torch gives to a tensor like ``query``, copied if needed."""
+    return with_strides(x, torch.empty_like(query, device="meta").stride())
+
+
+def _without_gaps(x: Tensor) -> Tensor:
+    return _in_layout_of(x, x)
