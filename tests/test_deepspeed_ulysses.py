@@ -232,3 +232,12 @@ def test_rows_of_a_group_form_a_shard_of_the_hop_ring() -> None:
     for ranks in ((0, 1), (2, 3)):
         group = torch.cat([rows_of_ranks(48, 4, "zigzag")[rank] for rank in ranks]).sort().values
         assert torch.equal(group, rows_of_ranks(48, 2, "zigzag")[ranks[0] // 2])
+
+
+@pytest.mark.parametrize("how", ["check", "synchronize"])
+def test_hops_of_the_inner_ring_are_checked(how: str) -> None:
+    from ring_backends.adapters.deepspeed.ulysses import UlyssesRing
+
+    hop_ring = mock.Mock()
+    getattr(UlyssesRing(hop_ring=hop_ring), how)()
+    getattr(hop_ring, how).assert_called_once_with()

@@ -31,6 +31,7 @@ from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.reports import REFUSED
 from ring_backends.ring.stream_hops import StreamHop
+from ring_backends.training.comparison import ComparedTraining
 
 
 @pytest.fixture(autouse=True)
@@ -108,6 +109,33 @@ def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
     for error in run(2, call, seconds=60):
         assert isinstance(error, RingPeerError), error
         assert "NCCL reported an error" in str(error)
+
+
+def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
+    """Long before the deadline: the rank that closed the ring will not publish a configuration."""
+
+    def call(ring: SimulatedRing) -> Any:
+        begin(ring, 8)
+        if ring.rank == 1:
+            assert ring.agreement is not None
+            return ring.agreement.report_error("forward", ValueError("broken"))
+        return ended(lambda: begin(ring, 9))
+
+    error, _ = run(2, call, seconds=60)
+    assert isinstance(error, RingPeerError), error
+    assert "rank 1 raised ValueError: broken" in str(error)
+
+
+@pytest.mark.parametrize("after_hops", [False, True])
+def test_a_failed_hop_reaches_the_world_of_a_training(after_hops: bool) -> None:
+    """If the ring is a part of the world, the other rings learn of it before they reduce or step."""
+    failure = RingPeerError("lost")
+    training = object.__new__(type("Training", (ComparedTraining,), {}))
+    training._failure, training._world = None, mock.Mock()
+    training.ring = mock.Mock(**{f"{'synchronize' if after_hops else 'check'}.side_effect": failure})
+    with pytest.raises(RingPeerError, match="lost"):
+        training._agree("step", {}, after_hops=after_hops)
+    training._world.agreement.report_error.assert_called_once_with("step", failure)
 
 
 def test_a_refused_call() -> None:

@@ -19,6 +19,7 @@ from nccl_cases import (
     Stream,
     attention,
     begin,
+    copy_to_host,
     ended,
     local_inputs,
     run,
@@ -202,3 +203,9 @@ def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:
         del hop
     assert removed[0]() is None
     assert removed[1]() is not None
+
+
+def test_headers_reach_the_host_whatever_the_default_device_is() -> None:
+    numbers = torch.ones(2, dtype=torch.int64)
+    with torch.device("meta"):
+        assert copy_to_host(numbers).device.type == "cpu"

@@ -54,6 +54,14 @@ class UlyssesRing(Ring):
     def with_layout(self, kind: LayoutKind) -> Ring:
         return dataclasses.replace(self, layout_kind=kind, hop_ring=self.hop_ring.with_layout(kind))
 
+    def check(self) -> None:
+        super().check()
+        self.hop_ring.check()
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.hop_ring.synchronize()
+
     def __reduce__(self) -> tuple[Any, ...]:
         connections = ("group", "agreement", "traffic", "ulysses_group")
         kept = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring import transfer
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
 from ring_backends.ring.ring import Ring, flat_bytes
@@ -66,7 +67,7 @@ def agree(
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
     call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
     gathered = _all_gather(ring, call, mine).tolist()
-    ring.synchronize()  # numbers from a GPU are garbage if a hop has failed
+    _synchronize(ring, mine)
     if any(row[0] != digest for row in gathered):
         ring.agreement.begin(compared, check_again=True)
     return [row[1 : 1 + len(numbers)] for row in gathered]
@@ -92,7 +93,7 @@ def gather_texts(
     call = _begin(ring, f"texts of {name}", timeout)
     assert call is not None
     gathered = _all_gather(ring, call, padded).cpu()
-    ring.synchronize()
+    _synchronize(ring, padded)
     return [bytes(row[:length].tolist()).decode() for row, length in zip(gathered, lengths, strict=True)]
 
 
@@ -242,6 +243,12 @@ def _all_gather(ring: Ring, call: Call, mine: Tensor) -> Tensor:
         ring.exchange(call, outgoing, incoming, distance)
         distance *= 2
     return blocks.roll(ring.rank, 0)
+
+
+def _synchronize(ring: Ring, mine: Tensor) -> None:
+    """Wait for the hops of an exchange of ``mine``: what a GPU has received is garbage if a hop has failed."""
+    if transfer.stream_device([mine]) is not None:
+        ring.synchronize()
 
 
 def _without_repetition(tensor: Tensor) -> Tensor:

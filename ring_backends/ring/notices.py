@@ -87,10 +87,13 @@ class Notices:
         return [_configuration_key(call.number, rank) for rank in range(self.size)]
 
     def _wait_for(self, keys: list[str], call: Call) -> None:
-        """Poll the store. ``Store.wait`` would block the other threads that use it."""
+        """Poll the store until it has ``keys``. ``Store.wait`` would block the other threads that use it.
+
+        A rank that has closed the ring does not come any more.
+        """
         pause = 0.001
         while not self.store.check(keys):
-            if call.time_left() <= timedelta(milliseconds=1):
+            if call.time_left() <= timedelta(milliseconds=1) or (pause == 0.05 and self.store.check(["failed"])):
                 raise dist.DistStoreError("not all ranks arrived")
             time.sleep(pause)
             pause = min(0.05, 1.5 * pause)

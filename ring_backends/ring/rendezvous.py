@@ -349,7 +349,7 @@ def abort(group: dist.ProcessGroup) -> None:
     if "gloo" in dist.get_backend_config(group):
         for peer in set(range(group.size())) - {group.rank()}:
             with contextlib.suppress(RuntimeError):  # the timeout, or the peer is gone already
-                work = dist.irecv(torch.empty(1, dtype=torch.uint8), group=group, group_src=peer, tag=0)
+                work = dist.irecv(torch.empty(1, dtype=torch.uint8, device="cpu"), group=group, group_src=peer, tag=0)
                 assert work is not None
                 work.wait(timedelta(milliseconds=1))
 

@@ -244,6 +244,15 @@ class Ring:
         group = self.group
         return post_works(group, lambda out, into: post_batch(group, out, into, tag), outgoing, incoming, tag)
 
+    def check(self) -> None:
+        """Raise if the ring is closed, or a hop is known to have failed. It does not wait.
+
+        Raises:
+            RingMismatchError, RingPeerError: a hop failed, or the ring is closed.
+        """
+        if self.agreement is not None:
+            self.agreement.check()
+
     def synchronize(self) -> None:
         """Wait until the GPU has finished all hops that this rank has waited for, and raise if one has failed.
 

@@ -166,7 +166,7 @@ def _watching_stream(device: torch.device) -> torch.cuda.Stream:
 
 def _copy_to_host(numbers: Tensor) -> Tensor:
     """Copy ``numbers`` to pinned memory in the order of the current stream. Each copy is 0 until it has arrived."""
-    arrived = torch.zeros(len(numbers), dtype=torch.int64, pin_memory=torch.cuda.is_available())
+    arrived = torch.zeros(len(numbers), dtype=torch.int64, device="cpu", pin_memory=torch.cuda.is_available())
     # Not in place: after a failure the memory of ``numbers`` may be in use again when the stream gets here.
     return arrived.copy_(numbers | _ARRIVED, non_blocking=True)
 

@@ -105,7 +105,7 @@ def through_host(
     """Post a hop of device buffers through pinned host memory, for a transport that moves only host memory."""
 
     def on_host(buffer: Tensor) -> Tensor:
-        return torch.empty(buffer.shape, dtype=buffer.dtype, pin_memory=torch.cuda.is_available())
+        return torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu", pin_memory=torch.cuda.is_available())
 
     host_outgoing = {peer: on_host(buffer).copy_(buffer) for peer, buffer in outgoing.items()}
     host_incoming = {peer: on_host(buffer) for peer, buffer in incoming.items()}

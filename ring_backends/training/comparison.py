@@ -45,9 +45,19 @@ class ComparedTraining(ABC):
         self._failure: str | None = None
         self._buffers: Buffers = []
 
-    def _agree(self, name: str, fields: Mapping[str, object]) -> None:
-        """Make sure that all ranks make the call ``name`` with these fields, at the same point of the training."""
+    def _agree(self, name: str, fields: Mapping[str, object], *, after_hops: bool = False) -> None:
+        """Make sure that all ranks make the call ``name`` with these fields, at the same point of the training.
+
+        A hop of the ring that is known to have failed is an error on all ranks of the world. With ``after_hops``, this
+        rank first waits until its GPU has finished all hops.
+        """
         self._check_usable()
+        try:
+            (self.ring.synchronize if after_hops else self.ring.check)()
+        except RuntimeError as error:
+            if self._world.agreement is not None:
+                self._world.agreement.report_error(name, error)
+            raise
         point = {"step": self.step_count + self.skipped_steps, "backward calls": self._backward_calls}
         agree(self._world, name, {**point, **fields})
 

@@ -186,7 +186,7 @@ class TrainingState(SavedTraining):
                 )
             self._check_optimizer()
             optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
-        self._agree("step", {**optimizer, **self._describe_gradients()})
+        self._agree("step", {**optimizer, **self._describe_gradients()}, after_hops=True)
         with self._framework_collectives("step"):
             is_updated = self._step()
         if is_updated:
