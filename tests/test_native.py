@@ -121,7 +121,8 @@ def needs_host_memory() -> list[bool]:
 
 def attend_through_host(name: str) -> RankResult | None:
     case = replace(EDGE_CASES[name], batch=3)
-    with mock.patch.object(transfer, "needs_host", return_value=True):
+    through_host_memory = mock.patch.object(transfer, "needs_host", return_value=True)
+    with through_host_memory, pytest.warns(UserWarning, match="go over gloo, through host memory"):
         return run_case_here(TestNative.adapter, FOUR, "zigzag", case, True, "cpu")
 
 

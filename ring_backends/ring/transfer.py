@@ -7,6 +7,7 @@ An adapter's ring pass returns a :class:`Transfer`. The other classes and functi
 from __future__ import annotations
 
 import time
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -134,6 +135,12 @@ def post_works(
 
     buffers = [*outgoing.values(), *incoming.values()]
     if needs_host(group, buffers[0].device):
+        warnings.warn(  # Python shows it once
+            "hops of CUDA tensors go over gloo, through host memory, since torch.distributed has no NCCL here. If each "
+            "rank has a GPU, let every process see the GPUs of all ranks of its host, or call "
+            'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") before initialize().',
+            stacklevel=2,
+        )
         return through_host(post_transfer, outgoing, incoming)
     device = stream_device(buffers)
     if device is None or tag is None:
