@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_backends.kernels import (
     Kernel,
@@ -26,6 +28,18 @@ CUDA_KERNELS = [AtenCudaFlashKernel(), AtenCudaEfficientKernel(), AtenCudaCudnnK
 
 
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class CountOperators(TorchDispatchMode):
+    """Counts the operators that a call launches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def kernel_id(value: object) -> str | None:

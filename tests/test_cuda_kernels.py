@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CUDA, CUDA_KERNELS, Case, cases, check, dense, kernel_id, tile_backward
+from kernel_cases import CUDA, CUDA_KERNELS, Case, CountOperators, cases, check, dense, kernel_id, tile_backward
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -122,18 +122,6 @@ class CudaOperators(TorchDispatchMode):
         assert all(stride or size == 1 for x in (q, k, v) for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
-class Names(TorchDispatchMode):
-    """Records the names of the operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.__name__.removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
-
-
 def demand_vectors(*tensors: Tensor) -> None:
     """Require one dtype, a contiguous last dim, and aligned vectors of 16 bytes."""
     for x in tensors:
@@ -209,11 +197,11 @@ def test_cudnn_leaves_single_rows_to_flash() -> None:
     query = torch.empty(2, 4, 1, 64, device="meta", dtype=torch.bfloat16)
     key = torch.empty(2, 2, 300, 64, device="meta", dtype=torch.bfloat16)
     kernel, options = aten_cudnn.AtenCudaCudnnKernel(), {"is_causal": False, "scale": 1.0, "key_mask": None}
-    with Names() as launched:
+    with CountOperators() as launched:
         out, lse = kernel.forward(query, key, key, **options)
         kernel.backward(out, query, key, key, out, lse, **options)
-    assert launched.names.count("_scaled_dot_product_flash_attention") == 1
-    assert launched.names.count("_scaled_dot_product_flash_attention_backward") == 1
+    assert launched.counts["aten._scaled_dot_product_flash_attention.default"] == 1
+    assert launched.counts["aten._scaled_dot_product_flash_attention_backward.default"] == 1
 
 
 def test_cudnn_refuses_torch_s_ragged_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from kernel_cases import CountOperators
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
@@ -79,18 +78,6 @@ def test_inside_a_fake_mode(dtype: torch.dtype) -> None:
     out, lse = dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True)
     check(query, key, value, out, lse)
     assert lse.isfinite().any()
-
-
-class CountOperators(TorchDispatchMode):
-    """Counts the operators that a call launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_million_tokens_take_seconds_and_show_their_kernel_calls() -> None:

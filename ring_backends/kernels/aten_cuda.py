@@ -153,7 +153,7 @@ class AtenCudaFlashKernel(AtenCudaKernel):
     def _size_of_backward(query: Tensor, key: Tensor) -> tuple[int, int]:
         """How many batch entries and key/value heads one backward may have.
 
-        It sums dQ in a buffer with padded rows, whose offsets older releases compute in 32 bits.
+        The operator sums dQ in a buffer with padded rows, and some releases compute the offsets in it in 32 bits.
         """
         _, num_heads, rows, head_dim = query.shape
         num_kv_heads = key.shape[1]
@@ -162,7 +162,8 @@ class AtenCudaFlashKernel(AtenCudaKernel):
         if kv_heads == 0:
             raise ValueError(
                 f"query has {rows} rows in one tile of {num_heads // num_kv_heads} heads per key/value head: "
-                'FlashAttention supports fewer than 2^31 elements of them; pass kernel="triton_dilated".'
+                "the backward of FlashAttention supports 2^31 elements of these, rows and head_dim padded; pass "
+                'kernel="triton_dilated".'
             )
         return min(MAX_ENTRIES, _MAX_OFFSET // (kv_heads * per_head)), kv_heads
 

@@ -91,12 +91,12 @@ class Notices:
 
         A rank that has closed the ring does not come any more.
         """
-        pause = 0.001
+        pause, longest = 0.001, 0.05
         while not self.store.check(keys):
-            if call.time_left() <= timedelta(milliseconds=1) or (pause == 0.05 and self.store.check(["failed"])):
+            if call.time_left() <= timedelta(milliseconds=1) or (pause == longest and self.store.check(["failed"])):
                 raise dist.DistStoreError("not all ranks arrived")
             time.sleep(pause)
-            pause = min(0.05, 1.5 * pause)
+            pause = min(longest, 1.5 * pause)
 
     def close(self, calls: Mapping[int, dict[str, object]], raised: str | None) -> Report:
         """Publish that this rank closes the ring, with the positions of its latest calls and its own error."""

@@ -136,8 +136,8 @@ def post_works(
     buffers = [*outgoing.values(), *incoming.values()]
     if needs_host(group, buffers[0].device):
         warnings.warn(  # Python shows it once
-            "hops of CUDA tensors go over gloo, through host memory, since torch.distributed has no NCCL here. If each "
-            "rank has a GPU, let every process see the GPUs of all ranks of its host, or call "
+            "hops of CUDA tensors go over gloo, through host memory, since torch.distributed was initialized without "
+            "NCCL for them. If each rank has a GPU, let every process see the GPUs of all ranks of its host, or call "
             'torch.distributed.init_process_group("cpu:gloo,cuda:nccl") before initialize().',
             stacklevel=2,
         )

@@ -53,7 +53,10 @@ class ComparedTraining(ABC):
         """
         self._check_usable()
         try:
-            (self.ring.synchronize if after_hops else self.ring.check)()
+            if after_hops:
+                self.ring.synchronize()
+            else:
+                self.ring.check()
         except RuntimeError as error:
             if self._world.agreement is not None:
                 self._world.agreement.report_error(name, error)
