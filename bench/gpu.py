@@ -5,7 +5,8 @@ Without a command, prints the modelled table on a machine without a GPU, and run
 
 from __future__ import annotations
 
-import traceback
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from report import Row, line, report, write
 
 app = typer.Typer(add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 
+TESTS = Path(__file__).resolve().parent.parent / "tests"
 Part = Callable[[Clock, Budget, int], Iterable[Row]]
 PARTS: dict[str, Part] = {
     "kernels": gpu_parts.kernels_alone,
@@ -135,31 +137,52 @@ def blocks_command(shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 
 @app.command("all")
 def all_command(
     directory: Annotated[
-        Path | None, typer.Option(file_okay=False, exists=True, help="Write gpu-PART.json into this directory.")
+        Path | None,
+        typer.Option(file_okay=False, exists=True, help="Write gpu-tests.xml and gpu-PART.json into this directory."),
     ] = None,
     device: Device = "cuda",
     shrink: Shrink = 1,
     repeats: Repeats = 5,
     minutes: Minutes = 9,
 ) -> None:
-    """Run all parts, one after the other. If one fails, the others still run."""
+    """Run the tests marked `gpu`, then all parts. If one fails, the others still run.
+
+    Each runs in a process of its own, since no call succeeds in a process after an illegal memory access on the GPU.
+    """
     _require(device)
+    options = {"device": device, "shrink": shrink, "repeats": repeats, "minutes": minutes}
+    commands = {"tests": _tests_command(directory), **{name: _part_command(name, options, directory) for name in PARTS}}
     failed = []
-    for name in PARTS:
-        if name == "blocks" and device == "cpu":
-            print("blocks: left out, since the Triton kernels need a GPU")
+    for name, command in commands.items():
+        if name in ("tests", "blocks") and device == "cpu":
+            print(f"{name}: left out, since the Triton kernels need a GPU")
             continue
-        print(f"{name}: at most {minutes:g} minutes, and the case that is running then")
-        file = None if directory is None else directory / f"gpu-{name}.json"
+        print(f"{name}: at most {minutes + 1:g} minutes", flush=True)
         try:
-            _measure(name, device, shrink, repeats, minutes, file)
-        except Exception as error:
+            code = subprocess.run(command, timeout=60 * (minutes + 1)).returncode
+        except subprocess.TimeoutExpired:
+            code = None
+            print(f"{name}: stopped after {minutes + 1:g} minutes", flush=True)
+        if code != 0:
             failed.append(name)
-            if not isinstance(error, typer.Exit):
-                traceback.print_exc()
     if failed:
         print(f"failed: {', '.join(failed)}")
         raise typer.Exit(1)
+
+
+def _tests_command(directory: Path | None) -> list[str]:
+    """Run the tests marked `gpu`. Triton compiles kernels for them on the CPU, so several run at a time."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "8", str(TESTS)]
+    return command if directory is None else [*command, f"--junitxml={directory.absolute() / 'gpu-tests.xml'}"]
+
+
+def _part_command(name: str, options: dict[str, object], directory: Path | None) -> list[str]:
+    """Run one part, with those of the options that it has."""
+    known = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
+    given = {option: value for option, value in options.items() if option in known}
+    if directory is not None:
+        given["json"] = directory.absolute() / f"gpu-{name}.json"
+    return [sys.executable, __file__, name, *(f"--{option}={value}" for option, value in given.items())]
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -254,27 +255,38 @@ def test_without_a_gpu_a_part_says_so(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(gpu, "PARTS", {name: lambda *_: [{"ms": 1.0}] for name in ("kernels", "ring", "blocks")})
-    shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu", "--directory", str(tmp_path), "--shrink", "8"])
+    monkeypatch.setattr(gpu, "PARTS", {name: gpu.PARTS[name] for name in ("syncs", "blocks")})
+    shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu", "--directory", str(tmp_path), "--shrink", "512"])
     assert shown.exit_code == 0, shown.output
+    assert "tests: left out" in shown.output
     assert "blocks: left out" in shown.output
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["gpu-kernels.json", "gpu-ring.json"]
-    for name in ("kernels", "ring"):
-        written = json.loads((tmp_path / f"gpu-{name}.json").read_text())
-        assert written["claim"] == f"gpu {name}"
-        assert written["options"]["shrink"] == 8
-        assert written["machine"]["versions"]["torch"] == torch.__version__
+    assert [file.name for file in tmp_path.iterdir()] == ["gpu-syncs.json"]
+    written = json.loads((tmp_path / "gpu-syncs.json").read_text())
+    assert written["claim"] == "gpu syncs"
+    assert written["options"]["shrink"] == 512
+    assert written["machine"]["versions"]["torch"] == torch.__version__
+    assert {row["call"] for row in written["rows"]} >= {"plain", "dropout"}
 
 
 def test_all_continues_after_a_part_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: Any) -> Any:
-        raise RuntimeError("this part fails")
+    commands = []
 
-    monkeypatch.setattr(gpu, "PARTS", {"kernels": fail, "ring": lambda *_: [{"ms": 1.5}]})
-    shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu"])
+    def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        assert timeout == 180
+        if "ring" in command:
+            raise subprocess.TimeoutExpired(command, timeout)
+        return subprocess.CompletedProcess(command, 1 if "pytest" in command else 0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(subprocess, "run", run)
+    shown = CliRunner().invoke(gpu.app, ["all", "--minutes", "2"])
     assert shown.exit_code == 1
-    assert "ms 1.500" in shown.output
-    assert "failed: kernels" in shown.output
+    assert "failed: tests, ring" in shown.output
+    assert [command[2] for command in commands[1:]] == [*gpu.PARTS]
+    assert commands[0][2:5] == ["pytest", "-m", "gpu"]
+    assert commands[1][3:] == ["--device=cuda", "--shrink=1", "--repeats=5", "--minutes=2.0"]
+    assert commands[-1][3:] == ["--shrink=1", "--repeats=5", "--minutes=2.0"]  # blocks has no --device
 
 
 def test_rows_are_written_as_they_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
