@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import CUDA, CUDA_KERNELS, Case, CountOperators, cases, check, dense, kernel_id, tile_backward
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ring_backends.kernels import (
@@ -107,6 +109,8 @@ class CudaOperators(TorchDispatchMode):
         # torch caches a plan by the strides of q, k and v, so those of the others must follow from these.
         for x in (do, out):
             assert x.stride() == torch.empty_like(q).stride()
+        if torch.__version__ >= "2.14":
+            assert all(x.stride() == torch.empty_like(x).stride() for x in (q, k, v))
         assert lse.is_contiguous()
         assert lse.shape == (q.shape[:3] if self.cudnn_lse_dims == 3 else (*q.shape[:3], 1))
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
@@ -153,7 +157,11 @@ CUDA_CASES["aten_cuda_efficient"] = cases(head_dims=st.sampled_from([8, 16, 24])
 def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataObject) -> None:
     case = data.draw(CUDA_CASES[kernel.name])
     dtype = data.draw(st.sampled_from(kernel.dtypes))
-    with CudaOperators(cudnn_lse_dims=data.draw(st.sampled_from([3, 4]))) as model:
+    release = TorchVersion(data.draw(st.sampled_from(["2.13.0", "2.14.0"])))
+    with (
+        mock.patch.object(torch, "__version__", release),
+        CudaOperators(cudnn_lse_dims=data.draw(st.sampled_from([3, 4]))) as model,
+    ):
         aten_cudnn._lse_dims.clear()
         check(kernel, case, dtype)
     if min(case.seq_q, case.seq_k, case.seq_older) > 1:

@@ -108,7 +108,9 @@ class AtenCudaCudnnKernel(AtenCudaKernel):
 
         def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
             grad_out, query, key, value, out, lse = tensors
-            query, key, value = map(aligned if torch.__version__ < "2.14" else _without_gaps, (query, key, value))
+            query, key, value = map(aligned, (query, key, value))
+            if torch.__version__ >= "2.14":
+                query, key, value = (_in_layout_of(x, x) for x in (query, key, value))
             row_lse = lse.contiguous()
             return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
                 _in_layout_of(query, grad_out),
@@ -160,7 +162,3 @@ def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: i
 def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
     """Return ``x`` with the strides that torch gives to a tensor like ``query``, copied if needed."""
     return with_strides(x, torch.empty_like(query, device="meta").stride())
-
-
-def _without_gaps(x: Tensor) -> Tensor:
-    return _in_layout_of(x, x)
