@@ -368,7 +368,7 @@ SPILLED = {
 
 None of them is stored or loaded in an innermost loop. Most are loaded once per run of rows, or after all of them. With
 196 such bytes, dK and dV with head_dim 128 took 2.65 ms on an H100, and 3.16 ms with the fastest blocks that need none
-(Triton 3.6).
+(Triton 3.6). The limits of other releases are not known.
 """
 
 
@@ -384,16 +384,17 @@ def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.matrix(reason="compiles for minutes")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for NVIDIA GPUs runs on Linux only")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_compiled_kernels_fit_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
-    known = SPILLED[version("triton").rpartition(".")[0]]
+    known = SPILLED.get(version("triton").rpartition(".")[0])
     for kernel in compiled(capability, head_dim):
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
         launch = capability, head_dim, kernel["kernel"], kernel["variant"]
-        assert kernel["spilled"] <= known.get(launch, 0), kernel
+        assert known is None or kernel["spilled"] <= known.get(launch, 0), kernel
         assert kernel["spills_in_inner_loops"] == 0, kernel
         assert kernel["fuses"], kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel
