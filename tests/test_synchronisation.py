@@ -15,10 +15,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ring_backends import DilatedPattern
 from ring_backends.engine.backward import backward
+from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.decoding import check_step
 from ring_backends.engine.forward import forward
 from ring_backends.engine.hops import Hops, finish
 from ring_backends.engine.inputs import AttentionInputs
@@ -34,7 +37,8 @@ class RefuseCopies(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+        assert func is not torch.ops.aten.index.Tensor, "torch copies an index that is a list, unseen by this mode"
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
         # An operator takes a number on the host as an argument of its launch.
         devices = {x.device.type for x in tensors if x.dim() or x.is_meta}
         assert len(devices) <= 1, f"{func} copies between {devices}"
@@ -91,6 +95,27 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
     assert [x.shape for x in grads] == [x.shape for x in (inputs.query, inputs.key, inputs.value)]
 
 
+@pytest.mark.parametrize("has_mask", [False, True])
+@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
+def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) -> None:
+    dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
+    needs = KernelInputs(torch.device("meta"), dtype, 16, has_key_mask=has_mask, needs_grad=False)
+    if kernel.not_supported_reasons(needs):
+        pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
+    # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
+    cache, pattern = KeyValueCache(Ring(ranks=(0,))), DilatedPattern([64, 300], [1, 2])
+    with RefuseCopies():
+        query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
+        key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
+        ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
+        for _ in range(4):
+            step = check_step(query, key, value, ignored, cache, pattern, None, kernel.name)
+            out, lse = step.local_result()
+            cache.append(key, value, ignored)
+    assert out.shape == (2, 12, 1, 16)
+    assert lse.shape == (2, 12, 1)
+
+
 @pytest.mark.parametrize(
     "wait",
     [
@@ -100,6 +125,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
         lambda numbers: numbers.sum().item(),
         lambda numbers: bool(numbers.isfinite().all()),
         lambda numbers: numbers[numbers > 0],
+        lambda numbers: numbers[[0, 0, 1]],
         lambda numbers: numbers.nonzero(),
         lambda numbers: numbers.repeat_interleave(numbers.long()),
     ],

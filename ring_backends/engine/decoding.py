@@ -20,6 +20,7 @@ from ring_backends.engine.validation import check_tensors
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.base import split_scale
+from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
@@ -96,14 +97,14 @@ class Step:
         key: Tensor | None,
         value: Tensor | None,
         ignored: Tensor | None,
-        kv_heads: slice | list[int],
+        kv_heads: slice | tuple[int, ...],
         rows: slice,
         *,
         is_causal: bool,
     ) -> tuple[Tensor, Tensor]:
         assert key is not None
         assert value is not None
-        tile_key, tile_value = (x[:, :, rows][:, kv_heads] for x in (key, value))
+        tile_key, tile_value = (_heads_of(x[:, :, rows], kv_heads) for x in (key, value))
         mask = None
         if ignored is not None:
             mask = ignored[:, None, rows].expand(-1, tile_key.shape[1], -1)
@@ -288,13 +289,20 @@ def _as_slice(numbers: range) -> slice:
     return slice(numbers.start, numbers.stop, numbers.step)
 
 
-def _kv_heads(heads: range, group_size: int) -> slice | list[int]:
+def _kv_heads(heads: range, group_size: int) -> slice | tuple[int, ...]:
     """The key/value heads of some heads, so that their order fits a kernel's grouped heads."""
-    of_heads = [head // group_size for head in heads]
+    of_heads = tuple(head // group_size for head in heads)
     distinct = sorted(set(of_heads))
     per_head = len(of_heads) // len(distinct)
-    if of_heads != [head for head in distinct for _ in range(per_head)]:
+    if of_heads != tuple(head for head in distinct for _ in range(per_head)):
         return of_heads
     step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
     found = range(distinct[0], distinct[-1] + 1, step)
-    return _as_slice(found) if [*found] == distinct else distinct
+    return _as_slice(found) if [*found] == distinct else tuple(distinct)
+
+
+def _heads_of(tensor: Tensor, heads: slice | tuple[int, ...]) -> Tensor:
+    """The chosen heads of a tensor [batch, heads, ...]."""
+    if isinstance(heads, slice):
+        return tensor[:, heads]
+    return tensor.index_select(1, constant(heads, tensor))
