@@ -155,7 +155,7 @@ def all_command(
     failed = []
     for name, command in commands.items():
         if name in ("tests", "blocks") and device == "cpu":
-            print(f"{name}: left out, since the Triton kernels need a GPU")
+            print(f"{name}: left out, since they need a GPU")
             continue
         print(f"{name}: at most {minutes + 1:g} minutes", flush=True)
         try:
