@@ -255,6 +255,7 @@ def test_without_a_gpu_a_part_says_so(monkeypatch: pytest.MonkeyPatch, name: str
 
 
 def test_all_writes_a_file_per_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)  # a program of bench/ imports modules beside it
     monkeypatch.setattr(gpu, "PARTS", {name: gpu.PARTS[name] for name in ("syncs", "blocks")})
     shown = CliRunner().invoke(gpu.app, ["all", "--device", "cpu", "--directory", str(tmp_path), "--shrink", "512"])
     assert shown.exit_code == 0, shown.output
