@@ -160,7 +160,7 @@ def test_hard_requirements_are_torch_typer_and_rich(metadata: Message) -> None:
 
 def test_metadata(metadata: Message) -> None:
     assert metadata["Name"] == "ring-backends"
-    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.15"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("License-File") == ["LICENSE"]
 
