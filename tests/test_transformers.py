@@ -235,17 +235,15 @@ def call(model: Any, **changes: Any) -> None:
         ({"attention_mask": torch.zeros(2, 1, N, N)}, r"attention_mask is \[2, 1, 45, 45\]"),
         ({"position_ids": torch.arange(N).flip(0)[None], "attention_mask": torch.ones(2, N)}, "position_ids = "),
         ({"position_ids": torch.arange(N)[None] % 20}, "in packed sequences or .* call the model with shard_inputs"),
-        ({"use_cache": True, "past_key_values": "full"}, "key/value caches"),
+        ({"use_cache": True, "past_key_values": ...}, "past_key_values is given: key/value caches"),
     ],
     ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
 )
 def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     register(native.RingDilatedAttention(*DILATED))
     model = make_model("llama", "ring_dilated")
-    if changes.get("past_key_values") == "full":
-        cache = transformers.DynamicCache(config=model.config)
-        call(model, use_cache=True, past_key_values=cache)
-        changes = {**changes, "past_key_values": cache}
+    if "past_key_values" in changes:
+        changes = {**changes, "past_key_values": transformers.DynamicCache(config=model.config)}
     with pytest.raises(ValueError, match=message):
         call(model, **changes)
 

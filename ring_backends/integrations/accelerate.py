@@ -45,6 +45,7 @@ def attach(
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
     timeout: timedelta = timedelta(seconds=300),
+    probe: bool = True,
     **options: Any,
 ) -> Ring:
     """Put a Hugging Face model on rings of an Accelerator's processes. Every process makes this call.
@@ -63,6 +64,7 @@ def attach(
         ring_size: number of processes per ring. None is the size of the cp axis, or all processes without one.
         layout: ``"contiguous"`` or ``"zigzag"``.
         timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
         options: of the attention, such as ``head_mode`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).
 
@@ -75,7 +77,7 @@ def attach(
             message names it.
     """
     ring = join(accelerator, ring_size, layout, timeout)
-    use_ring(model, native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options))
+    use_ring(model, native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options), probe=probe)
     return ring
 
 

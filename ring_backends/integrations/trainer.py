@@ -22,12 +22,12 @@ from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.accelerate import join, replace_method
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
+from ring_backends.integrations.transformers.probe import LabelOf
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
     inner_model,
     labels_of_rows,
-    predicts_next,
-    use_ring,
+    put_on_ring,
 )
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
@@ -67,6 +67,7 @@ def attach(
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
     timeout: timedelta = timedelta(seconds=300),
+    probe: bool = True,
     **options: Any,
 ) -> Ring:
     """Put a Trainer and its model on rings. Every process makes this call, after ``Trainer(…)`` and before ``train()``.
@@ -78,7 +79,7 @@ def attach(
     Args:
         trainer: a ``transformers.Trainer`` with a causal or masked language model or a token classifier, also within a
             ``PeftModel``.
-        segment_lengths, dilation_rates, ring_size, layout, timeout, options: as in
+        segment_lengths, dilation_rates, ring_size, layout, timeout, probe, options: as in
             :func:`ring_backends.integrations.accelerate.attach`.
 
     Returns:
@@ -92,8 +93,8 @@ def attach(
     _check_trainer(trainer)
     ring = join(trainer.accelerator, ring_size, layout, timeout)
     attention = native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
-    use_ring(trainer.model, attention, label_smoothing=trainer.args.label_smoothing_factor)
-    attached = _Attached(trainer, ring)
+    sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
+    attached = _Attached(trainer, ring, sharded.label_of)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
     replacements = {
         "compute_loss": attached.compute_loss,
@@ -123,12 +124,11 @@ def _check_trainer(trainer: Any) -> None:
 class _Attached:
     """The methods of a Trainer that a ring replaces."""
 
-    def __init__(self, trainer: Any, ring: Ring) -> None:
-        self.trainer, self.ring = trainer, ring
+    def __init__(self, trainer: Any, ring: Ring, label_of: LabelOf | None) -> None:
+        self.trainer, self.ring, self.label_of = trainer, ring, label_of
         self.original_prediction_step = trainer.prediction_step
         self.is_evaluating = False
         inner, smoother = inner_model(trainer.model), trainer.label_smoother
-        self.predicts_next = predicts_next(inner)
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
         self.takes_num_items = trainer.model_accepts_loss_kwargs and (
             "loss_function" in inspect.unwrap(type(inner).forward).__code__.co_names
@@ -148,7 +148,7 @@ class _Attached:
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
         else:
-            labels = labels_of_rows(inputs, self.predicts_next)
+            labels = labels_of_rows(inputs, self.label_of)
             if labels is None:
                 raise ValueError(f"the batch has {', '.join(inputs)}, and no labels: there is no loss; add labels.")
             # Without average_tokens_across_devices, num_items_in_batch is that of this ring. In an evaluation a ring
@@ -191,7 +191,7 @@ class _Attached:
         input_ids = inputs["input_ids"]
         sequences = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
         if len(input_ids) < size:  # a collator has packed the sequences into one
-            sequences = documents_of(input_ids, inputs.get("position_ids"), inputs.get("cu_seq_lens_q"))
+            sequences = documents_of(inputs)
         is_repeated = sequences >= state.remainder - self.ring.data_rank * size
         masked = {name: inputs[name].masked_fill(is_repeated, IGNORED) for name in LABELS & inputs.keys()}
         return {**inputs, **masked}

@@ -13,6 +13,7 @@ batches instead, and :func:`generate` continues a text.
 
 from __future__ import annotations
 
+import ring_backends.integrations.transformers.calls  # noqa: F401, checks calls of models
 from ring_backends.integrations.transformers.attention import register
 from ring_backends.integrations.transformers.generation import generate
 from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
+from ring_backends.engine.validation import check_tensors
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.ring.ring import Ring
 
@@ -46,8 +48,36 @@ _OTHER_MASK = (
 )
 
 
-registered: dict[str, RingDilatedAttention] = {}
-"""The attention of every registered name."""
+@dataclass(frozen=True)
+class Registration:
+    """What is registered under one name.
+
+    Attributes:
+        attention: the attention that every layer gets a copy of.
+        probes: whether a model is probed before its first call.
+        takes_whole_batches: whether hooks of the model cut its arguments, as those of ``use_ring`` do.
+    """
+
+    attention: RingDilatedAttention
+    probes: bool = True
+    takes_whole_batches: bool = False
+
+
+registered: dict[str, Registration] = {}
+"""What is registered, by name."""
+
+is_probing: ContextVar[bool] = ContextVar("is_probing", default=False)
+"""Whether the layers compute :func:`_attend_alone`, for :mod:`ring_backends.integrations.transformers.probe`."""
+
+_HOW_TO_CALL = {
+    False: "call the model with shard_inputs(ring, input_ids=…)",
+    True: (
+        "use_ring() cuts the batch in a call of the model that it was given. Call model(…), not model.forward(…) or a "
+        "model inside of it. After get_peft_model(), merge_and_unload() or a copy of the configuration, call "
+        "use_ring() on the result"
+    ),
+}
+"""What to do if the layers are called without the arguments of a shard, by ``takes_whole_batches``."""
 
 current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
 """What the layers compute while :func:`~ring_backends.integrations.transformers.generate` runs; None at other times."""
@@ -58,21 +88,32 @@ class Step:
     """One call of a model with caches of keys and values.
 
     Attributes:
-        caches: the cache of each layer, by its ``layer_idx``.
+        new_cache: makes an empty cache.
+        caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
+            of the model. Each of these calls has a cache of its own.
         seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
             tokens, the same on every rank.
     """
 
-    caches: list[KeyValueCache]
+    new_cache: Callable[[], KeyValueCache]
+    caches: list[list[KeyValueCache]]
     seq_len: int | None = None
+
+    def begin(self) -> None:
+        """Begin a call of the model."""
+        self._num_calls = [0] * len(self.caches)
 
     def attend(self, attention: RingDilatedAttention, layer: nn.Module, tensors: list[Tensor], mask: _RingMask) -> Any:
         """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, head_dim]."""
         index: Any = getattr(layer, "layer_idx", None)
         if index is None or index >= len(self.caches):
             raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
+        caches, call = self.caches[index], self._num_calls[index]
+        self._num_calls[index] += 1
+        if call == len(caches):
+            caches.append(self.new_cache())
         ignored = None if mask.padding is None else ~mask.padding
-        arguments = *tensors, self.caches[index]
+        arguments = *tensors, caches[call]
         if self.seq_len is not None:
             return attention.prefill(*arguments, seq_len=self.seq_len, key_padding_mask=ignored)
         return attention.decode(*arguments, key_padding_mask=ignored)
@@ -87,7 +128,7 @@ class _RingMask:
     refusal: str | None = None
 
 
-def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> None:
+def register(attention: RingDilatedAttention, name: str = "ring_dilated", *, probe: bool = True) -> None:
     """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
 
     The model's masks decide whether the attention is causal. Grouped key/value heads, padding masks, packed sequences
@@ -99,11 +140,19 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
     Args:
         attention: a RingDilatedAttention of any adapter. Every layer of a model gets a copy.
         name: value of ``attn_implementation``. An existing name is replaced.
+        probe: whether a model is tried before its first call on a ring of several ranks
+            (:mod:`ring_backends.integrations.transformers.probe`).
 
     Raises:
         TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` is not a string.
         ValueError: ``attention`` has dropout. The model's configuration decides about it.
     """
+    register_as(name, Registration(attention, probe))
+
+
+def register_as(name: str, registration: Registration) -> None:
+    """Register an attention. For the errors, see :func:`register`."""
+    attention = registration.attention
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(
             f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter; make one with "
@@ -149,17 +198,28 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
             _check_layer(module, query.shape[2], key.shape[2])
             if step is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
+        rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
+        if is_probing.get():
+            check_tensors(rows[0], rows[1], rows[2], None)
+            if seq_len is None:
+                raise ValueError(
+                    f"{type(module).__name__} does not pass the arguments of the model on to its attention, which "
+                    "cannot know the length of the sequence (seq_len)."
+                )
+            return _attend_alone(query, key, value), None
         own = attention_of(module)
         if own.dropout_p != dropout:  # the model passes 0 after its eval()
             own.dropout_p = dropout
             own.train()
-        rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if step is not None:
             return step.attend(own, module, rows, mask), None
         with ring.report_refusals():
             config = getattr(module, "config", None)
             if ring.size > 1:
-                _check_model(config, seq_len)
+                if seq_len is None:
+                    how_to_call = _HOW_TO_CALL[registration.takes_whole_batches]
+                    raise ValueError(f"seq_len is not given: the layers got no arguments of a shard; {how_to_call}.")
+                check_config(config)
             if position_ids is not None and document_ids is None:
                 _check_positions(position_ids, ring, query.shape[2], seq_len, config)
         out = own(
@@ -199,9 +259,22 @@ def register(attention: RingDilatedAttention, name: str = "ring_dilated") -> Non
         is_known = mask_function in (causal_mask_function, bidirectional_mask_function)
         return _RingMask(padding, mask_function is causal_mask_function, None if is_known else _OTHER_MASK)
 
-    registered[name] = attention
+    registered[name] = registration
     AttentionInterface.register(name, forward)
     AttentionMaskInterface.register(name, make_mask)
+
+
+def _attend_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A stand-in for attention, in which every row depends on its own query, key and value alone.
+
+    q, k and v are [batch, heads, rows, head_dim]; the result is [batch, rows, heads, head_dim of v].
+    """
+    groups = query.shape[1] // key.shape[1]
+    weights = torch.linspace(-1, 1, query.shape[-1], dtype=query.dtype, device=query.device)
+    # Unlike a softmax or a sigmoid, asinh shows every change of a large query or key.
+    of_query, of_key = (torch.asinh(rows @ weights) for rows in (query, key))
+    factors = of_query + of_key.repeat_interleave(groups, 1)
+    return (factors.unsqueeze(-1) * value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
 
 
 def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
@@ -227,16 +300,6 @@ def _check_layer(module: nn.Module, num_queries: int, num_keys: int) -> None:
         )
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
-
-
-def _check_model(config: Any, seq_len: int | None) -> None:
-    """Refuse models whose result on several ranks would differ from that on one rank."""
-    if seq_len is None:
-        raise ValueError(
-            "seq_len is not given: the arguments of the model are not those of a shard; call the model with "
-            "shard_inputs(ring, input_ids=…)."
-        )
-    check_config(config)
 
 
 def check_config(config: Any) -> None:

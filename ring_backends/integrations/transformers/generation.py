@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ except ImportError as error:
     ) from error
 
 _REFUSED = {
+    "cache": "the ring has caches of its own",
     "past_key_values": "the ring has caches of its own",
     "cache_implementation": "the ring has caches of its own",
     "inputs_embeds": "give input_ids",
@@ -77,12 +80,12 @@ def generate(
     agree(ring, "generate", {name: describe(value) for name, value in given.items()})
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
-    caches = [KeyValueCache(ring, max_len) for _ in range(inner.config.get_text_config().num_hidden_layers)]
-    generation = _Generation(ring, Step(caches))
+    caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
+    generation = _Generation(inner, ring, Step(partial(KeyValueCache, ring, max_len), caches))
     hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
     token = current_step.set(generation.step)
     generating: Any = model
-    options = {"attention_mask": attention_mask, "past_key_values": generation.cache, **generation_options}
+    options = {"attention_mask": attention_mask, **generation.cache, **generation_options}
     options["use_cache"] = True  # the model's configuration may say otherwise
     try:
         with torch.no_grad():
@@ -100,7 +103,7 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
             f"attn_implementation = {name!r}: expected a registered one; call register(attention) and "
             "model.set_attn_implementation('ring_dilated'), or use_ring(model, attention)."
         )
-    own = registered[name].ring
+    own = registered[name].attention.ring
     if own is not ring:
         raise ValueError(
             f"ring = a {ring.layout_kind} ring of {ring.size}: expected that of the registered attention, a "
@@ -131,16 +134,21 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
 class _Generation:
     """The caches of one call of :func:`generate`, and the hook that distributes the prompt."""
 
-    def __init__(self, ring: Ring, step: Step) -> None:
+    def __init__(self, inner: Any, ring: Ring, step: Step) -> None:
         self.ring, self.step = ring, step
-        self.cache = Cache(layers=[_RingLayer(cache) for cache in step.caches])
+        # transformers 5.24 has renamed the argument.
+        name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
+        self.cache = {name: Cache(layers=[_RingLayer(caches) for caches in step.caches])}
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
+        if self.step.seq_len is not None:  # base_model of a model without a head is the model itself
+            return args, kwargs
         input_ids: Any = kwargs.get("input_ids")
-        self._check(input_ids, kwargs)
-        is_prompt = not self.step.caches[0].seq_len
-        if not is_prompt or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
+        num_cached = self._num_cached()
+        self._check(input_ids, kwargs, num_cached)
+        self.step.begin()
+        if num_cached or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
             return args, kwargs
         length = input_ids.shape[1] - 1
         rows = {name: value for name, value in kwargs.items() if _has_rows(value, input_ids)}
@@ -152,20 +160,24 @@ class _Generation:
             local["attention_mask"] = torch.ones_like(local["input_ids"])
         self.step.seq_len = length
         try:
-            module.base_model(**local, past_key_values=self.cache, use_cache=True)
+            module.base_model(**local, **self.cache, use_cache=True)
         finally:
             self.step.seq_len = None
+        self.step.begin()
         last = {name: value[:, length:] for name, value in rows.items() if name != "attention_mask"}
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
         return args, {**kwargs, **last}
 
-    def _check(self, input_ids: object, kwargs: dict[str, Any]) -> None:
+    def _num_cached(self) -> int:
+        return max((cache.seq_len for caches in self.step.caches for cache in caches), default=0)
+
+    def _check(self, input_ids: object, kwargs: dict[str, Any], num_cached: int) -> None:
         """Check that the loop passes only what follows the tokens in the caches."""
         with self.ring.report_refusals():
             if not isinstance(input_ids, Tensor):
                 raise ValueError("input_ids is not given: the model generates from other inputs; use a text model.")
-            num_cached, mask = self.step.caches[0].seq_len, kwargs.get("attention_mask")
+            mask = kwargs.get("attention_mask")
             if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] != num_cached + input_ids.shape[1]:
                 raise ValueError(
                     f"attention_mask is {[*mask.shape]}: expected {num_cached} tokens of the caches and "
@@ -182,14 +194,14 @@ def _has_rows(value: object, input_ids: Tensor) -> bool:
 
 
 class _RingLayer(CacheLayerMixin):
-    """What transformers' loop needs to know of the cache of one layer. The attention itself uses the cache."""
+    """What transformers' loop needs to know of the caches of one layer. The attention itself uses the caches."""
 
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, cache: KeyValueCache) -> None:
+    def __init__(self, caches: list[KeyValueCache]) -> None:
         super().__init__()
-        self.cache = cache
+        self.caches = caches
         self.is_initialized = True
 
     def lazy_initialization(self, *tensors: Tensor) -> None:
@@ -200,11 +212,11 @@ class _RingLayer(CacheLayerMixin):
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
-        return self.cache.seq_len
+        return self.caches[0].seq_len if self.caches else 0
 
     def get_mask_sizes(self, new: Any, *args: Any) -> tuple[int, int]:
         """(number of keys, 0). ``new`` is the number of new tokens, or their positions in older releases."""
-        return self.cache.seq_len + (new if isinstance(new, int) else len(new)), 0
+        return self.get_seq_length() + (new if isinstance(new, int) else len(new)), 0
 
     def get_max_length(self) -> int:
         return -1
@@ -213,18 +225,21 @@ class _RingLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.cache.truncate(0)
+        self.crop(0)
 
     def crop(self, max_length: int) -> None:
         """Keep ``max_length`` tokens, or remove the last ``-max_length``."""
-        self.cache.truncate(max_length if max_length >= 0 else self.cache.seq_len + max_length)
+        for cache in self.caches:
+            cache.truncate(max_length if max_length >= 0 else cache.seq_len + max_length)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.cache.select_batch(beam_idx)
+        for cache in self.caches:
+            cache.select_batch(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.cache.select_batch(indices)
+        self.reorder_cache(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        assert self.cache.key is not None
-        self.cache.select_batch(torch.arange(len(self.cache.key)).repeat_interleave(repeats))
+        for cache in self.caches:
+            assert cache.key is not None
+            cache.select_batch(torch.arange(len(cache.key)).repeat_interleave(repeats))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +16,8 @@ from ring_backends.ring.ring import Ring
 IGNORED = -100
 """The label that losses of transformers ignore."""
 
-FOR_FLASH_ATTENTION = frozenset(("cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
-"""What DataCollatorWithFlattening adds to ``cu_seq_lens_q``."""
+MARKS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
+"""Arguments that only mark packed documents. DataCollatorWithFlattening makes them."""
 
 
 def shard_inputs(
@@ -26,7 +28,6 @@ def shard_inputs(
     labels: Tensor | None = None,
     next_token_labels: bool = True,
     position_ids: Tensor | None = None,
-    cu_seq_lens_q: Tensor | None = None,
     first_position: int = 0,
     **others: Any,
 ) -> dict[str, Any]:
@@ -35,17 +36,17 @@ def shard_inputs(
     Args:
         ring: the ring of the registered attention.
         input_ids: int64 [batch, seq].
-        attention_mask: [batch, seq], 0 where a token is padding.
+        attention_mask: [batch, seq], 0 where a token is padding. Numbers above 1 are those of packed documents.
         labels: int64 [batch, seq], as for the model on one device; ``IGNORED``, −100, where there is no label.
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
         position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``; None for one
             document per batch entry. DataCollatorWithFlattening makes them.
-        cu_seq_lens_q: int [documents + 1], 0 and the end of each packed document. The same collator makes them with
-            ``return_flash_attn_kwargs=True``. Its other arguments for flash-attn may be given, and are left out.
         first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
-        others: other tensors [batch, seq, …], such as token_type_ids.
+        others: other tensors [batch, seq, …], such as token_type_ids; or other marks of packed documents:
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int [documents + 1], 0 and the end of each document; ``seq_idx``,
+            int [batch, seq], the number of each token's document; ``max_length_q`` and ``max_length_k`` beside them.
 
     Returns:
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``seq_len``, and ``document_ids`` for
@@ -54,19 +55,22 @@ def shard_inputs(
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
-            documents; or ``seq_len`` or ``document_ids`` is given.
+            documents; two arguments mark different documents; or ``seq_len`` or ``document_ids`` is given.
     """
     for name in {"seq_len", "document_ids"} & set(others):
         raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
     seq_len = input_ids.shape[1]
-    positions, documents = _positions_and_documents(input_ids, position_ids, cu_seq_lens_q, first_position)
+    given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **others}
+    positions, documents = _positions_and_documents(given, first_position)
+    if attention_mask is not None and _numbers_documents(attention_mask):
+        attention_mask = (attention_mask != 0).to(attention_mask.dtype)
     is_packed = bool((documents != 0).any())
     if attention_mask is None and (is_packed or (ring.layout_kind == "zigzag" and ring.size > 1)):
         # Without a mask, transformers treats every jump in the positions as the start of a new document.
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
     whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
-    whole |= {name: tensor for name, tensor in others.items() if name not in FOR_FLASH_ATTENTION}
+    whole |= {name: tensor for name, tensor in others.items() if name not in MARKS}
     if labels is not None:
         whole["labels"] = labels
         if next_token_labels:
@@ -85,34 +89,71 @@ def next_labels(labels: Tensor) -> Tensor:
     return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
-def documents_of(input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None) -> Tensor:
-    """The number of each token's packed document, [batch, seq]."""
-    return _positions_and_documents(input_ids, position_ids, cu_seq_lens, 0)[1]
+def documents_of(batch: Mapping[str, Any]) -> Tensor:
+    """The number of each token's packed document, [batch, seq], from the arguments of a model."""
+    return _positions_and_documents(batch, 0)[1]
 
 
-def _positions_and_documents(
-    input_ids: Tensor, position_ids: Tensor | None, cu_seq_lens: Tensor | None, first_position: int
-) -> tuple[Tensor, Tensor]:
+def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> tuple[Tensor, Tensor]:
     """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
-    batch, seq_len = input_ids.shape[:2]
-    if position_ids is not None and position_ids.shape not in ((batch, seq_len), (1, seq_len)):
-        raise ValueError(f"position_ids is {[*position_ids.shape]}: expected {[batch, seq_len]}, as input_ids.")
-    positions = torch.arange(seq_len, device=input_ids.device).expand(batch, -1)
-    documents = torch.zeros_like(positions)
-    if cu_seq_lens is not None:
-        if batch != 1:
-            raise ValueError(f"cu_seq_lens_q is given for a batch of {batch}; pack all documents into one batch entry.")
-        documents = document_ids(cu_seq_lens, seq_len).to(positions)
-        positions = positions - cu_seq_lens.to(positions)[documents]  # in padding, −1 is the end of the last document
-    elif position_ids is not None:
-        documents = (position_ids == first_position).expand(batch, -1).cumsum(1) - 1
-        starts = torch.where(documents.diff(dim=1, prepend=documents[:, :1] - 1) > 0, positions, 0)
-        positions = positions - starts.cummax(1).values
-    positions = positions + first_position
-    if position_ids is not None and not torch.equal(positions, position_ids.expand(batch, -1)):
+    input_ids, position_ids, mask = (batch.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
+    assert isinstance(input_ids, Tensor)
+    shape = input_ids.shape[:2]
+    if position_ids is not None and position_ids.shape not in (shape, (1, shape[1])):
+        raise ValueError(f"position_ids is {[*position_ids.shape]}: expected {[*shape]}, as input_ids.")
+    is_real = torch.ones(shape, dtype=torch.bool, device=input_ids.device)
+    if mask is not None and mask.shape == shape:
+        is_real = mask != 0
+    marked = _marked_documents(batch, is_real)
+    name, documents = next(iter(marked.items()), ("", torch.zeros_like(is_real, dtype=torch.int64)))
+    if not marked and position_ids is not None:
+        starts = (position_ids == first_position).expand(shape).cumsum(1)
+        documents = starts - 1  # −1 before the first start, where only padding may be
+        documents = documents + ((documents < 0) & is_real).any(1, keepdim=True)
+    places = torch.arange(shape[1], device=input_ids.device).expand(shape)
+    is_start = documents.diff(dim=1, prepend=documents[:, :1]) != 0
+    positions = places - torch.where(is_start, places, 0).cummax(1).values + first_position
+    if position_ids is not None and bool(((positions != position_ids) & is_real).any()):
         raise ValueError(
             f"position_ids = {position_ids.flatten()[:4].tolist()}…: expected numbers that begin with {first_position} "
-            "and go on by 1 in each packed document, those of cu_seq_lens_q if that is given; leave them out for one "
+            f"and go on by 1 in each packed document{f', those of {name}' if name else ''}; leave them out for one "
             "document per batch entry."
         )
     return positions, documents
+
+
+def _marked_documents(batch: Mapping[str, Any], is_real: Tensor) -> dict[str, Tensor]:
+    """The numbers of the documents, [batch, seq], by the argument that marks them; −1 where there is no document."""
+    batch_size, seq_len = is_real.shape
+    numbers: dict[str, Tensor] = {}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if batch.get(name) is not None:
+            if batch_size != 1:
+                raise ValueError(
+                    f"{name} is given for a batch of {batch_size}; pack all documents into one batch entry."
+                )
+            numbers[name] = document_ids(batch[name], seq_len)
+    for name in ("max_length_q", "max_length_k"):
+        if batch.get(name) is not None and not numbers:
+            raise ValueError(f"{name} is given without cu_seq_lens_q, which marks the documents; give both or neither.")
+    if batch.get("seq_idx") is not None:
+        numbers["seq_idx"] = batch["seq_idx"]
+    if batch.get("attention_mask") is not None and _numbers_documents(batch["attention_mask"]):
+        numbers["attention_mask"] = batch["attention_mask"]
+    documents: dict[str, Tensor] = {}
+    for name, given in numbers.items():
+        if given.shape not in (is_real.shape, (1, seq_len)):
+            raise ValueError(f"{name} is {[*given.shape]}: expected {[*is_real.shape]}, as input_ids.")
+        is_none = given < 1 if name == "attention_mask" else given < 0
+        changes = given.diff(dim=1, prepend=given[:, :1]) != 0
+        documents[name] = changes.cumsum(1).masked_fill(is_none, -1).expand(is_real.shape).to(is_real.device)
+    for (name, one), (other_name, other) in pairwise(documents.items()):
+        differ = (one.diff(dim=1) != 0) != (other.diff(dim=1) != 0)
+        if bool((differ & is_real[:, 1:] & is_real[:, :-1]).any()):
+            raise ValueError(f"{name} and {other_name} mark different documents: leave one of them out.")
+    return documents
+
+
+def _numbers_documents(attention_mask: Tensor) -> bool:
+    """Whether a mask has the number of each token's document, from 1 on, instead of 1 for every token."""
+    return attention_mask.dtype != torch.bool and attention_mask.dim() == 2 and bool((attention_mask > 1).any())

@@ -6,8 +6,9 @@ loop for one device stays as it is.
 
 from __future__ import annotations
 
+import copy
 import inspect
-import itertools
+import secrets
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,8 +19,16 @@ from torch.nn import functional as F
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
-from ring_backends.integrations.transformers.attention import check_config, current_step, first_position_of, register
-from ring_backends.integrations.transformers.inputs import FOR_FLASH_ATTENTION, IGNORED, next_labels, shard_inputs
+from ring_backends.integrations.transformers.attention import (
+    Registration,
+    check_config,
+    current_step,
+    first_position_of,
+    register_as,
+)
+from ring_backends.integrations.transformers.inputs import IGNORED, MARKS, next_labels, shard_inputs
+from ring_backends.integrations.transformers.probe import Findings, LabelOf
+from ring_backends.integrations.transformers.probe import probe as probe_model
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
@@ -41,16 +50,18 @@ _WITHOUT_HEAD = frozenset(name for name in modeling_auto.MODEL_MAPPING_NAMES.val
 
 _REFUSED = {
     "inputs_embeds": "it is not supported; give input_ids",
+    "cache": "key/value caches are not supported by a ring; call the model on whole sequences",
     "past_key_values": "key/value caches are not supported by a ring; call the model on whole sequences",
     "encoder_hidden_states": "cross-attention is not supported; use a model without it",
 }
 """Arguments of a model that must be absent. Each maps to what the user can do."""
 
 LABELS = frozenset(("labels", "shift_labels"))
-_registrations = itertools.count(1)
 
 
-def use_ring(model: nn.Module, attention: RingDilatedAttention, *, label_smoothing: float = 0.0) -> None:
+def use_ring(
+    model: nn.Module, attention: RingDilatedAttention, *, label_smoothing: float = 0.0, probe: bool = True
+) -> None:
     """Put a Hugging Face model on the ring of ``attention``, with whole batches as its arguments.
 
     After this call every rank of a ring calls the model with the same whole batch, as on one device. The ranks share
@@ -64,24 +75,44 @@ def use_ring(model: nn.Module, attention: RingDilatedAttention, *, label_smoothi
             ``PeftModel``. Call this function before the model is wrapped or compiled.
         attention: a RingDilatedAttention of any adapter. Every layer gets a copy.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
+        probe: whether to try the model with short random sequences first
+            (:mod:`ring_backends.integrations.transformers.probe`).
 
     Raises:
         TypeError: ``model`` is not such a model, or ``attention`` is not a RingDilatedAttention.
         ValueError: the model has a part that is not supported by a ring, or is on a ring already. Its forward raises
             ValueError for arguments that are not supported, and RingMismatchError if the batches of the ranks differ.
     """
+    put_on_ring(model, attention, label_smoothing, probe)
+
+
+def put_on_ring(
+    model: nn.Module, attention: RingDilatedAttention, label_smoothing: float, probe: bool
+) -> ShardedForward:
+    """Do what :func:`use_ring` does, and return the model's hooks."""
     inner = inner_model(model)
     for hook in model._forward_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), _ShardedForward):
+        if isinstance(getattr(hook, "__self__", None), ShardedForward):
             raise ValueError(f"model = {type(inner).__name__}: is on a ring already; call this once for each model.")
-    check_config(inner.config)
-    name = f"ring_dilated_{next(_registrations)}"
-    register(attention, name)
-    sharded = _ShardedForward(inner, attention.ring, name, label_smoothing)
-    inner.set_attn_implementation(name)
-    sharded.check_implementation("it has an attention of its own; use a model of transformers' attention interface")
+    for config in (inner.config, inner.config.get_text_config()):
+        check_config(config)
+    name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
+    register_as(name, Registration(attention, takes_whole_batches=True))
+    sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
+    own_implementation = inner.config._attn_implementation
+    try:
+        with attention.ring.report_refusals():
+            inner.set_attn_implementation(name)
+            sharded.check_implementation("it has an attention of its own; use a model of the attention interface")
+            has_values = not any(parameter.is_meta for parameter in inner.parameters())
+            if probe and has_values:
+                sharded.use(probe_model(inner, "use_ring(…, probe=False) and attach(…, probe=False) skip this check"))
+    except Exception:
+        inner.set_attn_implementation(own_implementation)
+        raise
     model.register_forward_pre_hook(sharded.before, with_kwargs=True)
     model.register_forward_hook(sharded.after, with_kwargs=True)
+    return sharded
 
 
 def inner_model(model: nn.Module) -> Any:
@@ -99,13 +130,13 @@ def inner_model(model: nn.Module) -> Any:
     return inner
 
 
-class _ShardedForward:
+class ShardedForward:
     """The hooks of one model: ``before`` cuts its arguments, and ``after`` adds the loss to its result."""
 
     def __init__(self, inner: Any, ring: Ring, attn_implementation: str, label_smoothing: float) -> None:
-        self.predicts_next = predicts_next(inner)
-        self.predicts = self.predicts_next or bool(_class_names(inner) & _PREDICT_OWN)
-        is_known = self.predicts or bool(_class_names(inner) & _WITHOUT_HEAD)
+        names = {base.__name__ for base in type(inner).__mro__}
+        self.label_of: LabelOf | None = "next" if names & _PREDICT_NEXT else "own" if names & _PREDICT_OWN else None
+        is_known = self.label_of is not None or bool(names & _WITHOUT_HEAD)
         if not is_known or getattr(inner, "pooler", None) is not None:
             raise ValueError(
                 f"model = {type(inner).__name__}: its head may pool rows, of which each rank has only a part; use the "
@@ -116,8 +147,27 @@ class _ShardedForward:
         self.models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
         self.names = [*inspect.signature(inner.forward).parameters]
         self.first_position = first_position_of(inner.config)
+        self.skips_padding = self.first_position > 0
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
+
+    def use(self, findings: Findings) -> None:
+        """Replace what the class of the model suggests by what a probe has found."""
+        self.first_position, self.skips_padding = findings.first_position, findings.skips_padding
+        if findings.labels_of is not None and self.label_of not in findings.labels_of:
+            self.label_of = next(iter(findings.labels_of), None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedForward:
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self.inner).__name__} is on a ring, and cannot be pickled: save model.state_dict(), or call "
+            "model.save_pretrained(), and call use_ring() on the model that loads it."
+        )
 
     def check_implementation(self, what_to_do: str) -> None:
         for model in self.models:
@@ -139,14 +189,18 @@ class _ShardedForward:
             self._check(batch)
         if self.ring.size > 1:
             agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
-        num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.predicts_next)
+        num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
         if labels is not None:
             self.labels = self.ring.shard(labels)
             self.count = (labels != IGNORED).sum() if num_items is None else num_items
         batch = {name: value for name, value in batch.items() if name not in LABELS}
         if "use_cache" in self.names:
             batch["use_cache"] = False
-        whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in FOR_FLASH_ATTENTION}
+        if self.skips_padding and "position_ids" not in batch:
+            with self.ring.report_refusals():
+                positions = self._positions_after_padding(batch)
+            batch |= {} if positions is None else {"position_ids": positions}
+        whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         return (), {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
 
@@ -186,34 +240,40 @@ class _ShardedForward:
         for name in LABELS & batch.keys():
             if batch[name].shape != shape:
                 raise ValueError(f"{name} is {[*batch[name].shape]}: expected {[*shape]}, as input_ids.")
-            if not self.predicts:
-                raise ValueError(f"{name} is given: {type(self.inner).__name__} has no loss; leave it out.")
-        if self.first_position and "position_ids" not in batch:
-            self._check_padding(batch["input_ids"])
+            if self.label_of is None:
+                raise ValueError(
+                    f"{name} is given: {type(self.inner).__name__} has no loss, or not the mean cross entropy of its "
+                    "logits; leave it out, and compute the loss from the logits."
+                )
 
-    def _check_padding(self, input_ids: Tensor) -> None:
-        """These models count positions from the first token that is no padding."""
-        is_padding = input_ids == self.inner.config.pad_token_id
-        if bool((is_padding[:, :-1] & ~is_padding[:, 1:]).any()):
+    def _positions_after_padding(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """The position ids of a model that counts from the first token that is no padding; None if all are counted.
+
+        Raises:
+            ValueError: there is padding between tokens, or before them without an attention_mask.
+        """
+        mask, input_ids = batch.get("attention_mask"), batch["input_ids"]
+        is_counted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+        if self.first_position:
+            is_counted = input_ids != self.inner.config.pad_token_id
+        is_first_counted = is_counted[:, 0] | ~is_counted.any(1)
+        num_runs = (is_counted[:, 1:] & ~is_counted[:, :-1]).sum(1) + is_counted[:, 0]
+        if bool((is_first_counted & (num_runs <= 1)).all()):
+            return None
+        if mask is None or int(num_runs.max()) > 1:
             raise ValueError(
-                f"input_ids has padding before a token: {self.inner.config.model_type} does not count its positions; "
-                "pad on the right (padding_side='right')."
+                f"input_ids has padding {'before' if mask is None else 'between'} tokens: "
+                f"{self.inner.config.model_type} does not count its positions; pad on one side, and give an "
+                "attention_mask."
             )
+        counts = is_counted.cumsum(1)
+        return torch.where(counts > 0, counts - 1, 1) + self.first_position  # 1: no document starts in the padding
 
 
-def predicts_next(inner: Any) -> bool:
-    """Whether the label of a row is the next token."""
-    return bool(_class_names(inner) & _PREDICT_NEXT)
-
-
-def _class_names(model: Any) -> set[str]:
-    return {base.__name__ for base in type(model).__mro__}
-
-
-def labels_of_rows(batch: Mapping[str, Any], predicts_next: bool) -> Tensor | None:
+def labels_of_rows(batch: Mapping[str, Any], label_of: LabelOf | None) -> Tensor | None:
     """The label of each row of a whole batch; None if the batch has no labels."""
     shifted: Tensor | None = batch.get("shift_labels")
     labels: Tensor | None = batch.get("labels")
     if shifted is not None or labels is None:
         return shifted
-    return next_labels(labels) if predicts_next else labels
+    return next_labels(labels) if label_of == "next" else labels

@@ -1,0 +1,322 @@
+"""Try whether a model can run on a ring: whether its rows depend on each other only through the attention.
+
+The ring gives every rank some rows of the sequence. Layers outside of the attention must compute each row from this row
+and its position alone. The probe runs the model with three short random sequences, whole and cut as on two ranks. It
+replaces the attention by a function of each row alone, so that both runs must give the same rows. If they differ,
+another layer has mixed rows or numbered them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from ring_backends.integrations.transformers.attention import first_position_of, is_probing
+from ring_backends.integrations.transformers.inputs import IGNORED, next_labels, shard_inputs
+from ring_backends.ring.ring import Ring
+from ring_backends.training.reducer import device_of
+
+_SEQUENCES, _LEN = 3, 64
+_REAL = _LEN // 4
+"""Tokens of the sequences with padding: so few that a rank of the zigzag layout has only padding."""
+
+_RANKS = [Ring(2, rank, layout_kind="zigzag") for rank in range(2)]
+_FAR = 1 << 24
+"""Added to the numbers of rows that a model makes itself."""
+
+LabelOf = Literal["next", "own"]
+Outputs = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a probe has found out about a model.
+
+    Attributes:
+        first_position: position id of the first token.
+        skips_padding: whether the model counts positions from the first token that is no padding.
+        labels_of: the labels with which the loss may have compared a row's logits: its ``"own"`` or the ``"next"``.
+            Empty if it is another loss; None if the model takes no labels.
+    """
+
+    first_position: int
+    skips_padding: bool
+    labels_of: list[LabelOf] | None
+
+
+def probe(model: Any, without: str) -> Findings:
+    """Run a model of transformers whose ``attn_implementation`` is a registered one.
+
+    It takes four forward passes of three sequences of 64 tokens, in evaluation mode and without gradients. The probe
+    does not see what a model does only in training mode, with longer sequences or with other arguments, and what its
+    parameters hide, such as a factor of 0.
+
+    Args:
+        without: how to use the model without a probe, for the errors.
+
+    Raises:
+        ValueError: the rows depend on each other in other layers, or a layer has an attention that a ring does not
+            support.
+    """
+    return _Probe(model, without).findings()
+
+
+class _Probe:
+    def __init__(self, model: Any, without: str) -> None:
+        self.model, self.without = model, without
+        self.parameters = inspect.signature(model.forward).parameters
+        self.batch = _batch(model)
+        self.is_real = self.batch["attention_mask"].bool()
+
+    def findings(self) -> Findings:
+        first_position = first_position_of(self.model.config)
+        whole_rows, *shards = (self._rows_of(ring, first_position) for ring in (Ring(), *_RANKS))
+        with _at_rest(self.model), _with_whole_parameters(self.model):
+            whole = self._run(lambda: self._call(whole_rows))
+            together = self._run(lambda: self._call_together(shards))
+            if self._first_difference(whole, together) is not None:
+                together = self._run(lambda: _joined([self._call(rows) for rows in shards]))
+                difference = self._first_difference(whole, together)
+                if difference is not None:
+                    self._refuse(self._place_of(difference, whole[difference], whole_rows, shards))
+            with contextlib.suppress(IndexError, RuntimeError), _numbered_from(_FAR, _LEN // 2):
+                # The numbers of rows may also be indices, which raise an error.
+                if self._first_difference(together, self._call_together(shards)) is not None:
+                    self._refuse("it numbers its rows itself")
+            return self._compare_with_defaults(whole, first_position)
+
+    def _compare_with_defaults(self, whole: Outputs, first_position: int) -> Findings:
+        """Compare with a call as on one device, without position_ids, and with labels."""
+        options: dict[str, Tensor] = {}
+        if "labels" in self.parameters and "logits" in whole:
+            options["labels"] = whole["logits"].argmax(-1).masked_fill(~self.is_real, IGNORED)
+        plain = self._run(lambda: self._call({**self.batch, "seq_len": _LEN, **options}))
+        if self._first_difference(whole, plain, slice(0, 2)) is not None:
+            self._refuse(f"its first position is not {first_position}, or a sequence has positions of its own")
+        skips_padding = self._first_difference(whole, plain, slice(2, 3)) is not None
+        return Findings(first_position, skips_padding, _labels_of(plain, **options) if options else None)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except ValueError as error:
+            if "ring_backends" in _origin(error):
+                raise
+            failure: Exception = error
+        except Exception as error:
+            failure = error
+        self._refuse(f"its forward raised {type(failure).__name__}: {failure}", failure)
+
+    def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+        options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
+        outputs = self.model.forward(**arguments, **options, return_dict=True)
+        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+
+    def _rows_of(self, ring: Ring, first_position: int) -> dict[str, Any]:
+        input_ids, attention_mask = self.batch["input_ids"], self.batch["attention_mask"]
+        return shard_inputs(ring, input_ids=input_ids, attention_mask=attention_mask, first_position=first_position)
+
+    def _call_together(self, shards: list[dict[str, Any]]) -> Outputs:
+        """The rows of both ranks in one call, so that matrix products have as many rows as those of the whole."""
+        tensors = [name for name, value in shards[0].items() if isinstance(value, Tensor)]
+        outputs = self._call({**shards[0], **{name: torch.cat([rows[name] for rows in shards]) for name in tensors}})
+        by_name = {name: value.chunk(2) for name, value in outputs.items() if value.dim()}
+        return _joined([{name: chunks[rank] for name, chunks in by_name.items()} for rank in (0, 1)])
+
+    # --- comparisons --------------------------------------------------------------------------------------------------
+
+    def _first_difference(self, one: Outputs, other: Outputs, sequences: slice = slice(None)) -> str | None:
+        """Name the first output that differs by more than rounding, in rows that are no padding."""
+        for name, value in one.items():
+            if name in other and value.is_floating_point() and value.dim():
+                is_real = self.is_real[sequences] if _has_rows(value) else None
+                if _differ(value[sequences], other[name][sequences], is_real):
+                    return name
+        return None
+
+    def _place_of(self, output: str, value: Tensor, whole: dict[str, Any], shards: list[dict[str, Any]]) -> str:
+        """Name the first module whose rows of the whole sequence and of the shards differ."""
+        if not _has_rows(value):
+            return f"its {output}, {[*value.shape]}, depends on a part of the rows; pool the rows with ring.pool()"
+        records = [_record(self.model, partial(self._call, rows)) for rows in (whole, *shards)]
+        if len({len(calls) for calls in records}) == 1:
+            for (name, module, rows), *parts in zip(*records, strict=True):
+                local = _joined([{"rows": part[2]} for part in parts])["rows"]
+                is_real = self.is_real if _has_rows(rows) else None
+                if local.shape == rows.shape and _differ(rows, local, is_real):
+                    what = f"{name or 'it'} ({type(module).__name__})"
+                    return f"{what} gives rows other values if it gets only a part of them"
+        return "a row has other values if the model gets only a part of the rows"
+
+    def _refuse(self, what: str, error: Exception | None = None) -> Any:
+        raise ValueError(
+            f"model = {type(self.model).__name__}: {what}. On a ring only the attention may mix rows or number them, "
+            f"and the model must be callable with input_ids and attention_mask. {self.without}."
+        ) from error
+
+
+def _batch(model: Any) -> dict[str, Tensor]:
+    """Three sequences: one without padding, one padded on the right, one padded on the left."""
+    config: Any = model.config
+    num_embeddings: Any = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    vocabulary = int(num_embeddings or getattr(config.get_text_config(), "vocab_size", 2))
+    special = torch.tensor([*_special_tokens(config.to_dict())], dtype=torch.int64)
+    plain = torch.arange(vocabulary)
+    plain = plain[~torch.isin(plain, special)]
+    choice = torch.randint(max(1, len(plain)), (_SEQUENCES, _LEN), generator=torch.Generator().manual_seed(0))
+    input_ids = plain[choice] if len(plain) else choice
+    if getattr(config, "mask_token_id", None) is not None:  # on one rank only
+        input_ids[:, : _LEN // 8] = config.mask_token_id
+    attention_mask = torch.ones_like(input_ids)
+    attention_mask[1, _REAL:] = 0
+    attention_mask[2, :-_REAL] = 0
+    padding = getattr(config, "pad_token_id", None)
+    input_ids[attention_mask == 0] = 0 if padding is None else min(max(0, padding), vocabulary - 1)
+    batch = {"input_ids": input_ids, "attention_mask": attention_mask}
+    return {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
+
+
+def _special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
+    """The tokens that a configuration names, such as those that stand for a picture."""
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _special_tokens(value)
+        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")):
+            yield value
+
+
+@contextlib.contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode, without gradients, with the stand-in for attention. Nothing of it remains."""
+    was_training = [(module, module.training) for module in model.modules()]
+    token = is_probing.set(True)
+    device = device_of(model)
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        model.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+            yield
+    finally:
+        is_probing.reset(token)
+        for module, mode in was_training:
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _numbered_from(offset: int, num_rows: int) -> Iterator[None]:
+    """Add ``offset`` to the numbers of rows that a model makes by torch.arange."""
+
+    class Numbered(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            numbers = func(*args, **(kwargs or {}))
+            is_of_rows = func is torch.arange and len(numbers) == num_rows
+            return numbers + offset if is_of_rows else numbers
+
+    with Numbered():
+        yield
+
+
+@contextlib.contextmanager
+def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
+    """Gather the parameters that DeepSpeed's ZeRO 3 has partitioned, those of each module while it runs."""
+    partitioned = [part for part in model.modules() if any(hasattr(own, "ds_id") for own in part.parameters(False))]
+    with contextlib.ExitStack() as stack:
+        if partitioned:
+            zero = import_module("deepspeed").zero
+            gathered: dict[nn.Module, Any] = {}
+
+            def gather(module: nn.Module, args: Any) -> None:
+                gathered[module] = contextlib.ExitStack()
+                gathered[module].enter_context(zero.GatheredParameters([*module.parameters(False)]))
+
+            def partition(module: nn.Module, args: Any, output: Any) -> None:
+                gathered.pop(module).close()
+
+            stack.callback(lambda: [context.close() for context in gathered.values()])
+            for part in partitioned:
+                stack.callback(part.register_forward_pre_hook(gather).remove)
+                stack.callback(part.register_forward_hook(partition).remove)
+        yield
+
+
+def _record(model: nn.Module, call: Callable[[], Any]) -> list[tuple[str, nn.Module, Tensor]]:
+    """One number for each row that a module returns in a call, in the order in which the modules return."""
+    records: list[tuple[str, nn.Module, Tensor]] = []
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, (tuple, list)) and output else output
+            if isinstance(first, Tensor) and first.dim() == 3 and first.is_floating_point():
+                records.append((name, module, first.abs().float().sum(-1)))
+
+        return hook
+
+    with contextlib.ExitStack() as stack:
+        for name, module in model.named_modules():
+            stack.callback(module.register_forward_hook(record(name)).remove)
+        call()
+    return records
+
+
+def _joined(by_rank: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of the whole sequence, from those of both ranks. What has no rows is that of rank 1."""
+    order = torch.cat([ring.positions(_LEN) for ring in _RANKS]).argsort()
+    whole = {}
+    for name, of_rank_1 in by_rank[1].items():
+        whole[name] = of_rank_1
+        if of_rank_1.dim() > 1 and of_rank_1.shape[1] == _LEN // 2:
+            whole[name] = torch.cat([outputs[name] for outputs in by_rank], 1)[:, order.to(of_rank_1.device)]
+    return whole
+
+
+def _has_rows(value: Tensor) -> bool:
+    return value.dim() > 1 and value.shape[:2] == (_SEQUENCES, _LEN)
+
+
+def _differ(one: Tensor, other: Tensor, is_real: Tensor | None) -> bool:
+    """Whether two tensors differ by more than rounding in real rows, or only one of them is finite in the others."""
+    if one.shape != other.shape or bool((one.isfinite() & ~other.isfinite()).any()):
+        return True
+    if is_real is not None:
+        one, other = one[is_real.to(one.device)], other[is_real.to(other.device)]
+    tolerance = _tolerance(one)
+    one, other = torch.nan_to_num(one.float()), torch.nan_to_num(other.float())
+    return bool(((one - other).abs() > tolerance * (one.abs() + one.abs().median())).any())
+
+
+def _tolerance(rows: Tensor) -> float:
+    return 1e-4 if rows.dtype in (torch.float32, torch.float64) else 3e-2
+
+
+def _labels_of(outputs: Outputs, labels: Tensor) -> list[LabelOf]:
+    """Which labels the loss of a model may have compared its logits with."""
+    if "loss" not in outputs:
+        return []
+    logits, loss = outputs["logits"].float(), float(outputs["loss"])
+    candidates: dict[LabelOf, Tensor] = {"next": next_labels(labels), "own": labels}
+
+    def is_loss_of(candidate: Tensor) -> bool:
+        expected = float(F.cross_entropy(logits.flatten(0, 1), candidate.flatten(), ignore_index=IGNORED))
+        return abs(loss - expected) <= _tolerance(outputs["logits"]) * max(1.0, abs(loss))
+
+    return [name for name, candidate in candidates.items() if is_loss_of(candidate)]
+
+
+def _origin(error: BaseException) -> str:
+    """The file that raised an error."""
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    return "" if place is None else place.tb_frame.f_code.co_filename

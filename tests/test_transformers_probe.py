@@ -1,0 +1,452 @@
+"""A model that a ring cannot run is refused by name before its first step, whatever its class is called."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import transformers
+
+from ring_backends import Ring
+from ring_backends.adapters import native
+from ring_backends.integrations.transformers import generate, register, shard_inputs, use_ring
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.world import World
+
+N, VOCABULARY = 24, 40
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "d_model": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_hidden_layers": 2,
+    "num_layers": 2,
+    "decoder_layers": 2,
+    "num_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 128,
+    "max_target_positions": 128,
+    "pad_token_id": 1,
+    "mask_token_id": 3,
+    "bos_token_id": 2,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "forced_eos_token_id": None,
+    "use_cache": False,
+}
+"""Sizes of small models. A configuration ignores those that it does not have."""
+
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16},
+    "xlstm": {"hidden_size": 32, "embedding_dim": 32, "num_blocks": 2, "chunk_size": 8},
+    "llama4_text": {
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "intermediate_size_mlp": 48,
+        "num_local_experts": 2,
+        "attention_chunk_size": None,
+        "layer_types": ["full_attention"] * 4,
+    },
+    "deepseek_v3": {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "first_k_dense_replace": 2,
+    },
+}
+
+
+def make(class_name: str, model_type: str, **options: Any) -> Any:
+    """A small random model, in evaluation mode."""
+    if not hasattr(transformers, class_name):
+        pytest.skip(f"this release of transformers has no {class_name}")
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **OWN_SIZES.get(model_type, {}), **options})
+    model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").float().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():  # many are 0 or 1 in a new model
+            parameter += torch.randn_like(parameter) * 0.1
+    return model
+
+
+def attention(ring: Ring | None = None, **options: Any) -> Any:
+    return native.RingDilatedAttention([4 * N], [1], ring=ring, **options)
+
+
+def two_ranks(layout: Any = "contiguous") -> Ring:
+    ring = ring_here("ring_backends.adapters.native", TWO)
+    assert ring is not None
+    return ring.with_layout(layout)
+
+
+REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+    # The position_ids do not reach the embedding of positions.
+    ("BartForCausalLM", "bart", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
+    ("MBartForCausalLM", "mbart", {}, r"MBartForCausalLM: model\.decoder\.embed_positions"),
+    ("PegasusForCausalLM", "pegasus", {}, "PegasusForCausalLM: model.decoder"),
+    # Layers that mix rows without the attention.
+    ("FNetForMaskedLM", "fnet", {}, "FNetForMaskedLM: .*FNetBasicFourierTransform"),
+    ("xLSTMForCausalLM", "xlstm", {}, "xLSTMForCausalLM: backbone"),
+    ("MobileBertForMaskedLM", "mobilebert", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
+    ("EsmForMaskedLM", "esm", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
+    # The numbers of rows matter only beyond 8,192 rows.
+    ("Llama4ForCausalLM", "llama4_text", {}, "Llama4ForCausalLM: it numbers its rows itself"),
+    # The attention's mask or its arguments are used in another way.
+    ("DogeForCausalLM", "doge", {}, "DogeForCausalLM: its forward raised AttributeError: '_RingMask'"),
+    ("GitForCausalLM", "git", {}, "GitForCausalLM: its forward raised TypeError"),
+    ("NemotronForCausalLM", "nemotron", {}, "NemotronAttention does not pass the arguments of the model on"),
+    ("StableLmForCausalLM", "stablelm", {}, "StableLmAttention does not pass the arguments of the model on"),
+    ("DeepseekV3ForCausalLM", "deepseek_v3", {}, r"value has shape \[3, 64, 4, 8\]"),
+]
+
+
+@pytest.mark.parametrize(("name", "model_type", "options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_models_that_are_refused(name: str, model_type: str, options: dict[str, Any], message: str) -> None:
+    """By use_ring(), which leaves the model as it was."""
+    model = make(name, model_type, **options)
+    scale = 1.0 if model_type == "esm" else None
+    batch = {"input_ids": torch.arange(4, 4 + N)[None]}
+    before = model(**batch)[0]
+    with pytest.raises(ValueError, match=message):
+        use_ring(model, attention(scale=scale))
+    assert model.config._attn_implementation == "eager"
+    assert torch.equal(model(**batch)[0], before)
+
+
+def test_parts_of_a_composite_are_refused() -> None:
+    """The configuration of the whole says nothing about the layers of its text model."""
+    if not hasattr(transformers, "Qwen3_5ForTokenClassification"):
+        pytest.skip("this release of transformers has no Qwen 3.5")
+    text = {**SIZES, "num_key_value_heads": 2, "head_dim": 8, "layer_types": ["linear_attention"] * 2}
+    text |= {f"linear_{name}_head_dim": 8 for name in ("key", "value")}
+    text |= {f"linear_num_{name}_heads": 2 for name in ("key", "value")}
+    config = transformers.AutoConfig.for_model("qwen3_5", text_config=text)
+    model = transformers.Qwen3_5ForTokenClassification(config)
+    with pytest.raises(ValueError, match="layer_types has linear_attention"):
+        use_ring(model, attention())
+
+
+def test_a_model_without_a_probe() -> None:
+    model = make("FNetForMaskedLM", "fnet")
+    use_ring(model, attention(), probe=False)
+    assert model(torch.arange(4, 4 + N)[None]).logits.shape == (1, N, VOCABULARY)
+
+
+def test_a_probe_leaves_nothing_behind() -> None:
+    model = make("LlamaForCausalLM", "llama").train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    state = torch.get_rng_state()
+    use_ring(model, attention())
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules() if module is not model)
+
+
+PADDED_LEFT = [
+    ("RobertaForMaskedLM", "roberta", None),
+    ("OPTForCausalLM", "opt", 1.0),
+    ("LlamaForCausalLM", "llama", None),
+]
+
+
+def batch_of(padding: str) -> dict[str, Tensor]:
+    """Two documents, the second with padding."""
+    input_ids = torch.randint(4, VOCABULARY, (2, N), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(input_ids)
+    mask[1, slice(0, 15) if padding == "left" else slice(9, N)] = 0
+    input_ids[mask == 0] = 1
+    return {"input_ids": input_ids, "attention_mask": mask}
+
+
+def logits_and_gradients(model: Any, batch: dict[str, Tensor], ring: Ring) -> tuple[Tensor, list[Tensor]]:
+    logits = model(**batch).logits
+    weights = torch.randn(2, N, VOCABULARY, generator=torch.Generator().manual_seed(2))
+    weights = weights * batch["attention_mask"].unsqueeze(-1)
+    grads = torch.autograd.grad(logits, [*model.parameters()], ring.shard(weights), allow_unused=True)
+    found = [torch.zeros(()) if grad is None else grad for grad in grads]
+    return ring.unshard(logits.detach(), seq_len=N) * batch["attention_mask"].unsqueeze(-1), found
+
+
+def padded_left_here(name: str, model_type: str, scale: float | None, layout: Any) -> tuple[Tensor, list[Tensor]]:
+    ring, model = two_ranks(layout), make(name, model_type)
+    use_ring(model, attention(ring, scale=scale))
+    return logits_and_gradients(model, batch_of("left"), ring)
+
+
+@pytest.mark.parametrize(("name", "model_type", "scale"), PADDED_LEFT, ids=lambda value: str(value))
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_padding_on_the_left(pair: World, name: str, model_type: str, scale: float | None, layout: str) -> None:
+    """Also of models that count positions from the first token after the padding."""
+    wanted, gradients = logits_and_gradients(make(name, model_type), batch_of("left"), Ring())
+    by_rank = pair.run(padded_left_here, name, model_type, scale, layout)
+    for logits, _ in by_rank:
+        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
+    for right, *of_ranks in zip(gradients, *(grads for _, grads in by_rank), strict=True):
+        torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-4)
+
+
+def test_padding_between_tokens() -> None:
+    model = make("RobertaForMaskedLM", "roberta")
+    use_ring(model, attention())
+    batch = batch_of("right")
+    batch["input_ids"][0, 3], batch["attention_mask"][0, 3] = 1, 0
+    with pytest.raises(ValueError, match="input_ids has padding between tokens: roberta"):
+        model(**batch)
+
+
+LABELS_OF = [
+    ("WhisperForCausalLM", "whisper", 1.0),
+    ("LlamaForCausalLM", "llama", None),
+    ("BertForMaskedLM", "bert", None),
+]
+
+
+def loss_of(model: Any) -> Tensor:
+    batch = batch_of("right")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    loss: Tensor = model(**batch, labels=labels).loss
+    return loss.detach()
+
+
+def loss_here(name: str, model_type: str, scale: float | None) -> Tensor:
+    model = make(name, model_type)
+    use_ring(model, attention(two_ranks("zigzag"), scale=scale))
+    return loss_of(model)
+
+
+@pytest.mark.parametrize(("name", "model_type", "scale"), LABELS_OF, ids=lambda value: str(value))
+def test_losses_of_shifted_and_other_labels(pair: World, name: str, model_type: str, scale: float | None) -> None:
+    """The class of a model does not tell whether it shifts its labels."""
+    wanted = loss_of(make(name, model_type))
+    for loss in pair.run(loss_here, name, model_type, scale):
+        torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=0)
+
+
+def test_losses_of_another_kind_are_refused() -> None:
+    class Weighted(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, labels: Tensor | None = None, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, labels=labels, **kwargs)
+            if labels is not None:
+                outputs.loss = outputs.loss + outputs.logits.logsumexp(-1).square().mean()
+            return outputs
+
+    model = make("LlamaForCausalLM", "llama")
+    model.__class__ = Weighted
+    use_ring(model, attention())
+    with pytest.raises(ValueError, match="labels is given: Weighted has no loss, or not the mean cross entropy"):
+        loss_of(model)
+
+
+# --- register() and shard_inputs() ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
+    register(attention())
+    model = make("LlamaForCausalLM", "llama")
+    model.set_attn_implementation(implementation)
+    inputs = shard_inputs(Ring(), **batch_of("right"))
+    with pytest.raises(ValueError, match=f"attn_implementation of LlamaForCausalLM = '{implementation}'"):
+        model(**inputs)
+    with pytest.raises(ValueError, match=f"attn_implementation of LlamaModel = '{implementation}'"):
+        model.model(**inputs)
+    model.set_attn_implementation("ring_dilated")
+    model(**inputs)
+    model.set_attn_implementation(implementation)  # after a right call
+    with pytest.raises(ValueError, match=f"attn_implementation of LlamaForCausalLM = '{implementation}'"):
+        model(**inputs)
+    model(**batch_of("right"))  # the arguments of a whole sequence
+
+
+def registered_here(name: str, model_type: str, probe: bool) -> Ended:
+    ring = two_ranks()
+    register(attention(ring), probe=probe)
+    model = make(name, model_type)
+    model.set_attn_implementation("ring_dilated")
+    return ending(lambda: model(**shard_inputs(ring, **batch_of("right"))))
+
+
+def test_registered_models_are_probed(pair: World) -> None:
+    for ended in pair.run(registered_here, "BartForCausalLM", "bart", True):
+        assert ended.is_a(ValueError), ended
+        assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
+        assert "register(attention, probe=False) skips this check" in ended.message, ended
+    for name, model_type, probe in (("BartForCausalLM", "bart", False), ("LlamaForCausalLM", "llama", True)):
+        for ended in pair.run(registered_here, name, model_type, probe):
+            assert ended.error == "no error", ended
+
+
+# --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------
+
+
+def around_here(way: str) -> list[Ended]:
+    ring, model, batch = two_ranks(), make("LlamaForCausalLM", "llama"), batch_of("right")
+    use_ring(model, attention(ring))
+    if way == "forward":
+        return [ending(lambda: model.forward(**batch))]
+    if way == "base model":
+        return [ending(lambda: model.model(**batch))]
+    if way == "configuration":
+        other = transformers.LlamaForCausalLM(copy.deepcopy(model.config))
+        return [ending(lambda: other(**batch))]
+    return []
+
+
+@pytest.mark.parametrize("way", ["forward", "base model", "configuration"])
+def test_calls_around_the_hooks(pair: World, way: str) -> None:
+    for (ended,) in pair.run(around_here, way):
+        assert ended.is_a(ValueError), ended
+        assert "use_ring() cuts the batch in a call of the model that it was given" in ended.message, ended
+
+
+def adapted_here() -> list[Ended]:
+    import peft
+
+    ring, batch = two_ranks(), batch_of("right")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(make("LlamaForCausalLM", "llama"), lora)
+    use_ring(model, attention(ring))
+    found = [ending(lambda: model(**batch)), ending(lambda: model.base_model(**batch))]
+    merged = model.merge_and_unload()
+    found.append(ending(lambda: merged(**batch)))
+    use_ring(merged, attention(ring))
+    found.append(ending(lambda: merged(**batch)))
+    return found
+
+
+def test_calls_around_the_hooks_of_peft(pair: World) -> None:
+    pytest.importorskip("peft")
+    for whole, base, merged, again in pair.run(adapted_here):
+        assert whole.error == again.error == "no error", (whole, again)
+        for ended in (base, merged):
+            assert "merge_and_unload() or a copy of the configuration, call use_ring()" in ended.message, ended
+
+
+def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:
+    model = make("LlamaForCausalLM", "llama")
+    use_ring(model, attention())
+    copied = copy.deepcopy(model)
+    batch = batch_of("right")
+    assert torch.equal(copied(**batch).logits, model(**batch).logits)
+    with torch.no_grad():
+        copied.lm_head.weight.zero_()
+    assert not torch.equal(copied(**batch).logits, model(**batch).logits)
+    with pytest.raises(TypeError, match="LlamaForCausalLM is on a ring, and cannot be pickled"):
+        torch.save(model, io.BytesIO())
+
+
+# --- documents that are packed into one sequence ----------------------------------------------------------------------
+
+LENGTHS = (9, 1, 14)
+POSITIONS = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+DOCUMENTS = torch.arange(3).repeat_interleave(torch.tensor(LENGTHS))[None]
+BOUNDS = torch.tensor([0, 9, 10, 24])
+
+MARKS: dict[str, dict[str, Any]] = {
+    "position_ids": {"position_ids": POSITIONS},
+    "seq_idx": {"seq_idx": DOCUMENTS.int()},
+    "cu_seq_lens_k": {"cu_seq_lens_k": BOUNDS, "max_length_k": 14},
+    "attention_mask": {"attention_mask": DOCUMENTS + 1},
+    "all": {
+        "position_ids": POSITIONS,
+        "seq_idx": DOCUMENTS,
+        "cu_seq_lens_q": BOUNDS,
+        "cu_seq_lens_k": BOUNDS,
+        "max_length_q": 14,
+        "attention_mask": DOCUMENTS + 1,
+    },
+}
+
+
+@pytest.mark.parametrize("marks", MARKS)
+def test_every_mark_of_documents_is_used(marks: str) -> None:
+    model, tokens = make("LlamaForCausalLM", "llama"), batch_of("right")["input_ids"][:1]
+    wanted = torch.cat([model(input_ids=document).logits for document in tokens.split(LENGTHS, 1)], 1)
+    use_ring(model, attention())
+    torch.testing.assert_close(model(input_ids=tokens, **MARKS[marks]).logits, wanted, rtol=0, atol=1e-5)
+
+
+def test_documents_with_padding() -> None:
+    """Padding belongs to no document."""
+    model, tokens = make("LlamaForCausalLM", "llama"), batch_of("right")["input_ids"][:1]
+    wanted = torch.cat([model(input_ids=document).logits for document in tokens[:, :20].split((12, 8), 1)], 1)
+    use_ring(model, attention())
+    mask = torch.tensor([[1] * 12 + [2] * 8 + [0] * 4])
+    torch.testing.assert_close(model(input_ids=tokens, attention_mask=mask).logits[:, :20], wanted, rtol=0, atol=1e-5)
+
+
+OTHER = torch.tensor([0, 8, 10, 24])
+
+
+@pytest.mark.parametrize(
+    ("marks", "message"),
+    [
+        ({"cu_seq_lens_q": BOUNDS, "cu_seq_lens_k": OTHER}, "cu_seq_lens_q and cu_seq_lens_k mark different documents"),
+        ({"cu_seq_lens_k": OTHER, "seq_idx": DOCUMENTS}, "cu_seq_lens_k and seq_idx mark different documents"),
+        ({"seq_idx": DOCUMENTS, "attention_mask": 1 + (DOCUMENTS > 0).int()}, "seq_idx and attention_mask mark"),
+        ({"seq_idx": DOCUMENTS, "position_ids": torch.arange(N)[None]}, "position_ids = .*those of seq_idx"),
+        ({"max_length_q": 14}, "max_length_q is given without cu_seq_lens_q"),
+        ({"seq_idx": DOCUMENTS[:, 1:]}, r"seq_idx is \[1, 23\]: expected \[1, 24\]"),
+    ],
+)
+def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shard_inputs(Ring(), input_ids=torch.ones(1, N, dtype=torch.int64), **marks)
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+GENERATING = [
+    ("LlamaForCausalLM", "llama", {}),
+    ("DiffLlamaForCausalLM", "diffllama", {}),  # two attentions in a layer
+    ("HrmTextForCausalLM", "hrm_text", {}),  # layers that run several times
+    ("OPTForCausalLM", "opt", {"scale": 1.0}),
+]
+
+
+def generated_here(name: str, model_type: str, options: dict[str, Any]) -> Tensor:
+    ring, model = two_ranks(), make(name, model_type)
+    use_ring(model, attention(ring, **options))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        tokens: Tensor = generate(model, ring, **batch_of("left"), max_new_tokens=6, do_sample=False)
+    assert not [warning for warning in found if "past_key_values" in str(warning.message)], found
+    return tokens
+
+
+@pytest.mark.parametrize(("name", "model_type", "options"), GENERATING, ids=lambda value: str(value))
+def test_generation(pair: World, name: str, model_type: str, options: dict[str, Any]) -> None:
+    wanted = make(name, model_type).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)
+    for found in pair.run(generated_here, name, model_type, options):
+        assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_caches_of_ones_own_are_refused(name: str) -> None:
+    model, ring = make("LlamaForCausalLM", "llama"), Ring()
+    use_ring(model, attention(ring))
+    with pytest.raises(ValueError, match=f"{name} is given: key/value caches"):
+        model(torch.ones(1, N, dtype=torch.int64), **{name: transformers.DynamicCache()})
+    with pytest.raises(ValueError, match=f"{name} is given: not supported by a ring"):
+        generate(model, ring, torch.ones(1, 3, dtype=torch.int64), **{name: transformers.DynamicCache()})
