@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 from ring_backends.torch_internals import has_values
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 
 class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
@@ -60,6 +63,15 @@ class RingDilatedAttention(nn.Module, ABC):
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls.__abstractmethods__:
+            raise TypeError(
+                f"{cls.__name__} is abstract, without {', '.join(sorted(cls.__abstractmethods__))}: use the class of "
+                "an adapter, as in `from ring_backends.adapters import native as backend` and "
+                "`backend.RingDilatedAttention(…)`; for one device there is ring_backends.dilated_attention()."
+            )
+        return super().__new__(cls)
 
     def __init__(
         self,

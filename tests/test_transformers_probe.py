@@ -297,6 +297,27 @@ def test_registered_models_are_probed(pair: World) -> None:
             assert ended.error == "no error", ended
 
 
+def padded_left_by_register_here() -> list[Ended]:
+    """With the positions of a whole sequence, and with positions that begin after the padding."""
+    ring, batch = two_ranks(), batch_of("left")
+    register(attention(ring, scale=1.0))
+    model = make("OPTForCausalLM", "opt")
+    model.set_attn_implementation("ring_dilated")
+    positions = (batch["attention_mask"].cumsum(1) - 1).where(batch["attention_mask"] > 0, 1)
+    found = [ending(lambda: model(**shard_inputs(ring, **batch)))]
+    logits = model(**shard_inputs(ring, **batch, position_ids=positions)).logits
+    whole = ring.unshard(logits.detach(), seq_len=N)
+    wanted = make("OPTForCausalLM", "opt")(**batch).logits
+    found.append(ending(lambda: torch.testing.assert_close(whole[1, 15:], wanted[1, 15:], rtol=0, atol=1e-5)))
+    return found
+
+
+def test_registered_models_that_do_not_count_padding(pair: World) -> None:
+    for refused, counted in pair.run(padded_left_by_register_here):
+        assert "attention_mask has padding before tokens: OPTForCausalLM counts positions from" in refused.message
+        assert counted.error == "no error", counted
+
+
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------
 
 

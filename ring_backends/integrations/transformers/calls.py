@@ -14,7 +14,8 @@ import torch
 
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.transformers.attention import is_probing, registered
-from ring_backends.integrations.transformers.probe import probe
+from ring_backends.integrations.transformers.inputs import PADDED_BEFORE
+from ring_backends.integrations.transformers.probe import Findings, probe
 
 try:
     from transformers import PreTrainedModel
@@ -23,8 +24,8 @@ except ImportError as error:
         f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
     ) from error
 
-_PROBED: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The models that have been probed, and the models within them."""
+_found: weakref.WeakKeyDictionary[Any, Findings] = weakref.WeakKeyDictionary()
+"""The findings about the models that have been probed, and about the models within them."""
 
 _call = PreTrainedModel.__call__
 
@@ -62,6 +63,13 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
                     f"{cache} is given: key/value caches are not supported by a ring, except those of generate(); "
                     "leave it out."
                 )
-        if registration.probes and ring.size > 1 and model not in _PROBED:
-            probe(model, "register(attention, probe=False) skips this check")
-            _PROBED.update(module for module in model.modules() if isinstance(module, PreTrainedModel))
+        if not registration.probes or ring.size == 1:
+            return
+        if model not in _found:
+            findings = probe(model, "register(attention, probe=False) skips this check")
+            _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
+        if _found[model].skips_padding and PADDED_BEFORE in arguments:
+            raise ValueError(
+                f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first "
+                "token that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
+            )

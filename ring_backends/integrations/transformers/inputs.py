@@ -19,6 +19,9 @@ IGNORED = -100
 MARKS = frozenset(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"))
 """Arguments that only mark packed documents. DataCollatorWithFlattening makes them."""
 
+PADDED_BEFORE = "is_padded_before_tokens"
+"""Argument that is there if a token follows padding. Models that do not count padding then need ``position_ids``."""
+
 
 def shard_inputs(
     ring: Ring,
@@ -80,7 +83,9 @@ def shard_inputs(
             raise ValueError(
                 f"{name} is {[*tensor.shape]}: expected [batch, {seq_len}, …], with the positions of input_ids."
             )
-    local = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
+    local: dict[str, Any] = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
+    if position_ids is None and attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
+        local[PADDED_BEFORE] = True
     return {**local, "seq_len": seq_len}
 
 
