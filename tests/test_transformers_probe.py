@@ -55,14 +55,14 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "xlstm": {"hidden_size": 32, "embedding_dim": 32, "num_blocks": 2, "chunk_size": 8},
     "llama4_text": {
-        "num_hidden_layers": 4,
         "num_key_value_heads": 2,
         "head_dim": 8,
         "intermediate_size_mlp": 48,
         "num_local_experts": 2,
         "attention_chunk_size": None,
-        "layer_types": ["full_attention"] * 4,
+        "layer_types": ["full_attention"] * 2,
     },
+    "mllama_text_model": {"num_key_value_heads": 4, "cross_attention_layers": [1]},
     "deepseek_v3": {
         "q_lora_rank": 16,
         "kv_lora_rank": 16,
@@ -97,6 +97,9 @@ def two_ranks(layout: Any = "contiguous") -> Ring:
     return ring.with_layout(layout)
 
 
+LLAMA_4 = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
+"""Every fourth layer has no rotary embedding. It scales queries by the number of the row."""
+
 REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     # The position_ids do not reach the embedding of positions.
     ("BartForCausalLM", "bart", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
@@ -108,7 +111,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("MobileBertForMaskedLM", "mobilebert", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
     ("EsmForMaskedLM", "esm", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
     # The numbers of rows matter only beyond 8,192 rows.
-    ("Llama4ForCausalLM", "llama4_text", {}, "Llama4ForCausalLM: it numbers its rows itself"),
+    ("Llama4ForCausalLM", "llama4_text", LLAMA_4, "Llama4ForCausalLM: it numbers its rows itself"),
     # The attention's mask or its arguments are used in another way.
     ("DogeForCausalLM", "doge", {}, "DogeForCausalLM: its forward raised AttributeError: '_RingMask'"),
     ("GitForCausalLM", "git", {}, "GitForCausalLM: its forward raised TypeError"),
@@ -440,8 +443,10 @@ def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
 
 GENERATING = [
     ("LlamaForCausalLM", "llama", {}),
+    ("Llama4ForCausalLM", "llama4_text", {}),  # its base_model is the model itself
     ("DiffLlamaForCausalLM", "diffllama", {}),  # two attentions in a layer
     ("HrmTextForCausalLM", "hrm_text", {}),  # layers that run several times
+    ("MllamaForCausalLM", "mllama_text_model", {}),  # layers that do not run
     ("OPTForCausalLM", "opt", {"scale": 1.0}),
 ]
 

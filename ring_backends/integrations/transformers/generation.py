@@ -138,7 +138,7 @@ class _Generation:
         self.ring, self.step = ring, step
         # transformers 5.24 has renamed the argument.
         name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
-        self.cache = {name: Cache(layers=[_RingLayer(caches) for caches in step.caches])}
+        self.cache = {name: _RingCache(layers=[_RingLayer(caches) for caches in step.caches])}
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
@@ -193,6 +193,14 @@ def _has_rows(value: object, input_ids: Tensor) -> bool:
     return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == input_ids.shape[1]
 
 
+class _RingCache(Cache):
+    """What transformers' loop needs to know of the caches of a model."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """The keys and values of the new tokens alone, also of layers that the configuration does not count."""
+        return key_states, value_states
+
+
 class _RingLayer(CacheLayerMixin):
     """What transformers' loop needs to know of the caches of one layer. The attention itself uses the caches."""
 
@@ -202,13 +210,12 @@ class _RingLayer(CacheLayerMixin):
     def __init__(self, caches: list[KeyValueCache]) -> None:
         super().__init__()
         self.caches = caches
-        self.is_initialized = True
 
     def lazy_initialization(self, *tensors: Tensor) -> None:
         """The first call of the attention makes the memory."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The keys and values of the new tokens alone. The attention adds them to the cache."""
+        """The keys and values of the new tokens alone. The attention adds them to the caches."""
         return key_states, value_states
 
     def get_seq_length(self, *args: Any) -> int:
