@@ -300,6 +300,20 @@ def test_registered_models_are_probed(pair: World) -> None:
             assert ended.error == "no error", ended
 
 
+def generated_by_register_here(name: str, model_type: str) -> Ended:
+    ring, model = two_ranks(), make(name, model_type)
+    register(attention(ring))
+    model.set_attn_implementation("ring_dilated")
+    return ending(lambda: generate(model, ring, **batch_of("left"), max_new_tokens=2))
+
+
+def test_registered_models_are_probed_before_they_generate(pair: World) -> None:
+    for ended in pair.run(generated_by_register_here, "BartForCausalLM", "bart"):
+        assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
+    for ended in pair.run(generated_by_register_here, "LlamaForCausalLM", "llama"):
+        assert ended.error == "no error", ended
+
+
 def padded_left_by_register_here() -> list[Ended]:
     """With the positions of a whole sequence, and with positions that begin after the padding."""
     ring, batch = two_ranks(), batch_of("left")

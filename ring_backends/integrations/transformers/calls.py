@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.transformers.attention import is_probing, registered
+from ring_backends.integrations.transformers.attention import Registration, is_probing, registered
 from ring_backends.integrations.transformers.inputs import PADDED_BEFORE
 from ring_backends.integrations.transformers.probe import Findings, probe
 
@@ -63,13 +63,26 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
                     f"{cache} is given: key/value caches are not supported by a ring, except those of generate(); "
                     "leave it out."
                 )
-        if not registration.probes or ring.size == 1:
-            return
-        if model not in _found:
-            findings = probe(model, "register(attention, probe=False) skips this check")
-            _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
-        if _found[model].skips_padding and PADDED_BEFORE in arguments:
+        findings = probe_once(model, registration)
+        if findings is not None and findings.skips_padding and PADDED_BEFORE in arguments:
             raise ValueError(
                 f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first "
                 "token that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
             )
+
+
+def probe_once(model: Any, registration: Registration) -> Findings | None:
+    """Probe a model before its first call on several ranks, unless the registration or ``use_ring`` decides otherwise.
+
+    Returns:
+        The findings; None without a probe.
+
+    Raises:
+        ValueError: as :func:`probe`.
+    """
+    if not registration.probes or registration.attention.ring.size == 1:
+        return None
+    if model not in _found:
+        findings = probe(model, "register(attention, probe=False) skips this check")
+        _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
+    return _found[model]

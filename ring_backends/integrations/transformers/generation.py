@@ -13,6 +13,7 @@ from ring_backends.engine.cache import KeyValueCache
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import Step, check_config, current_step, registered
+from ring_backends.integrations.transformers.calls import probe_once
 from ring_backends.integrations.transformers.whole_batches import inner_model
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
@@ -103,7 +104,8 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
             f"attn_implementation = {name!r}: expected a registered one; call register(attention) and "
             "model.set_attn_implementation('ring_dilated'), or use_ring(model, attention)."
         )
-    own = registered[name].attention.ring
+    registration = registered[name]
+    own = registration.attention.ring
     if own is not ring:
         raise ValueError(
             f"ring = a {ring.layout_kind} ring of {ring.size}: expected that of the registered attention, a "
@@ -128,6 +130,7 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
             raise ValueError(f"{name} is given: not supported by a ring; {instead}.")
     if options.get("use_cache") is False:
         raise ValueError("use_cache = False: a ring generates with its caches; leave it out.")
+    probe_once(inner, registration)
     return inner
 
 

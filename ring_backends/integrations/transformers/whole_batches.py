@@ -97,7 +97,7 @@ def put_on_ring(
     for config in (inner.config, inner.config.get_text_config()):
         check_config(config)
     name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
-    register_as(name, Registration(attention, takes_whole_batches=True))
+    register_as(name, Registration(attention, probes=False, takes_whole_batches=True))
     sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
     own_implementation = inner.config._attn_implementation
     try:
