@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends.errors import RingMismatchError
+from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import TwoLayers
 from ring_backends.testing.rings import FOUR, TWO, ring_here
@@ -159,6 +161,34 @@ class TestZeRO:
             "zero_force_ds_cpu_optimizer": False,
         }
         check_stage(world, TWO, options, Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize(
+        ("stage", "zero_options"),
+        [
+            (1, {"overlap_comm": True}),
+            *(pytest.param(stage, {"offload_optimizer": {"device": "cpu"}}, marks=slow) for stage in (2, 3)),
+        ],
+        ids=["overlapped", "offloaded-2", "offloaded-3"],
+    )
+    def test_an_early_step(self, world: World, stage: int, zero_options: Mapping[str, Any]) -> None:
+        options = zero(stage)
+        options["config"] = {
+            "zero_optimization": SMALL_BUFFERS | zero_options,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True, max_grad_norm=0.01)
+        check_stage(world, TWO, options, recipe, 1e-5)
+
+    @pytest.mark.parametrize("stage", slow_but(1))
+    def test_an_early_step_in_bf16(self, world: World, stage: int) -> None:
+        options = zero(stage)
+        options["config"]["bf16"] = {"enabled": True}
+        recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True)
+        rounded = [
+            {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
+        ]
+        for states, _ in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
+            check_moves(states, rounded, 0.05, f"ZeRO {stage}")
 
     @pytest.mark.parametrize("stage", slow_but(0, 3))
     @pytest.mark.parametrize("how", slow_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))

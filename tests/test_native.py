@@ -45,20 +45,26 @@ class SparseTable(nn.Module):
         return self.more + (self.table(rows).sum() if len(rows) else 0)
 
 
-def embed_on_some_ranks() -> Tensor:
-    """One rank looks up no row of a table with sparse gradients."""
+def embed_on_some_ranks(accumulation_steps: int) -> Tensor:
+    """One rank looks up no row of a table with sparse gradients. The step has one micro-batch."""
     table = nn.Embedding(4, 2, sparse=True)
     nn.init.zeros_(table.weight)
     model = SparseTable(table)
-    state = native.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(TestNative.adapter, TWO))
+    state = native.parallelize(
+        model,
+        lambda x: torch.optim.SGD(x, lr=1.0),
+        ring_here(TestNative.adapter, TWO),
+        accumulation_steps=accumulation_steps,
+    )
     rows = torch.tensor([] if dist.get_rank() == 1 else [dist.get_rank()], dtype=torch.int64)
     state.backward(state.loss(state.model(rows).sum(), 1, 1))
     state.step()
     return state.full_state_dict()["table.weight"][:, 0]
 
 
-def test_a_sparse_gradient_on_some_ranks(world: World) -> None:
-    for weights in world.run(embed_on_some_ranks):
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_a_sparse_gradient_on_some_ranks(world: World, accumulation_steps: int) -> None:
+    for weights in world.run(embed_on_some_ranks, accumulation_steps):
         assert weights.tolist() == [-1, 0, -1, -1]
 
 

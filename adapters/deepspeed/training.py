@@ -15,6 +15,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
@@ -145,9 +146,29 @@ class DeepSpeedTraining(TrainingState):
         else:
             self._foreign_gradients.add(name)
 
+    def _reduce_accumulated(self) -> None:
+        if self._zero_stage >= 2:  # every backward has reduced its gradients
+            self._engine.optimizer.finalize_gradient_accumulation_boundary()
+        elif self._zero_stage and self._engine.zero_overlap_comm():
+            with self._engine.coalesce_grad_reduction():  # reduces all gradients at its end
+                pass
+        else:
+            self._engine.allreduce_gradients()
+
+    def _scale_gradients(self, factor: float) -> None:
+        optimizer = self._engine.optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            for gradients in optimizer.fp32_groups_gradients_flat:
+                gradients.mul_(factor)
+        elif self._zero_stage:  # step() divides the gradients by the loss scale, wherever they are
+            optimizer.override_loss_scale(1 / factor)
+        else:
+            super()._scale_gradients(factor)
+
     def _step(self) -> bool:
         self._arrived.clear()
         self._engine.step()
+        self._engine.optimizer.custom_loss_scaler = False
         applied: bool = self._engine.was_step_applied()
         if not applied and self._world.rank == 0:
             warnings.warn(

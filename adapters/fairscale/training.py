@@ -116,12 +116,15 @@ class ShardedTraining(FairScaleTraining):
         optimizer.zero_grad = wrapped.zero_grad
         return model, wrapped, optimizer
 
-    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
+    def _check_training_mode(self, call: str) -> None:
         if not self.model.training:
             raise RuntimeError(
-                "backward() of a model in eval mode: ShardedDataParallel reduces gradients in training mode only, so "
-                "replicas would drift apart; call state.model.train() before the forward."
+                f"{call}() of a model in eval mode: ShardedDataParallel reduces gradients in training mode only, so "
+                "replicas would drift apart; call state.model.train() first."
             )
+
+    def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
+        self._check_training_mode("backward")
         return super()._describe_graph(loss)
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
@@ -130,6 +133,15 @@ class ShardedTraining(FairScaleTraining):
         if ends_step:
             fill_missing_gradients(_parameters(optimizer))
             model.reduce()  # type: ignore[operator]
+
+    def _check_early_step(self) -> None:
+        self._check_training_mode("step")
+
+    def _reduce_accumulated(self) -> None:
+        if not self.model._manual_reduce:  # a call in eval mode has removed the functions that reduce() calls
+            self.model.refresh_trainable()  # type: ignore[operator]
+        fill_missing_gradients(_parameters(self.optimizer))
+        self.model.reduce()  # type: ignore[operator]
 
     def _step(self) -> bool:
         if self.max_grad_norm is not None:
@@ -170,6 +182,9 @@ class FullyShardedTraining(FairScaleTraining):
 
     def _run_backward(self, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, ends_step: bool) -> None:
         loss.backward()  # reduces every micro-batch into the shard; no_sync would keep whole gradients
+
+    def _reduce_accumulated(self) -> None:
+        """Nothing to do: every backward has reduced its gradients."""
 
     def _step(self) -> bool:
         if self.max_grad_norm is not None:

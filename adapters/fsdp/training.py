@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, _common_utils, _runtime_utils
 from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
@@ -34,6 +34,7 @@ from ring_backends.adapters.fsdp.unused import reduce_zeros_of_unused_parameters
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
+from ring_backends.torch_internals import internal
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
@@ -224,6 +225,12 @@ class FSDP2Training(ShardedTraining):
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         cast(FSDPModule, self.model).set_requires_gradient_sync(ends_step)
 
+    def _reduce_accumulated(self) -> None:
+        # FSDP2 reduces what is left over when a backward ends. This is the function that it calls then.
+        purpose = "a step before the last micro-batch with FSDP2"
+        state = internal(self.model, "_get_fsdp_state", purpose)()
+        internal(state, "_root_post_backward_final_callback", purpose)()
+
     def _step(self) -> bool:
         for part in self.model.modules():
             if isinstance(part, FSDPModule):
@@ -268,6 +275,19 @@ class FSDP1Training(ShardedTraining):
         self._unreduced.close()
         if not ends_step:
             self._unreduced.enter_context(cast(FullyShardedDataParallel, self.model).no_sync())
+
+    def _reduce_accumulated(self) -> None:
+        # The functions that FullyShardedDataParallel calls after each part's backward, and after the whole backward.
+        purpose = "a step before the last micro-batch with strategy='fsdp1'"
+        reduce = internal(_runtime_utils, "_post_backward_hook", purpose)
+        finish = internal(_runtime_utils, "_post_backward_final_callback", purpose)
+        for part in reversed(FullyShardedDataParallel.fsdp_modules(self.model)):
+            handle = internal(part, "_handle", purpose)
+            if handle is not None and handle.flat_param.grad is not None:
+                part.training_state = internal(_common_utils, "TrainingState", purpose).FORWARD_BACKWARD
+                handle._training_state = internal(_common_utils, "HandleTrainingState", purpose).BACKWARD_PRE
+                reduce(part, handle, handle.flat_param)
+        finish(self.model, self.model)
 
     def _refuse_within_a_step(self, module: nn.Module, inputs: Any) -> None:
         is_over = self._backward_calls >= self.accumulation_steps

@@ -6,7 +6,7 @@ import contextlib
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,11 +48,22 @@ def probe(device: torch.device, gradient: float) -> tuple[nn.Linear, Tensor]:
     return module, torch.full((1, 1), gradient, device=device, dtype=torch.float32)
 
 
-def fill_missing_gradients(parameters: Iterable[Tensor]) -> None:
-    """Give a gradient of zeros to trained parameters that have none. Another rank may have used them."""
+def fill_missing_gradients(parameters: Iterable[Tensor], sparse: Collection[int] = ()) -> None:
+    """Give a gradient of zeros to trained parameters that have none. Another rank may have used them.
+
+    Args:
+        sparse: the ``id`` of each parameter whose gradient is sparse.
+    """
     for parameter in parameters:
         if parameter.requires_grad and parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
+            is_sparse = id(parameter) in sparse
+            parameter.grad = _empty_sparse_gradient(parameter) if is_sparse else torch.zeros_like(parameter)
+
+
+def sparse_parameters(model: nn.Module) -> set[int]:
+    """The ``id`` of each parameter whose gradient is sparse, found in the way of DistributedDataParallel."""
+    embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
+    return {id(part.weight) for part in embeddings if part.sparse}
 
 
 def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
@@ -141,9 +152,7 @@ class UnusedParameters:
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        # DistributedDataParallel finds the parameters with sparse gradients in the same way.
-        embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
-        self._sparse = {id(part.weight) for part in embeddings if part.sparse}
+        self._sparse = sparse_parameters(model)
         self._reached: set[int] = set()
         # Hooks of the nodes, not of the tensors. Like the reducer's hooks they also run for an undefined gradient.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]

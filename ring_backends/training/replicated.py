@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.ring.ring import Ring
@@ -17,6 +18,7 @@ from ring_backends.training.reducer import (
     fill_missing_gradients,
     measure_divisor,
     probe,
+    sparse_parameters,
     under_autocast,
 )
 from ring_backends.training.single_file import SingleFileTraining
@@ -82,6 +84,16 @@ class ReplicatedTraining(SingleFileTraining):
         loss.backward()
         if self._unused is not None and self._backward_calls + 1 == self.accumulation_steps:
             self._unused.end()
+
+    def _reduce_accumulated(self) -> None:
+        # DistributedDataParallel reduces in a backward only.
+        if not self._is_wrapped:
+            return
+        fill_missing_gradients(self._module.parameters(), sparse_parameters(self._module))
+        for parameter in self._module.parameters():
+            if parameter.grad is not None:
+                dist.all_reduce(parameter.grad)
+                parameter.grad.div_(self.divisor)
 
     def _step(self) -> bool:
         fill_missing_gradients(self._module.parameters())

@@ -73,6 +73,7 @@ class TrainingState(SavedTraining):
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
         self._step_token_count: float | None = None
+        self._loss_counts: set[float | None] = set()
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
         self._buffers = persistent_buffers(model)
         fields = {
@@ -167,27 +168,51 @@ class TrainingState(SavedTraining):
             ) from error
         with self._framework_collectives("backward"):
             self._backward(loss)
+        self._loss_counts.add(self._step_token_count)
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
-    def step(self) -> None:
+    def step(self, step_token_count: float | Tensor | None = None) -> None:
         """Clip the gradient, step the optimizer, clear the gradients, and give all ranks rank 0's buffers.
 
+        After fewer than ``accumulation_steps`` backward calls, as at the end of an epoch, this call reduces the
+        gradient of the micro-batches so far and steps.
+
+        Args:
+            step_token_count: valid tokens of the micro-batches that the step really has, over all ranks. The gradient
+                becomes that of the mean over these tokens, although :meth:`loss` was given another number. None keeps
+                the number given to :meth:`loss`.
+
         Raises:
-            RuntimeError: fewer than ``accumulation_steps`` backward calls were made.
-            RingMismatchError: the ranks are in different steps, or their optimizers have different settings.
+            RuntimeError: no backward call was made since the last step.
+            ValueError, TypeError: ``step_token_count`` is not a finite number of at least 0, or the losses of the step
+                were not all scaled with one number by :meth:`loss`.
+            RingMismatchError: the ranks are in different steps, have made different numbers of backward calls, pass
+                different ``step_token_count``, or their optimizers have different settings.
             RingPeerError: a rank does not make the call.
         """
         with self._world.report_refusals():
-            if self._backward_calls < self.accumulation_steps:
+            if not self._backward_calls:
                 raise RuntimeError(
-                    f"step() after {self._backward_calls} of {self.accumulation_steps} backward calls: the gradients "
-                    "are not reduced yet; call backward() once per micro-batch first."
+                    f"step() after 0 of {self.accumulation_steps} backward calls: there is no gradient; call "
+                    "backward() at least once before step()."
                 )
+            is_early = self._backward_calls < self.accumulation_steps
+            if is_early:
+                self._check_early_step()
+            if step_token_count is not None:
+                step_token_count = check_count("step_token_count", step_token_count)
+            factor = self._rescaling(step_token_count)
             self._check_optimizer()
             optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
-        self._agree("step", {**optimizer, **self._describe_gradients()}, after_hops=True)
+        fields = {"step_token_count": step_token_count, **optimizer, **self._describe_gradients()}
+        self._agree("step", fields, after_hops=True)
         with self._framework_collectives("step"):
+            if is_early:
+                self._expect_micro_batch(ends_step=True)
+                self._reduce_accumulated()
+            if factor != 1:
+                self._scale_gradients(factor)
             is_updated = self._step()
         if is_updated:
             self.step_count += 1
@@ -195,8 +220,24 @@ class TrainingState(SavedTraining):
             self.skipped_steps += 1
         self._backward_calls = 0
         self._step_token_count = None
+        self._loss_counts.clear()
         self._broadcast_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
+
+    def _rescaling(self, step_token_count: float | None) -> float:
+        """The factor that turns the gradient into that of the mean over ``step_token_count`` tokens."""
+        if step_token_count is None:
+            return 1.0
+        if len(self._loss_counts) > 1 or None in self._loss_counts:
+            counts = ", ".join(sorted(map(str, self._loss_counts)))
+            raise ValueError(
+                f"step_token_count = {step_token_count}: the losses of this step were scaled with different numbers of "
+                f"tokens ({counts}), so no factor fits all of them; make every loss of a step with state.loss(), and "
+                "pass the same step_token_count each time."
+            )
+        (used,) = self._loss_counts
+        assert used is not None
+        return (used or 1) / (step_token_count or 1)
 
     def _check_loss(self, loss: Tensor) -> None:
         if not isinstance(loss, Tensor):
@@ -246,6 +287,19 @@ class TrainingState(SavedTraining):
     @abstractmethod
     def _backward(self, loss: Tensor) -> None:
         """Run the framework's backward of one micro-batch."""
+
+    def _check_early_step(self) -> None:
+        """Refuse a step before the last micro-batch if the framework cannot reduce the gradients then."""
+
+    @abstractmethod
+    def _reduce_accumulated(self) -> None:
+        """Reduce the gradients of the backward calls so far, none of which has ended a step."""
+
+    def _scale_gradients(self, factor: float) -> None:
+        """Multiply the reduced gradient by ``factor``."""
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(factor)
 
     @abstractmethod
     def _step(self) -> bool:

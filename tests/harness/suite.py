@@ -14,6 +14,7 @@ from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
 from ring_backends.testing.copies import CopyTests
 from ring_backends.testing.correctness import CorrectnessTests
+from ring_backends.testing.early_steps import EarlyStepTests
 from ring_backends.testing.faults import FaultTests
 from ring_backends.testing.gradients import GradientTests
 from ring_backends.testing.layouts import LayoutTests
@@ -37,6 +38,7 @@ class AllTrainingTests(
     UnequalRankTests,
     TrainingMismatchTests,
     TrainingStepTests,
+    EarlyStepTests,
     TrainingCheckpointTests,
     CheckpointErrorTests,
 ):

@@ -60,12 +60,12 @@ def train_in_bf16(
 
 
 def steps_out_of_order(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
-    """Call step() after zero, one and two of two micro-batches. Then call loss() without ``step_token_count``."""
+    """Call step() after zero and two of two micro-batches. Then call loss() without ``step_token_count``."""
     trainer = Trainer(adapter, FOUR, "contiguous", Recipe(accumulation_steps=2, dtype=torch.float32), options)
     endings = [ending(trainer.state.step)]
     for tokens, labels in trainer.micro_batches(0):
         trainer.state.backward(trainer.loss(tokens, labels, 40))
-        endings.append(ending(trainer.state.step))
+    endings.append(ending(trainer.state.step))
     tokens, labels = trainer.micro_batches(0)[0]
     return [*endings, ending(lambda: trainer.loss(tokens, labels, None))]
 
@@ -225,10 +225,9 @@ class TrainingTests(AdapterSuite):
 
     @requires("training", "gradient accumulation")
     def test_micro_batches_in_the_wrong_order_are_refused(self, world: World) -> None:
-        for early, half, whole, unknown in world.run(steps_out_of_order, self.adapter, dict(self.framework_options)):
+        for early, whole, unknown in world.run(steps_out_of_order, self.adapter, dict(self.framework_options)):
             assert early.is_a(RuntimeError), early
-            assert half.is_a(RuntimeError), half
-            assert "1 of 2" in half.message, half
+            assert "0 of 2" in early.message, early
             assert whole == Ended(seconds=whole.seconds), whole
             assert unknown.is_a(ValueError), unknown
             assert "step_token_count" in unknown.message, unknown

@@ -79,7 +79,13 @@ every_precision = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Recipe:
-    """The settings of a training run, without ranks and layout."""
+    """The settings of a training run, without ranks and layout.
+
+    Attributes:
+        micro_batches: the number of micro-batches of each step. Empty: every step has ``accumulation_steps``.
+        is_rescaled: whether losses are scaled with the tokens of ``accumulation_steps`` micro-batches, and ``step`` is
+            given the tokens of the micro-batches of the step.
+    """
 
     model: str = "blocks"
     dtype: torch.dtype = torch.float64
@@ -89,6 +95,11 @@ class Recipe:
     accumulation_steps: int = 1
     max_grad_norm: float | None = None
     seed: int = 0
+    micro_batches: tuple[int, ...] = ()
+    is_rescaled: bool = False
+
+    def num_micro_batches(self, step: int) -> int:
+        return self.micro_batches[step] if self.micro_batches else self.accumulation_steps
 
     def make_optimizer(self, parameters: Any) -> torch.optim.Optimizer:
         if self.optimizer == "sgd":
@@ -129,10 +140,17 @@ class Trainer:
 
     def micro_batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
         """This rank's (tokens, labels) of a step."""
+        return self._batches(step, self.recipe.num_micro_batches(step))
+
+    def _batches(self, step: int, number: int) -> list[tuple[Tensor, Tensor]]:
         return [
             (tokens[self.data_rank][:, self.rows], labels[self.data_rank][:, self.rows])
-            for tokens, labels in batches(self.batches_of, self.layout, step, self.recipe.accumulation_steps)
+            for tokens, labels in batches(self.batches_of, self.layout, step, number)
         ]
+
+    def _count(self, micro_batches: list[tuple[Tensor, Tensor]]) -> int:
+        count: int = self.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
+        return count
 
     def loss(self, tokens: Tensor, labels: Tensor, step_token_count: int | None) -> Tensor:
         logits = self.state.model(tokens, self.ring.positions(CASE.seq_len), CASE.seq_len)
@@ -142,15 +160,17 @@ class Trainer:
     def step(self, step: int) -> float:
         """Take a step. Returns the loss of the whole batch before the step."""
         micro_batches = self.micro_batches(step)
-        count = None
-        if len(micro_batches) > 1:
-            count = self.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
+        count = own_count = None
+        if self.recipe.accumulation_steps > 1:
+            count = self._count(micro_batches)
+        if self.recipe.is_rescaled:
+            own_count, count = count, self._count(self._batches(step, self.recipe.accumulation_steps))
         total = torch.zeros((), dtype=torch.float64)
         for tokens, labels in micro_batches:
             loss = self.loss(tokens, labels, count)
             total += loss.detach() / self.state.divisor
             self.state.backward(loss)
-        self.state.step()
+        self.state.step(own_count)
         dist.all_reduce(total)
         return float(total)
 
@@ -200,7 +220,7 @@ def train_alone(rings: RingSpec, layout: LayoutKind, recipe: Recipe) -> list[Sta
     optimizer = recipe.make_optimizer(model.parameters())
     states = [_copy(model.state_dict())]
     for step in range(recipe.steps):
-        made = batches(rings, layout, step, recipe.accumulation_steps)
+        made = batches(rings, layout, step, recipe.num_micro_batches(step))
         tokens, labels = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*made, strict=True))
         logits = model(tokens, torch.arange(CASE.seq_len), CASE.seq_len)
         (loss_sum(logits, labels) / (labels != IGNORED).sum()).backward()

@@ -1,0 +1,195 @@
+"""Steps before the last micro-batch, as at the end of an epoch. The gradient is that of the micro-batches so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ring_backends.errors import RingMismatchError
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.models import BlocksOfExperts
+from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, backend, new_ring, ring_here
+from ring_backends.testing.training_runs import Recipe, Trainer, check_ranks, train, train_alone
+from ring_backends.testing.unequal_ranks import ODD_RANK, ROWS, State, parallelize_one, rows_of, sgd
+from ring_backends.testing.world import World
+
+EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
+
+every_early_step = pytest.mark.parametrize("num_micro_batches", [1, 3])
+
+
+def train_and_resume(
+    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
+) -> tuple[State, State]:
+    """Take an early step, save, and take another step. Returns its result, and that of a run that loads."""
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
+    trainer.step(0)
+    trainer.state.save(path)
+    trainer.step(1)
+    resumed = Trainer(adapter, rings, "zigzag", replace(recipe, seed=99), options)
+    resumed.state.load(path)
+    resumed.step(1)
+    return trainer.state.full_state_dict(), resumed.state.full_state_dict()
+
+
+def train_experts_and_step_early(adapter: str, evaluate: bool, options: Mapping[str, Any]) -> list[State]:
+    """Two steps of one and of two micro-batches of two. A rank uses one expert in a micro-batch, or none.
+
+    With ``evaluate``, the model is called in eval mode before the early step.
+    """
+    ring, rank = ring_here(adapter, TWO), dist.get_rank()
+    state = backend(adapter).parallelize(BlocksOfExperts((4, 4)), sgd, ring, accumulation_steps=2, **options)
+    states = []
+    for num_micro_batches in (1, 2):
+        for index in range(num_micro_batches):
+            x = rows_of(rank, index)
+            out = state.model(x, EXPERTS[(rank + index) % 4])
+            state.backward(state.loss(out.square().sum(), 2 * ROWS, 4 * 2 * ROWS * num_micro_batches))
+        if evaluate:
+            state.model.eval()
+            with torch.no_grad():
+                state.model(rows_of(rank, 9), 0)
+            state.model.train()
+        state.step()
+        states.append(state.full_state_dict())
+    return states
+
+
+EXPERTS = (1, None, 0, 1)
+"""The expert of every rank in the first micro-batch. None of them is used by rank 1."""
+
+
+def train_experts_alone() -> list[State]:
+    """The training of :func:`train_experts_and_step_early` in one process. Unused parameters have zero gradients."""
+    model = BlocksOfExperts((4, 4))
+    optimizer = sgd(model.parameters())
+    states = []
+    for num_micro_batches in (1, 2):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        for index in range(num_micro_batches):
+            for rank in range(4):
+                out = model(rows_of(rank, index), EXPERTS[(rank + index) % 4])
+                (out.square().sum() / (4 * 2 * ROWS * num_micro_batches)).backward()
+        optimizer.step()
+        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
+    return states
+
+
+def step_with_other_counts(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
+    """Steps whose gradient no factor can rescale, and a count that is not a number of tokens."""
+    state = parallelize_one(adapter, ring_here(adapter, TWO), options, accumulation_steps=3)
+    endings = []
+
+    def backward(*count: int) -> None:
+        out = state.model(torch.ones(1)).sum()
+        state.backward(state.loss(out, 1, *count) if count else out)
+
+    backward()
+    endings.append(ending(lambda: state.step(4)))
+    state.step()
+    backward(8)
+    backward(4)
+    endings += [ending(lambda: state.step(4)), ending(lambda: state.step(-1))]
+    state.step()
+    return endings
+
+
+def _train(num_micro_batches: int, *count: int) -> Callable[[Any], None]:
+    def train(state: Any) -> None:
+        for _ in range(num_micro_batches):
+            state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, 8))
+        state.step(*count)
+
+    return train
+
+
+DIFFERENCES: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]] = {
+    "micro-batches": ("order of calls", _train(2), _train(1)),
+    "counts": ("step_token_count", _train(2, 4), _train(2, 5)),
+    "a count on one rank": ("step_token_count", _train(2), _train(2, 8)),
+}
+"""The field that the error names, and the calls of most ranks and of one rank."""
+
+
+def step_differently(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
+    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    state = parallelize_one(adapter, ring, options, accumulation_steps=4)
+    _, usual, odd = DIFFERENCES[name]
+    return ending(lambda: (odd if dist.get_rank() == ODD_RANK else usual)(state))
+
+
+class EarlyStepTests(AdapterSuite):
+    def check(self, world: World, rings: RingSpec, recipe: Recipe, tolerance: float) -> None:
+        by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, dict(self.framework_options))
+        check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, recipe)
+
+    @requires("training", "gradient accumulation")
+    @every_early_step
+    @pytest.mark.parametrize("is_rescaled", [False, True], ids=["own count", "count of a full step"])
+    def test_the_gradient_is_that_of_the_micro_batches_so_far(
+        self, pair: World, num_micro_batches: int, is_rescaled: bool
+    ) -> None:
+        recipe = replace(EARLY, micro_batches=(num_micro_batches,), is_rescaled=is_rescaled)
+        self.check(pair, TWO_OF_TWO, recipe, 1e-6)
+
+    @requires("training", "gradient accumulation")
+    @every_early_step
+    def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
+        recipe = replace(EARLY, micro_batches=(num_micro_batches, 4, num_micro_batches, 4), steps=4)
+        recipe = replace(recipe, optimizer="momentum", rate=0.02, is_rescaled=True)
+        self.check(pair, ONE_OF_TWO, recipe, 1e-4)
+
+    @requires("training", "gradient accumulation", "gradient clipping")
+    def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
+        for max_grad_norm in (0.01, 1e6):
+            recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
+            self.check(pair, TWO_OF_TWO, recipe, 1e-5)
+
+    @requires("training", "gradient accumulation", "save and load")
+    def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
+        recipe = replace(EARLY, micro_batches=(3, 4), optimizer="momentum", rate=0.02)
+        options = dict(self.framework_options)
+        for state, resumed in pair.run(
+            train_and_resume, self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), options
+        ):
+            assert all(torch.equal(tensor, resumed[name]) for name, tensor in state.items())
+
+    @requires("training", "gradient accumulation", "parameters of some ranks")
+    @pytest.mark.parametrize("evaluate", [False, True], ids=["", "evaluated"])
+    def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
+        if evaluate and "evaluation within a step" in self.without:
+            pytest.skip(self.without["evaluation within a step"])
+        by_rank = world.run(train_experts_and_step_early, self.adapter, evaluate, dict(self.framework_options))
+        wanted = train_experts_alone()
+        for states in by_rank:
+            for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
+                for name, tensor in right.items():
+                    torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=f"{name}, step {step}")
+
+    @core
+    @requires("training", "gradient accumulation")
+    def test_a_count_that_cannot_apply_is_refused(self, world: World) -> None:
+        for no_count, counts, negative in world.run(step_with_other_counts, self.adapter, dict(self.framework_options)):
+            assert no_count.is_a(ValueError), no_count
+            assert "step_token_count = 4: " in no_count.message, no_count
+            assert "(None)" in no_count.message, no_count
+            assert counts.is_a(ValueError), counts
+            assert "different numbers of tokens (4, 8)" in counts.message, counts
+            assert negative.is_a(ValueError), negative
+            assert "step_token_count = -1" in negative.message, negative
+
+    @requires("training", "gradient accumulation")
+    @pytest.mark.parametrize("name", DIFFERENCES)
+    def test_ranks_that_step_differently_are_reported(self, world: World, name: str) -> None:
+        for ended in world.run(step_differently, self.adapter, name, dict(self.framework_options)):
+            assert ended.is_a(RingMismatchError), ended
+            assert DIFFERENCES[name][0] in ended.message, ended
+            assert ended.seconds < AT_ONCE, ended
