@@ -6,6 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -252,3 +253,25 @@ def train_here(rings: RingSpec, adapter: str = ADAPTER, feat_layer: tuple[int, i
     gigapath.use_ring(model, attention)
     head = ClassificationHead(model, feat_layer)
     return train(head, ring, ring.data_rank if ring.data_size > 1 else None, adapter)
+
+
+def classify_in_bf16(rings: RingSpec, adapter: str, **options: Any) -> tuple[list[int], Tensor]:
+    """The places of a slide's tiles, whose coordinates are in fp32, and the outputs of a model in bf16."""
+    model, ring = make_model(dtype=torch.float32), ring_here(adapter, rings)
+    assert ring is not None
+    attention = import_module(adapter).RingDilatedAttention(**asdict(gigapath.pattern_of(model)), ring=ring)
+    gigapath.use_ring(model, attention)
+    places, coords_to_pos = [], model.coords_to_pos
+
+    def remember(*args: Any) -> Tensor:
+        places.append(coords_to_pos(*args))
+        return places[-1]
+
+    model.coords_to_pos = remember
+    parallelize = partial(import_module(adapter).parallelize, mixed_precision=torch.bfloat16, **options)
+    state = parallelize(ClassificationHead(model), lambda parameters: torch.optim.SGD(parameters, lr=0.1), ring)
+    tiles, coords = make_slide(600, torch.float32)
+    out = state.model(tiles, coords.float())
+    state.backward(state.loss(out.sum(), BATCH))
+    state.step()
+    return places[0].tolist(), out.detach().float()

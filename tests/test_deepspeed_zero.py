@@ -20,7 +20,7 @@ from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import TwoLayers
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.training import train_in_bf16
+from ring_backends.testing.training import COORDS, look_up_places, train_in_bf16
 from ring_backends.testing.training_checkpoints import save_and_load
 from ring_backends.testing.training_runs import Recipe, check_moves, train_alone
 from ring_backends.testing.training_steps import (
@@ -224,6 +224,11 @@ class TestZeRO:
         for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
             assert seen == {torch.bfloat16}
             check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
+
+    @pytest.mark.parametrize("stage", slow_but(3))
+    def test_bf16_parameters_do_not_round_coordinates(self, world: World, stage: int) -> None:
+        for places, _ in world.run(look_up_places, ADAPTER, TWO, False, zero(stage), torch.bfloat16):
+            assert places == [[int(number) for number in COORDS]] * 2
 
 
 class TwoWeights(nn.Module):

@@ -1,4 +1,4 @@
-"""Training GigaPath's slide encoder with FSDP2 equals training on one process."""
+"""Training GigaPath's slide encoder with FSDP equals training on one process."""
 
 from __future__ import annotations
 
@@ -27,3 +27,14 @@ def test_training(two: World) -> None:
         assert found == pytest.approx(losses, abs=1e-10)
         for name, right in parameters.items():
             torch.testing.assert_close(after[name], right, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1"])
+def test_bf16_does_not_move_tiles(two: World, strategy: str) -> None:
+    model = cases.make_model(dtype=torch.float32)
+    tiles, coords = cases.make_slide(600, torch.float32)
+    with cases.own_code(model):
+        wanted = cases.ClassificationHead(model)(tiles, coords)
+    for places, out in two.run(cases.classify_in_bf16, TWO_OF_TWO, ADAPTER, strategy=strategy):
+        assert places == model.coords_to_pos(coords, model.tile_size).tolist()
+        torch.testing.assert_close(out, wanted, rtol=0, atol=0.05)

@@ -151,6 +151,8 @@ CALLS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((SLIDE[0], SLIDE[1][0, 0]), ValueError, "coords is [2]: expected [batch, tiles, 2]"),
     ((SLIDE[0], SLIDE[1][:, :5]), ValueError, "coords is [2, 5, 2] and x is [2, 6, 24]: give one pair"),
     ((SLIDE[0][:, :0], SLIDE[1][:, :0]), ValueError, "x is [2, 0, 24]: a slide needs at least one tile"),
+    ((SLIDE[0], SLIDE[1].half()), TypeError, "coords is torch.float16, which rounds pixels, so tiles would"),
+    ((SLIDE[0], SLIDE[1].bfloat16()), TypeError, "pass coords in float32 or as integers. If FSDP has cast them, use "),
     ((SLIDE[0].half(), SLIDE[1]), TypeError, "x is torch.float16 and patch_embed is torch.float64: convert x"),
     ((SLIDE[0], SLIDE[1] + 20 * 256), ValueError, "expected pixels from 0 to below 5120, tile_size × slide_ngrids"),
     ((SLIDE[0], -SLIDE[1] - 256), ValueError, "coords has values from -"),

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.wrap import CustomPolicy
 
+from ring_backends.adapters.fsdp.precision import keep_inputs
 from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
 from ring_backends.training.reducer import device_of
@@ -64,12 +65,15 @@ def fully_shard_sharding(
             "over those ranks only, and the replicas would drift apart; leave mesh out, or pass a mesh of all ranks "
             "(one axis, or two: replicas × shards)."
         )
-    policy = MixedPrecisionPolicy(param_dtype=mixed_precision, reduce_dtype=mixed_precision and torch.float32)
+    reduce_dtype = mixed_precision and torch.float32
+    policy = MixedPrecisionPolicy(mixed_precision, reduce_dtype, cast_forward_inputs=False)
     policy = _policy("mp_policy", policy, mixed_precision, options)
     _refuse_ignored(options.get("ignored_params") or (), "ignored_params")
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         broadcast_from_rank0(module)
+        if mixed_precision is not None:
+            keep_inputs(module, blocks, mixed_precision)
         inside_out = reversed(list(module.modules()))
         for part in (part for part in inside_out if part is module or part in blocks):
             fully_shard(part, **{**options, "mesh": mesh, "mp_policy": policy})
@@ -99,7 +103,7 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
     """Sharding with FullyShardedDataParallel."""
     policy = None
     if mixed_precision is not None:
-        policy = MixedPrecision(param_dtype=mixed_precision, reduce_dtype=torch.float32)
+        policy = MixedPrecision(mixed_precision, torch.float32, cast_root_forward_inputs=False)
     policy = _policy("mixed_precision", policy, mixed_precision, options)
     ignored = [
         parameter
@@ -113,6 +117,8 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
 
     def shard(module: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
         broadcast_from_rank0(module)
+        if mixed_precision is not None:
+            keep_inputs(module, blocks, mixed_precision)
         by_block = CustomPolicy(lambda part: any(part is block for block in blocks))
         return FullyShardedDataParallel(module, **{"auto_wrap_policy": by_block, **options})
 

@@ -56,7 +56,8 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     """Put GigaPath's slide encoder on the ring of ``attention``.
 
     After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False)`` with the same whole
-    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2], in pixels. Every rank gets the
+    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2], in pixels, as integers or in fp32 or
+    fp64. Every rank gets the
     embeddings of the published class, a list of [batch, embed_dim]. flash-attn is not needed. fp64, fp32, bf16 and fp16
     work, also under autocast.
 
@@ -171,6 +172,13 @@ class _SlideEncoder:
                 raise ValueError(
                     f"{name} is {[*value.shape]}: expected [batch, tiles, {width}]; add the batch with {name}[None]."
                 )
+        if coords.is_floating_point() and coords.dtype not in (torch.float32, torch.float64):
+            raise TypeError(
+                f"coords is {coords.dtype}, which rounds pixels, so tiles would get wrong places: pass coords in "
+                "float32 or as integers. If FSDP has cast them, use parallelize(mixed_precision=torch.bfloat16) of the "
+                "fsdp adapter, which casts no inputs; or set cast_forward_inputs=False in MixedPrecisionPolicy, and "
+                "cast_root_forward_inputs=False in MixedPrecision of FSDP1."
+            )
         of_batch = coords if coords.dim() == 3 else coords[None]
         if of_batch.shape[1] != x.shape[1] or of_batch.shape[0] not in (1, x.shape[0]):
             raise ValueError(

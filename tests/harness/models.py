@@ -154,6 +154,45 @@ class Normalized(nn.Module):
         return y
 
 
+class PlacedBlock(nn.Module):
+    """A residual block of width 4 that looks up rows of a table by floating-point coordinates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.table, self.out = nn.LayerNorm(4), nn.Embedding(5000, 4), nn.Linear(4, 4)
+        self.places: list[int] = []
+
+    def forward(self, x: Tensor, coords: Tensor) -> Tensor:
+        places = torch.floor(coords).long()
+        self.places = places.tolist()
+        added: Tensor = self.out(self.norm(x) + self.table(places))
+        return x + added
+
+
+class PlacedModel(nn.Module):
+    """Two blocks whose input is projected features, or zeros, added to an fp32 buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.projection = nn.Linear(3, 4)
+        self.blocks = nn.ModuleList(PlacedBlock() for _ in range(2))
+        self.norm = nn.LayerNorm(4)
+        self.register_buffer("waves", torch.linspace(0, 1, 4).sin())
+        generator = torch.Generator().manual_seed(7)
+        for parameter in self.parameters():
+            parameter.data = torch.randn(parameter.shape, generator=generator)
+
+    def forward(self, coords: Tensor, features: Tensor | None) -> Tensor:
+        """Map coordinates [n] and features [n, 3] to rows [n, 4]."""
+        if features is None:
+            features = self.projection.weight.new_zeros(len(coords), 3)
+        x = self.projection(features) + self.waves
+        for block in self.blocks:
+            x = block(x, coords=coords)
+        y: Tensor = self.norm(x)
+        return y
+
+
 class OneParameter(nn.Module):
     """A model with one parameter, whose gradient is the input."""
 

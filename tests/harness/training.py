@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, PlacedModel
 from ring_backends.testing.rings import (
     FOUR,
     ONE_OF_TWO,
@@ -57,6 +57,27 @@ def train_in_bf16(
         if name.endswith("projections"):
             module.register_forward_hook(look)
     return trainer.states(), seen
+
+
+COORDS = (1001.0, 4095.0, 3333.5, 257.0)
+"""Coordinates that bf16 does not represent."""
+
+
+def look_up_places(
+    adapter: str, rings: RingSpec, with_features: bool, options: Mapping[str, Any], dtype: torch.dtype = torch.float32
+) -> tuple[list[list[int]], list[State]]:
+    """Take a step. Returns the rows that each block has looked up, and the states before and after the step."""
+    model = PlacedModel().to(dtype)
+    blocks: Any = list(model.blocks)
+    state = backend(adapter).parallelize(
+        model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring_here(adapter, rings), **options
+    )
+    states = [state.full_state_dict()]
+    features = torch.ones(len(COORDS), 3) / 3 if with_features else None
+    out = state.model(torch.tensor(COORDS), features)
+    state.backward(state.loss(out.float().square().mul(torch.arange(4.0)).sum(), len(COORDS)))
+    state.step()
+    return [block.places for block in blocks], [*states, state.full_state_dict()]
 
 
 def steps_out_of_order(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
@@ -241,6 +262,18 @@ class TrainingTests(AdapterSuite):
         wanted = train_alone(rings, "zigzag", recipe)
         for states, seen in world.run(train_in_bf16, self.adapter, rings, recipe, options):
             assert seen == {torch.bfloat16}
+            check_moves(states, wanted, 0.05, "bf16")
+
+    @requires("training", "mixed precision")
+    @pytest.mark.parametrize("with_features", [True, False], ids=["features", "coordinates"])
+    def test_bf16_does_not_round_coordinates(self, pair: World, with_features: bool) -> None:
+        arguments = look_up_places, self.adapter, TWO_OF_TWO, with_features
+        options = dict(self.framework_options)
+        by_rank = pair.run(*arguments, options)
+        for (places, states), (_, wanted) in zip(
+            pair.run(*arguments, {**options, "mixed_precision": torch.bfloat16}), by_rank, strict=True
+        ):
+            assert places == [[int(number) for number in COORDS]] * 2
             check_moves(states, wanted, 0.05, "bf16")
 
     @requires("training", "gradient accumulation", "evaluation within a step")
