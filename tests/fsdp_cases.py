@@ -26,7 +26,7 @@ STRATEGIES = ("fsdp2", "hsdp", "fsdp1")
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
 
-COPIES = {"copies of a wrapped model": "FSDP's modules refuse it"}
+COPIES = {"copies of a wrapped model": "each rank holds shards, and FSDP's modules hold process groups"}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

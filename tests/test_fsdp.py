@@ -54,6 +54,7 @@ class TestFSDP(AdapterTests):
 class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
+    without = MappingProxyType(COPIES)
 
 
 @pytest.mark.slow
@@ -62,6 +63,7 @@ class TestFSDP1(AllTrainingTests):
     framework_options = MappingProxyType({"strategy": "fsdp1"})
     without = MappingProxyType(
         {
+            **COPIES,
             "fp64 clipping": "FullyShardedDataParallel computes norms in fp32 only",
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }

@@ -74,6 +74,7 @@ class DeepSpeedTraining(TrainingState):
         if type(self._engine.checkpoint_engine) is TorchCheckpointEngine:
             self._engine.checkpoint_engine.load = _load_tensors
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
+        self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")
         self._zero_stage: int = self._engine.zero_optimization_stage()
         if self._zero_stage:
             for name, parameter in self._parameters.items():

@@ -49,6 +49,7 @@ class FairScaleTraining(SingleFileTraining):
         super().__init__(model, ring, max_grad_norm, accumulation_steps, compared)
         make = partial(self._make_optimizer, make_optimizer)
         self._module, self.model, self.optimizer = self._wrap(model, make, mixed_precision)
+        self._refuse_copies("FairScale's wrapper holds process groups")
         self.divisor = measure_divisor(self._world, self._reduced)
 
     @abstractmethod

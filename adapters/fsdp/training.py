@@ -72,6 +72,7 @@ class ShardedTraining(TrainingState):
             )
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
+        self._refuse_copies("each rank holds shards of its parameters, and it holds process groups")
         self._check_calls_of(self._sharded_parts())
         for name, part in self._sharded_parts():
             part.register_forward_hook(partial(mark_outputs, name))

@@ -12,7 +12,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -345,6 +345,22 @@ class TrainingState(SavedTraining):
         self._trained = [(name, parameter, parameter.requires_grad) for name, parameter in model.named_parameters()]
         agree(self._world, "make_optimizer", describe_optimizer(optimizer, names))
         return optimizer
+
+    def _refuse_copies(self, reason: str) -> None:
+        """Let copies and pickles of :attr:`model` raise TypeError. A subclass whose wrapper allows none calls this.
+
+        Args:
+            reason: why they are impossible, as one clause.
+        """
+
+        def refuse(*_: object) -> NoReturn:
+            raise TypeError(
+                f"state.model cannot be copied or pickled: {reason}. Copy the module before parallelize() wraps it, or "
+                "load state.full_state_dict() into another module of its class."
+            )
+
+        # copy and pickle look these up on the instance.
+        vars(self.model).update(__deepcopy__=refuse, __reduce_ex__=refuse)
 
     def _describe(self, model: nn.Module) -> dict[str, object]:
         """The properties of a model that must be equal on all ranks."""

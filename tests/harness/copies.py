@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -81,10 +82,15 @@ def _saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
+def _pickled(model: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(model))
+
+
 MODEL_COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "deep": copy.deepcopy,
     "averaged": lambda model: AveragedModel(model).module,
     "saved": _saved_and_loaded,
+    "pickled": _pickled,
 }
 
 
@@ -104,7 +110,35 @@ def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[fl
     return float(out), out.dtype, sorted(name.rpartition(".")[2] for name, _ in copied.named_parameters())
 
 
+def copy_in_every_way(adapter: str, options: Mapping[str, Any]) -> tuple[list[Ended], float]:
+    """Copy a wrapped model in every way, then take a step. Returns the endings, and the change of a weight."""
+    model = nn.Linear(4, 1)
+    nn.init.zeros_(model.weight)
+    state = backend(adapter).parallelize(
+        model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(adapter, TWO), **options
+    )
+    ways: list[Callable[[nn.Module], Any]] = [copy.copy, *MODEL_COPIES.values()]
+    endings = [ending(partial(make, state.model)) for make in ways]
+    state.backward(state.loss(state.model(torch.ones(1, 4)).sum(), 1))
+    state.step()
+    return endings, float(state.full_state_dict()["weight"][0, 0])
+
+
 _ANOTHER_COPY = pytest.mark.matrix(reason="another way to copy")
+
+
+class ModelCopyTests(AdapterSuite):
+    @requires("training")
+    def test_copies_of_a_wrapped_model_work_or_are_refused(self, world: World) -> None:
+        for endings, moved in world.run(copy_in_every_way, self.adapter, dict(self.framework_options)):
+            for ended in endings:
+                if "copies of a wrapped model" not in self.without:
+                    assert ended.error == "no error", ended
+                    continue
+                assert ended.is_a(TypeError), ended
+                assert "state.model cannot be copied or pickled" in ended.message, ended
+                assert "load state.full_state_dict()" in ended.message, ended
+            assert moved == -1
 
 
 class CopyTests(AdapterSuite):

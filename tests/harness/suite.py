@@ -12,7 +12,7 @@ from ring_backends.testing.bad_arguments import BadArgumentTests
 from ring_backends.testing.checkpoint_errors import CheckpointErrorTests
 from ring_backends.testing.compiled import CompileTests
 from ring_backends.testing.contiguity import ContiguityTests
-from ring_backends.testing.copies import CopyTests
+from ring_backends.testing.copies import CopyTests, ModelCopyTests
 from ring_backends.testing.correctness import CorrectnessTests
 from ring_backends.testing.early_steps import EarlyStepTests
 from ring_backends.testing.faults import FaultTests
@@ -39,6 +39,7 @@ class AllTrainingTests(
     TrainingMismatchTests,
     TrainingStepTests,
     EarlyStepTests,
+    ModelCopyTests,
     TrainingCheckpointTests,
     CheckpointErrorTests,
 ):
