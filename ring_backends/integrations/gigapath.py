@@ -56,10 +56,9 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     """Put GigaPath's slide encoder on the ring of ``attention``.
 
     After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False)`` with the same whole
-    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2], in pixels, as integers or in fp32 or
-    fp64. Every rank gets the
-    embeddings of the published class, a list of [batch, embed_dim]. flash-attn is not needed. fp64, fp32, bf16 and fp16
-    work, also under autocast.
+    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2] in pixels, as integers or in fp32 or
+    fp64. Every rank gets the embeddings of the published class, a list of [batch, embed_dim]. flash-attn is not needed.
+    x may be in fp64, fp32, bf16 or fp16, also under autocast.
 
     If every rank computes the same loss from the embeddings, the gradients of the parameters and of x, averaged over
     all ranks, are those of one device. DistributedDataParallel, FSDP2 and DeepSpeed average, and so does
