@@ -221,7 +221,7 @@ def register_as(name: str, registration: Registration) -> None:
                     raise ValueError(f"seq_len is not given: the layers got no arguments of a shard; {how_to_call}.")
                 check_config(config)
             if position_ids is not None and document_ids is None:
-                _check_positions(position_ids, ring, query.shape[2], seq_len, config)
+                _check_positions(position_ids, mask.padding, ring, query.shape[2], seq_len, config)
         out = own(
             *rows,
             is_causal=mask.is_causal,
@@ -313,7 +313,10 @@ def check_config(config: Any) -> None:
             "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
     layer_types = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
+    try:
+        window = getattr(config, "sliding_window", None)
+    except RuntimeError:  # it differs between layers, whose masks are checked
+        window = None
     has_windows = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
     if window is not None and has_windows:
         raise ValueError(f"sliding_window = {window}: {_REFUSED['sliding_window']}.")
@@ -353,10 +356,15 @@ def _check_scaling(scaling: float | None, scale: float | None, head_dim: int) ->
         raise ValueError(f"scaling = {scaling}: the attention has scale = {own}; make it with scale={scaling}.")
 
 
-def _check_positions(position_ids: Tensor, ring: Ring, local_len: int, seq_len: int | None, config: Any) -> None:
+def _check_positions(
+    position_ids: Tensor, is_real: Tensor | None, ring: Ring, local_len: int, seq_len: int | None, config: Any
+) -> None:
     first = first_position_of(config)
     expected = ring.positions(local_len * ring.size if seq_len is None else seq_len).to(position_ids.device) + first
-    if position_ids.shape[-1] != local_len or not bool((position_ids == expected).all()):
+    is_right = torch.zeros((), dtype=torch.bool)
+    if position_ids.shape[-1] == local_len:
+        is_right = position_ids == expected if is_real is None else (position_ids == expected) | ~is_real
+    if not bool(is_right.all()):
         raise ValueError(
             f"position_ids = {position_ids.flatten()[:4].tolist()}…: expected this rank's global positions, "
             f"{expected[:4].tolist()}…; call the model with shard_inputs(ring, input_ids=…"

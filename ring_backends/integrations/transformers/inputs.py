@@ -44,8 +44,8 @@ def shard_inputs(
         next_token_labels: whether the label of a token is the next token, as in causal models. The labels are then
             shifted before sharding, since the last label of a shard is on the next rank. False for masked language
             models.
-        position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``; None for one
-            document per batch entry. DataCollatorWithFlattening makes them.
+        position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``. Padding may
+            have any others. None for one document per batch entry. DataCollatorWithFlattening makes them.
         first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
         others: other tensors [batch, seq, …], such as token_type_ids; or other marks of packed documents:
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int [documents + 1], 0 and the end of each document; ``seq_idx``,
@@ -124,7 +124,7 @@ def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> t
             f"and go on by 1 in each packed document{f', those of {name}' if name else ''}; leave them out for one "
             "document per batch entry."
         )
-    return positions, documents
+    return positions if position_ids is None else position_ids.expand(shape), documents
 
 
 def _marked_documents(batch: Mapping[str, Any], is_real: Tensor) -> dict[str, Tensor]:

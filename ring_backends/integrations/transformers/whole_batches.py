@@ -247,27 +247,25 @@ class ShardedForward:
                 )
 
     def _positions_after_padding(self, batch: Mapping[str, Any]) -> Tensor | None:
-        """The position ids of a model that counts from the first token that is no padding; None if all are counted.
+        """The position ids of a model that does not count padding; None without padding.
 
         Raises:
-            ValueError: there is padding between tokens, or before them without an attention_mask.
+            ValueError: there is padding between tokens, or no attention_mask.
         """
         mask, input_ids = batch.get("attention_mask"), batch["input_ids"]
         is_counted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
         if self.first_position:
             is_counted = input_ids != self.inner.config.pad_token_id
-        is_first_counted = is_counted[:, 0] | ~is_counted.any(1)
-        num_runs = (is_counted[:, 1:] & ~is_counted[:, :-1]).sum(1) + is_counted[:, 0]
-        if bool((is_first_counted & (num_runs <= 1)).all()):
+        if bool(is_counted.all()):
             return None
+        num_runs = (is_counted[:, 1:] & ~is_counted[:, :-1]).sum(1) + is_counted[:, 0]
         if mask is None or int(num_runs.max()) > 1:
             raise ValueError(
-                f"input_ids has padding {'before' if mask is None else 'between'} tokens: "
+                f"input_ids has padding {'between tokens' if mask is not None else 'without an attention_mask'}: "
                 f"{self.inner.config.model_type} does not count its positions; pad on one side, and give an "
                 "attention_mask."
             )
-        counts = is_counted.cumsum(1)
-        return torch.where(counts > 0, counts - 1, 1) + self.first_position  # 1: no document starts in the padding
+        return torch.where(is_counted, is_counted.cumsum(1), 0) - 1 + self.first_position
 
 
 def labels_of_rows(batch: Mapping[str, Any], label_of: LabelOf | None) -> Tensor | None:
