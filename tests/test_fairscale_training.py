@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -179,6 +180,14 @@ def backward_in_eval_mode() -> Ended:
     return ending(lambda: trainer.state.backward(trainer.loss(tokens, labels, 20)))
 
 
+def step_early_in_eval_mode() -> Ended:
+    trainer = Trainer(ADAPTER, TWO, "contiguous", Recipe(dtype=torch.float32, accumulation_steps=2), {})
+    tokens, labels = trainer.micro_batches(0)[0]
+    trainer.state.backward(trainer.loss(tokens, labels, 20))
+    trainer.state.model.eval()
+    return ending(trainer.state.step)
+
+
 def unused_on_some_ranks() -> tuple[list[float], list[float]]:
     """The changes of two parameters, and the expected changes. Rank 0 uses only the first parameter."""
     ring = ring_here(ADAPTER, FOUR)
@@ -297,8 +306,9 @@ class TestFairScaleTraining(AdapterSuite):
             assert clipped == pytest.approx(0.5, rel=1e-2 if dtype == torch.bfloat16 else 1e-5)
             assert whole == pytest.approx(3.0)
 
-    def test_a_backward_in_eval_mode_is_refused(self, world: World) -> None:
-        for ended in world.run(backward_in_eval_mode):
+    @pytest.mark.parametrize("call", [backward_in_eval_mode, step_early_in_eval_mode])
+    def test_a_reduction_in_eval_mode_is_refused(self, world: World, call: Callable[[], Ended]) -> None:
+        for ended in world.run(call):
             assert ended.is_a(RuntimeError), ended
             assert "eval mode" in ended.message
 
