@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -343,6 +344,29 @@ def test_registered_models_that_do_not_count_padding(pair: World) -> None:
     for refused, counted in pair.run(padded_left_by_register_here):
         assert "attention_mask has padding before tokens: OPTForCausalLM counts positions from" in refused.message
         assert counted.error == "no error", counted
+
+
+def labels_by_register_here(name: str, model_type: str, scale: float | None) -> list[Ended]:
+    """Calls with labels of the next token, and with those of the rows themselves."""
+    ring, model = two_ranks(), make(name, model_type)
+    register(attention(ring, scale=scale))
+    model.set_attn_implementation("ring_dilated")
+    batch = batch_of("right")
+    found = []
+    for is_next in (True, False):
+        inputs = shard_inputs(ring, **batch, labels=batch["input_ids"], next_token_labels=is_next)
+        found.append(ending(partial(model, **inputs)))
+    return found
+
+
+def test_registered_models_with_labels_of_another_kind(pair: World) -> None:
+    for shifted, own in pair.run(labels_by_register_here, "WhisperForCausalLM", "whisper", 1.0):
+        assert "labels are shifted, and the loss of WhisperForCausalLM" in shifted.message
+        assert "next_token_labels=False" in shifted.message
+        assert own.error == "no error", own
+    for shifted, own in pair.run(labels_by_register_here, "LlamaForCausalLM", "llama", None):
+        assert shifted.error == "no error", shifted
+        assert "labels are not shifted, and the loss of LlamaForCausalLM" in own.message
 
 
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------

@@ -45,6 +45,9 @@ EVERYTHING = os.environ.get("RING_BACKENDS_SWEEP") == "everything"
 LANGUAGE_MODELS = frozenset({*MAPPINGS["causal"], *MAPPINGS["masked"]})
 """The types of the models with a class that predicts tokens."""
 
+NOT_SHIFTED = frozenset(("WhisperForCausalLM",))
+"""Causal models whose labels are those of the rows themselves."""
+
 TOLERANCE = 1e-4
 """Of the largest value, or of 1."""
 
@@ -216,12 +219,12 @@ def on_ring(model: TinyModel, check: Check) -> Computed:
         return generated(lambda **options: generate(built, ring, **options), batch)
     if check.way == "use_ring":
         return compute(built, built(**arguments_of(model, batch)), batch.rows, ring)
-    is_causal = model.kind == "causal"
-    options: dict[str, Any] = {"next_token_labels": is_causal, "first_position": first_position}
+    is_shifted = model.kind == "causal" and model.name not in NOT_SHIFTED
+    options: dict[str, Any] = {"next_token_labels": is_shifted, "first_position": first_position}
     inputs = shard_inputs(ring, **arguments_of(model, batch), **options)
     computed = compute(built, built(**inputs), batch.rows, ring)
     if model.has_loss:
-        computed.num_labels = int((inputs["shift_labels" if is_causal else "labels"] != IGNORED).sum())
+        computed.num_labels = int((inputs["shift_labels" if is_shifted else "labels"] != IGNORED).sum())
     return computed
 
 

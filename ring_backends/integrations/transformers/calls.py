@@ -64,7 +64,15 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
                     "leave it out."
                 )
         findings = probe_once(model, registration)
-        if findings is not None and findings.skips_padding and PADDED_BEFORE in arguments:
+        if findings is None:
+            return
+        is_shifted = "shift_labels" in arguments
+        if "labels" in arguments and findings.labels_of and ("next" if is_shifted else "own") not in findings.labels_of:
+            raise ValueError(
+                f"labels are {'shifted' if is_shifted else 'not shifted'}, and the loss of {type(model).__name__} is "
+                f"not that of such labels; call shard_inputs(…, next_token_labels={not is_shifted})."
+            )
+        if findings.skips_padding and PADDED_BEFORE in arguments:
             raise ValueError(
                 f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first "
                 "token that is no padding; pad on the right, or give shard_inputs() position_ids that do so."

@@ -188,12 +188,12 @@ def _batch(model: Any) -> dict[str, Tensor]:
     return {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
 
 
-def _special_tokens(config: Mapping[str, Any]) -> Iterator[int]:
+def _special_tokens(config: Mapping[Any, Any]) -> Iterator[int]:
     """The tokens that a configuration names, such as those that stand for a picture."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _special_tokens(value)
-        elif isinstance(value, int) and name.endswith(("_token_id", "_token_index")):
+        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
             yield value
 
 
