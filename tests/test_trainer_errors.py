@@ -116,7 +116,7 @@ def test_padding_before_tokens_of_roberta() -> None:
     model = transformers.AutoModelForMaskedLM.from_config(config)
     attach_to(model)
     model(TOKENS + 1)
-    with pytest.raises(ValueError, match="input_ids has padding without an attention_mask: roberta"):
+    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
         model(torch.cat([torch.ones_like(TOKENS), TOKENS + 1], 1))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
+from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.ring.ring import Ring
@@ -187,6 +188,7 @@ def register_as(name: str, registration: Registration) -> None:
         seq_len: int | None = None,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
+        ring_layout: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
@@ -200,7 +202,8 @@ def register_as(name: str, registration: Registration) -> None:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if is_probing.get():
-            check_tensors(rows[0], rows[1], rows[2], None)
+            query, key, value = autocast(query), autocast(key), autocast(value)
+            check_tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None)
             if seq_len is None:
                 raise ValueError(
                     f"{type(module).__name__} does not pass the arguments of the model on to its attention, which "
@@ -220,6 +223,11 @@ def register_as(name: str, registration: Registration) -> None:
                     how_to_call = _HOW_TO_CALL[registration.takes_whole_batches]
                     raise ValueError(f"seq_len is not given: the layers got no arguments of a shard; {how_to_call}.")
                 check_config(config)
+            if ring_layout not in (None, ring.layout_kind):
+                raise ValueError(
+                    f"the arguments are rows of a {ring_layout} layout, and the attention is on a {ring.layout_kind} "
+                    "ring; pass the attention's ring to shard_inputs(attention.ring, …)."
+                )
             if position_ids is not None and document_ids is None:
                 _check_positions(position_ids, mask.padding, ring, query.shape[2], seq_len, config)
         out = own(

@@ -31,10 +31,9 @@ _call = PreTrainedModel.__call__
 
 
 def _checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if "seq_len" in kwargs and (torch.compiler.is_compiling() or not is_probing.get()):
+    if "seq_len" in kwargs:
         _check_implementation(self, kwargs["seq_len"])
-        if not torch.compiler.is_compiling():
-            _check(self, kwargs)
+        _check(self, kwargs)
     return _call(self, *args, **kwargs)
 
 
@@ -42,21 +41,26 @@ PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign]
 
 
 def _check_implementation(model: Any, seq_len: object) -> None:
-    name = model.config._attn_implementation
-    if name not in registered and "seq_len" not in inspect.signature(model.forward).parameters:
+    if model.config._attn_implementation in registered:
+        return
+    # Only a part of a model may be on the ring, such as its text model.
+    parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
+    if any(part.config._attn_implementation in registered for part in parts):
+        return
+    if "seq_len" not in inspect.signature(model.forward).parameters:
         raise ValueError(
-            f"attn_implementation of {type(model).__name__} = {name!r}: the arguments are this rank's rows (seq_len = "
-            f"{seq_len}), and only a registered attention sees those of the other ranks; call register(attention) and "
-            "model.set_attn_implementation('ring_dilated')."
+            f"attn_implementation of {type(model).__name__} = {model.config._attn_implementation!r}: the arguments are "
+            f"this rank's rows (seq_len = {seq_len}), and only a registered attention sees those of the other ranks; "
+            "call register(attention) and model.set_attn_implementation('ring_dilated')."
         )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(model: Any, arguments: dict[str, Any]) -> None:
     registration = registered.get(model.config._attn_implementation)
-    if registration is None or registration.takes_whole_batches:
+    if is_probing.get() or registration is None or registration.takes_whole_batches:
         return
-    ring = registration.attention.ring
-    with ring.report_refusals():
+    with registration.attention.ring.report_refusals():
         for cache in ("cache", "past_key_values"):
             if arguments.get(cache) is not None:
                 raise ValueError(
@@ -64,19 +68,22 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
                     "leave it out."
                 )
         findings = probe_once(model, registration)
-        if findings is None:
-            return
-        is_shifted = "shift_labels" in arguments
-        if "labels" in arguments and findings.labels_of and ("next" if is_shifted else "own") not in findings.labels_of:
-            raise ValueError(
-                f"labels are {'shifted' if is_shifted else 'not shifted'}, and the loss of {type(model).__name__} is "
-                f"not that of such labels; call shard_inputs(…, next_token_labels={not is_shifted})."
-            )
-        if findings.skips_padding and PADDED_BEFORE in arguments:
-            raise ValueError(
-                f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first "
-                "token that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
-            )
+        if findings is not None:
+            _check_arguments(model, arguments, findings)
+
+
+def _check_arguments(model: Any, arguments: dict[str, Any], findings: Findings) -> None:
+    is_shifted = "shift_labels" in arguments
+    if "labels" in arguments and findings.labels_of and ("next" if is_shifted else "own") not in findings.labels_of:
+        raise ValueError(
+            f"labels are {'shifted' if is_shifted else 'not shifted'}, and the loss of {type(model).__name__} is not "
+            f"that of such labels; call shard_inputs(…, next_token_labels={not is_shifted})."
+        )
+    if findings.skips_padding and PADDED_BEFORE in arguments:
+        raise ValueError(
+            f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first token "
+            "that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
+        )
 
 
 def probe_once(model: Any, registration: Registration) -> Findings | None:

@@ -65,9 +65,16 @@ def shard_inputs(
     seq_len = input_ids.shape[1]
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **others}
     positions, documents = _positions_and_documents(given, first_position)
+    is_packed, is_real = bool((documents != 0).any()), _is_real(given)
+    if not all(ring.layout(seq_len).local_len(rank) for rank in range(ring.size)):
+        raise ValueError(
+            f"input_ids has {seq_len} tokens for {ring.size} ranks: pad it, so that every rank has a token."
+        )
+    if first_position and position_ids is None:
+        check_padding_tokens(input_ids, is_real, first_position - 1)
+    is_padded_before = position_ids is None and not is_packed and bool((is_real.long().diff(dim=1) > 0).any())
     if attention_mask is not None and _numbers_documents(attention_mask):
         attention_mask = (attention_mask != 0).to(attention_mask.dtype)
-    is_packed = bool((documents != 0).any())
     if attention_mask is None and (is_packed or (ring.layout_kind == "zigzag" and ring.size > 1)):
         # Without a mask, transformers treats every jump in the positions as the start of a new document.
         attention_mask = torch.ones_like(input_ids)
@@ -84,9 +91,22 @@ def shard_inputs(
                 f"{name} is {[*tensor.shape]}: expected [batch, {seq_len}, …], with the positions of input_ids."
             )
     local: dict[str, Any] = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
-    if position_ids is None and attention_mask is not None and bool((attention_mask.diff(dim=1) > 0).any()):
+    if is_padded_before:
         local[PADDED_BEFORE] = True
-    return {**local, "seq_len": seq_len}
+    return {**local, "seq_len": seq_len, "ring_layout": ring.layout_kind}
+
+
+def check_padding_tokens(input_ids: Tensor, is_real: Tensor, padding: int) -> None:
+    """Check that a model which finds padding by its token finds what the mask says.
+
+    Raises:
+        ValueError: there is such a token where there is no padding.
+    """
+    if bool(((input_ids == padding) & is_real).any()):
+        raise ValueError(
+            f"input_ids has the padding token {padding} where there is no padding, and the model does not count its "
+            "position: give an attention_mask with 0 there, or use another pad_token_id."
+        )
 
 
 def next_labels(labels: Tensor) -> Tensor:
@@ -101,14 +121,11 @@ def documents_of(batch: Mapping[str, Any]) -> Tensor:
 
 def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> tuple[Tensor, Tensor]:
     """The position ids of the whole sequence, and the number of each token's document: [batch, seq] both."""
-    input_ids, position_ids, mask = (batch.get(name) for name in ("input_ids", "position_ids", "attention_mask"))
-    assert isinstance(input_ids, Tensor)
+    input_ids, position_ids = batch["input_ids"], batch.get("position_ids")
     shape = input_ids.shape[:2]
     if position_ids is not None and position_ids.shape not in (shape, (1, shape[1])):
         raise ValueError(f"position_ids is {[*position_ids.shape]}: expected {[*shape]}, as input_ids.")
-    is_real = torch.ones(shape, dtype=torch.bool, device=input_ids.device)
-    if mask is not None and mask.shape == shape:
-        is_real = mask != 0
+    is_real = _is_real(batch)
     marked = _marked_documents(batch, is_real)
     name, documents = next(iter(marked.items()), ("", torch.zeros_like(is_real, dtype=torch.int64)))
     if not marked and position_ids is not None:
@@ -125,6 +142,14 @@ def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> t
             "document per batch entry."
         )
     return positions if position_ids is None else position_ids.expand(shape), documents
+
+
+def _is_real(batch: Mapping[str, Any]) -> Tensor:
+    """Where a token is no padding: bool [batch, seq]."""
+    input_ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.shape == input_ids.shape[:2]:
+        return mask != 0
+    return torch.ones(input_ids.shape[:2], dtype=torch.bool, device=input_ids.device)
 
 
 def _marked_documents(batch: Mapping[str, Any], is_real: Tensor) -> dict[str, Tensor]:
@@ -150,6 +175,13 @@ def _marked_documents(batch: Mapping[str, Any], is_real: Tensor) -> dict[str, Te
         if given.shape not in (is_real.shape, (1, seq_len)):
             raise ValueError(f"{name} is {[*given.shape]}: expected {[*is_real.shape]}, as input_ids.")
         is_none = given < 1 if name == "attention_mask" else given < 0
+        for row, is_outside in zip(given, is_none, strict=True):
+            runs = torch.unique_consecutive(torch.where(is_outside, -1, row))
+            runs = runs[runs >= 0]
+            if len(runs) != len(runs.unique()):
+                raise ValueError(
+                    f"{name} has a document in two parts: give the tokens of each document one after another."
+                )
         changes = given.diff(dim=1, prepend=given[:, :1]) != 0
         documents[name] = changes.cumsum(1).masked_fill(is_none, -1).expand(is_real.shape).to(is_real.device)
     for (name, one), (other_name, other) in pairwise(documents.items()):
@@ -157,6 +189,12 @@ def _marked_documents(batch: Mapping[str, Any], is_real: Tensor) -> dict[str, Te
         if bool((differ & is_real[:, 1:] & is_real[:, :-1]).any()):
             raise ValueError(f"{name} and {other_name} mark different documents: leave one of them out.")
     return documents
+
+
+def marks_documents(batch: Mapping[str, Any]) -> bool:
+    """Whether an argument other than ``position_ids`` marks packed documents."""
+    mask = batch.get("attention_mask")
+    return bool(MARKS & batch.keys()) or (isinstance(mask, Tensor) and _numbers_documents(mask))
 
 
 def _numbers_documents(attention_mask: Tensor) -> bool:

@@ -26,11 +26,17 @@ from ring_backends.integrations.transformers.inputs import IGNORED, next_labels,
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of
 
-_SEQUENCES, _LEN = 3, 64
+_SEQUENCES, _LEN = 3, 52
 _REAL = _LEN // 4
-"""Tokens of the sequences with padding: so few that a rank of the zigzag layout has only padding."""
+"""Tokens of the sequences with padding: so few that a rank of the zigzag layout has only padding.
+
+A prime, so that the parts of the sequence do not end where blocks of rows end.
+"""
 
 _RANKS = [Ring(2, rank, layout_kind="zigzag") for rank in range(2)]
+_MASKED = 1e9
+"""Larger logits stand for -inf."""
+
 _FAR = 1 << 24
 """Added to the numbers of rows that a model makes itself."""
 
@@ -57,9 +63,8 @@ class Findings:
 def probe(model: Any, without: str) -> Findings:
     """Run a model of transformers whose ``attn_implementation`` is a registered one.
 
-    It takes four forward passes of three sequences of 64 tokens, in evaluation mode and without gradients. The probe
-    does not see what a model does only in training mode, with longer sequences or with other arguments, and what its
-    parameters hide, such as a factor of 0.
+    It takes six forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does not
+    see what a model does only in training mode, with longer sequences or with other arguments.
 
     Args:
         without: how to use the model without a probe, for the errors.
@@ -83,23 +88,26 @@ class _Probe:
         whole_rows, *shards = (self._rows_of(ring, first_position) for ring in (Ring(), *_RANKS))
         with _at_rest(self.model), _with_whole_parameters(self.model):
             whole = self._run(lambda: self._call(whole_rows))
-            together = self._run(lambda: self._call_together(shards))
-            if self._first_difference(whole, together) is not None:
-                together = self._run(lambda: _joined([self._call(rows) for rows in shards]))
-                difference = self._first_difference(whole, together)
+            if not any(value.isfinite().any() for value in whole.values() if value.is_floating_point()):
+                self._refuse("it has no finite output")
+            parts = self._run(lambda: _joined([self._call_twice(rows) for rows in shards]))
+            if self._first_difference(whole, parts) is not None:
+                parts = self._run(lambda: _joined([self._call(rows) for rows in shards]))
+                difference = self._first_difference(whole, parts)
                 if difference is not None:
                     self._refuse(self._place_of(difference, whole[difference], whole_rows, shards))
-            with contextlib.suppress(IndexError, RuntimeError), _numbered_from(_FAR, _LEN // 2):
-                # The numbers of rows may also be indices, which raise an error.
-                if self._first_difference(together, self._call_together(shards)) is not None:
-                    self._refuse("it numbers its rows itself")
+            if self._numbers_rows(shards, parts):
+                self._refuse("it numbers its rows itself")
             return self._compare_with_defaults(whole, first_position)
 
     def _compare_with_defaults(self, whole: Outputs, first_position: int) -> Findings:
         """Compare with a call as on one device, without position_ids, and with labels."""
         options: dict[str, Tensor] = {}
         if "labels" in self.parameters and "logits" in whole:
-            options["labels"] = whole["logits"].argmax(-1).masked_fill(~self.is_real, IGNORED)
+            # Every second label is the likeliest, so that the loss of the next label is another one.
+            likeliest, places = whole["logits"].argmax(-1), torch.arange(_LEN, device=self.is_real.device)
+            varied = (likeliest + (places % 2) * places) % whole["logits"].shape[-1]
+            options["labels"] = varied.masked_fill(~self.is_real, IGNORED)
         plain = self._run(lambda: self._call({**self.batch, "seq_len": _LEN, **options}))
         if self._first_difference(whole, plain, slice(0, 2)) is not None:
             self._refuse(f"its first position is not {first_position}, or a sequence has positions of its own")
@@ -121,19 +129,26 @@ class _Probe:
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
-        outputs = self.model.forward(**arguments, **options, return_dict=True)
+        outputs = self.model(**arguments, **options, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
     def _rows_of(self, ring: Ring, first_position: int) -> dict[str, Any]:
         input_ids, attention_mask = self.batch["input_ids"], self.batch["attention_mask"]
         return shard_inputs(ring, input_ids=input_ids, attention_mask=attention_mask, first_position=first_position)
 
-    def _call_together(self, shards: list[dict[str, Any]]) -> Outputs:
-        """The rows of both ranks in one call, so that matrix products have as many rows as those of the whole."""
-        tensors = [name for name, value in shards[0].items() if isinstance(value, Tensor)]
-        outputs = self._call({**shards[0], **{name: torch.cat([rows[name] for rows in shards]) for name in tensors}})
-        by_name = {name: value.chunk(2) for name, value in outputs.items() if value.dim()}
-        return _joined([{name: chunks[rank] for name, chunks in by_name.items()} for rank in (0, 1)])
+    def _call_twice(self, rows: dict[str, Any]) -> dict[str, Tensor]:
+        """One rank's rows, twice in one batch, so that matrix products have as many rows as those of the whole."""
+        twice = {name: torch.cat([value] * 2) for name, value in rows.items() if isinstance(value, Tensor)}
+        return {name: value.chunk(2)[0] for name, value in self._call({**rows, **twice}).items() if value.dim()}
+
+    def _numbers_rows(self, shards: list[dict[str, Any]], parts: Outputs) -> bool:
+        """Whether the rows change with numbers of rows that the model makes itself."""
+        for change in (lambda numbers: numbers + _FAR, lambda numbers: numbers.flip(0)):
+            # Numbers of rows may also be indices. Large ones raise an error then.
+            with contextlib.suppress(IndexError, RuntimeError), _Renumbered(_LEN // 2, change):
+                numbered = _joined([self._call_twice(rows) for rows in shards])
+                return self._first_difference(parts, numbered) is not None
+        return False
 
     # --- comparisons --------------------------------------------------------------------------------------------------
 
@@ -172,60 +187,94 @@ def _batch(model: Any) -> dict[str, Tensor]:
     config: Any = model.config
     num_embeddings: Any = getattr(model.get_input_embeddings(), "num_embeddings", None)
     vocabulary = int(num_embeddings or getattr(config.get_text_config(), "vocab_size", 2))
-    special = torch.tensor([*_special_tokens(config.to_dict())], dtype=torch.int64)
+    special = dict(_special_tokens(config.to_dict()))
+    padding = special.pop("pad_token_id", 0)
     plain = torch.arange(vocabulary)
-    plain = plain[~torch.isin(plain, special)]
+    plain = plain[~torch.isin(plain, torch.tensor([padding, *special.values()]))]
     choice = torch.randint(max(1, len(plain)), (_SEQUENCES, _LEN), generator=torch.Generator().manual_seed(0))
     input_ids = plain[choice] if len(plain) else choice
-    if getattr(config, "mask_token_id", None) is not None:  # on one rank only
-        input_ids[:, : _LEN // 8] = config.mask_token_id
+    marks = [special[name] for name in _MARKS if name in special and special[name] != padding]
+    for place, mark in enumerate(marks):
+        input_ids[:, place] = mark  # on one rank only
     attention_mask = torch.ones_like(input_ids)
     attention_mask[1, _REAL:] = 0
     attention_mask[2, :-_REAL] = 0
-    padding = getattr(config, "pad_token_id", None)
-    input_ids[attention_mask == 0] = 0 if padding is None else min(max(0, padding), vocabulary - 1)
+    input_ids[attention_mask == 0] = padding
     batch = {"input_ids": input_ids, "attention_mask": attention_mask}
     return {name: tensor.to(device_of(model)) for name, tensor in batch.items()}
 
 
-def _special_tokens(config: Mapping[Any, Any]) -> Iterator[int]:
-    """The tokens that a configuration names, such as those that stand for a picture."""
+_MARKS = [f"{name}_token_id" for name in ("mask", "sep", "cls", "bos", "eos")]
+"""Tokens that a model may count."""
+
+
+def _special_tokens(config: Mapping[Any, Any]) -> Iterator[tuple[str, int]]:
+    """The tokens that a configuration names, such as those that stand for a picture, by name."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _special_tokens(value)
-        elif isinstance(value, int) and str(name).endswith(("_token_id", "_token_index")):
-            yield value
+        elif isinstance(value, int) and value >= 0 and str(name).endswith(("_token_id", "_token_index")):
+            yield str(name), value
 
 
 @contextlib.contextmanager
 def _at_rest(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients, with the stand-in for attention. Nothing of it remains."""
+    """Evaluation mode, without gradients, with the stand-in for attention. Afterwards the model is as before."""
     was_training = [(module, module.training) for module in model.modules()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
     token = is_probing.set(True)
     device = device_of(model)
     devices = [] if device.type == "cpu" else [device]
+    random_numbers = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
+        with torch.no_grad(), random_numbers, _without_constants(model):
             yield
     finally:
         is_probing.reset(token)
         for module, mode in was_training:
             module.training = mode
+        for module, name, buffer, value in buffers:
+            module._buffers[name] = buffer.copy_(value)
 
 
 @contextlib.contextmanager
-def _numbered_from(offset: int, num_rows: int) -> Iterator[None]:
-    """Add ``offset`` to the numbers of rows that a model makes by torch.arange."""
+def _without_constants(model: nn.Module) -> Iterator[None]:
+    """Replace the parameters of one value, such as the 0 of a branch that training opens, by numbers from 0.5 to 1.5.
 
-    class Numbered(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            numbers = func(*args, **(kwargs or {}))
-            is_of_rows = func is torch.arange and len(numbers) == num_rows
-            return numbers + offset if is_of_rows else numbers
-
-    with Numbered():
+    Parameters that a framework shards or partitions stay as they are.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved: list[tuple[nn.Parameter, Tensor]] = []
+    try:
+        for parameter in model.parameters():
+            is_plain = type(parameter) is nn.Parameter and not hasattr(parameter, "ds_id")
+            if is_plain and parameter.is_floating_point() and parameter.numel() > 1:
+                few = parameter.flatten()[:64] if parameter.is_contiguous() else parameter
+                if bool((few == few.flatten()[0]).all()) and bool((parameter == parameter.flatten()[0]).all()):
+                    saved.append((parameter, parameter.detach().clone()))
+                    values = torch.rand(parameter.shape, generator=generator) + 0.5
+                    parameter.copy_(values)
         yield
+    finally:
+        for parameter, value in saved:
+            parameter.copy_(value)
+
+
+class _Renumbered(TorchFunctionMode):
+    """Changes the numbers of rows that a model makes by torch.arange."""
+
+    def __init__(self, num_rows: int, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.num_rows, self.change = num_rows, change
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return self.change(result) if func is torch.arange and len(result) == self.num_rows else result
 
 
 @contextlib.contextmanager
@@ -292,8 +341,10 @@ def _differ(one: Tensor, other: Tensor, is_real: Tensor | None) -> bool:
     if is_real is not None:
         one, other = one[is_real.to(one.device)], other[is_real.to(other.device)]
     tolerance = _tolerance(one)
-    one, other = torch.nan_to_num(one.float()), torch.nan_to_num(other.float())
-    return bool(((one - other).abs() > tolerance * (one.abs() + one.abs().median())).any())
+    one, other = one.float().nan_to_num(0, 0, 0), other.float().nan_to_num(0, 0, 0)
+    usual = one.abs()[one.abs() < _MASKED]
+    scale = usual.median() if usual.numel() else 1.0
+    return bool(((one - other).abs() > tolerance * (one.abs() + scale)).any())
 
 
 def _tolerance(rows: Tensor) -> float:
@@ -309,7 +360,7 @@ def _labels_of(outputs: Outputs, labels: Tensor) -> list[LabelOf]:
 
     def is_loss_of(candidate: Tensor) -> bool:
         expected = float(F.cross_entropy(logits.flatten(0, 1), candidate.flatten(), ignore_index=IGNORED))
-        return abs(loss - expected) <= _tolerance(outputs["logits"]) * max(1.0, abs(loss))
+        return abs(loss - expected) <= _tolerance(outputs["loss"]) * max(1.0, abs(loss))
 
     return [name for name, candidate in candidates.items() if is_loss_of(candidate)]
 

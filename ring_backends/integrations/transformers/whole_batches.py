@@ -26,7 +26,14 @@ from ring_backends.integrations.transformers.attention import (
     first_position_of,
     register_as,
 )
-from ring_backends.integrations.transformers.inputs import IGNORED, MARKS, next_labels, shard_inputs
+from ring_backends.integrations.transformers.inputs import (
+    IGNORED,
+    MARKS,
+    check_padding_tokens,
+    marks_documents,
+    next_labels,
+    shard_inputs,
+)
 from ring_backends.integrations.transformers.probe import Findings, LabelOf
 from ring_backends.integrations.transformers.probe import probe as probe_model
 from ring_backends.ring.collectives import agree
@@ -125,8 +132,13 @@ def inner_model(model: nn.Module) -> Any:
             f"model = {type(model).__name__}: expected a model of transformers, or a PeftModel of one; pass it before "
             "it is wrapped or compiled."
         )
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
         raise ValueError("model has virtual tokens (prompt learning): not supported by a ring; use LoRA instead.")
+    if getattr(adapter, "alora_invocation_tokens", None):
+        raise ValueError(
+            "alora_invocation_tokens are given: each rank would look for them in its own rows; use LoRA without them."
+        )
     return inner
 
 
@@ -196,7 +208,7 @@ class ShardedForward:
         batch = {name: value for name, value in batch.items() if name not in LABELS}
         if "use_cache" in self.names:
             batch["use_cache"] = False
-        if self.skips_padding and "position_ids" not in batch:
+        if self.skips_padding and "position_ids" not in batch and not marks_documents(batch):
             with self.ring.report_refusals():
                 positions = self._positions_after_padding(batch)
             batch |= {} if positions is None else {"position_ids": positions}
@@ -231,7 +243,8 @@ class ShardedForward:
         if not isinstance(batch.get("input_ids"), Tensor):
             raise ValueError("input_ids is not given: a ring cuts the batch by its tokens; give input_ids.")
         for name, expected in {"use_cache": False, "logits_to_keep": 0, "return_dict": True}.items():
-            if batch.get(name, expected) != expected:
+            value = batch.get(name, expected)
+            if isinstance(value, Tensor) or value != expected:
                 raise ValueError(f"{name} = {batch[name]}: not supported by a ring; leave it out. generate() sets it.")
         has_router_loss = batch.get("output_router_logits", getattr(self.inner.config, "output_router_logits", False))
         if has_router_loss:
@@ -250,20 +263,21 @@ class ShardedForward:
         """The position ids of a model that does not count padding; None without padding.
 
         Raises:
-            ValueError: there is padding between tokens, or no attention_mask.
+            ValueError: there is padding between tokens, or the mask does not mark it.
         """
         mask, input_ids = batch.get("attention_mask"), batch["input_ids"]
-        is_counted = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+        is_real = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask != 0
+        is_counted = is_real
         if self.first_position:
-            is_counted = input_ids != self.inner.config.pad_token_id
+            check_padding_tokens(input_ids, is_real, self.first_position - 1)
+            is_counted = input_ids != self.first_position - 1
         if bool(is_counted.all()):
             return None
         num_runs = (is_counted[:, 1:] & ~is_counted[:, :-1]).sum(1) + is_counted[:, 0]
-        if mask is None or int(num_runs.max()) > 1:
+        if int(num_runs.max()) > 1:
             raise ValueError(
-                f"input_ids has padding {'between tokens' if mask is not None else 'without an attention_mask'}: "
-                f"{self.inner.config.model_type} does not count its positions; pad on one side, and give an "
-                "attention_mask."
+                f"input_ids has padding between tokens: {self.inner.config.model_type} does not count its positions; "
+                "pad on one side."
             )
         return torch.where(is_counted, is_counted.cumsum(1), 0) - 1 + self.first_position
 
