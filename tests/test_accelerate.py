@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_cases import assert_equal, run_accelerate, sums
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from trainer_cases import PLAIN, assert_equal, make_model, reset_accelerate, run_accelerate, sums
 
+from ring_backends.integrations.accelerate import attach
 from ring_backends.testing.world import World
 
 LONG = pytest.mark.matrix(reason="trains more models")
@@ -40,6 +45,72 @@ def test_two_by_two(name: str) -> None:
         pytest.importorskip("peft")
     with World(4, preload=PRELOAD) as ranks:
         assert_equal(ranks.run(run_accelerate, name, 2, "zigzag"), run_accelerate(name, None))
+
+
+def rates(ring_size: int | None) -> list[float]:
+    """The learning rates of a prepared scheduler, over six steps."""
+    reset_accelerate()
+    accelerator, model = Accelerator(cpu=True), make_model("llama")
+    if ring_size is not None:
+        attach(accelerator, model, *PLAIN, ring_size=ring_size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
+    optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
+    found = []
+    for _ in range(6):
+        optimizer.step()
+        scheduler.step()
+        found.append(scheduler.get_last_lr()[0])
+    return found
+
+
+def test_a_scheduler_takes_one_step_per_ring(two: World) -> None:
+    assert two.run(rates, 2) == [rates(None)] * 2
+    assert two.run(rates, 1) == two.run(rates, None)
+
+
+def orders(ring_size: int) -> list[int]:
+    """The batches of a shuffled data loader, on ranks with different random numbers."""
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    ring = attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    torch.manual_seed(10 + ring.rank + 5 * ring.data_rank)
+    loader = accelerator.prepare_data_loader(DataLoader(range(8), shuffle=True))  # type: ignore[arg-type]
+    return [int(batch) for _ in range(2) for batch in loader]
+
+
+def test_a_ring_reads_one_order(two: World) -> None:
+    first, second = two.run(orders, 2)
+    assert first == second
+    assert sorted(first[:8]) == sorted(first[8:]) == list(range(8))
+    assert first[:8] != first[8:]
+    first, second = two.run(orders, 1)
+    assert sorted(first[:4] + second[:4]) == list(range(8))
+
+
+def reduced_dtypes(ring_size: int) -> list[Any]:
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True)
+    attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    tensors = {"half": torch.tensor([60000.0]).half(), "flag": torch.tensor(True), "number": torch.tensor([[3]])}
+    return [tensor.tolist() for tensor in accelerator.reduce(tensors).values()]
+
+
+def test_reduce_keeps_values_of_every_dtype(two: World) -> None:
+    assert two.run(reduced_dtypes, 2) == [[[60000.0], True, [[3]]]] * 2
+
+
+def attached_state() -> bool:
+    """Whether ``attach`` leaves torch's random numbers as they are."""
+    reset_accelerate()
+    accelerator, model = Accelerator(cpu=True), make_model("llama")
+    state = torch.get_rng_state()
+    attach(accelerator, model, *PLAIN)
+    return torch.equal(state, torch.get_rng_state())
+
+
+def test_attach_draws_no_random_numbers(two: World) -> None:
+    assert two.run(attached_state) == [True, True]
 
 
 def test_reduce_takes_one_value_per_ring(two: World) -> None:

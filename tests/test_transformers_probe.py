@@ -21,6 +21,7 @@ import transformers
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import generate, register, shard_inputs, use_ring
+from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
@@ -401,6 +402,38 @@ def test_losses_of_another_kind_are_refused() -> None:
     use_ring(model, attention())
     with pytest.raises(ValueError, match="labels is given: Weighted has no loss, or not the mean cross entropy"):
         loss_of(model, "right")
+
+
+def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
+    class Overriding(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return super().forward(*args, **kwargs)
+
+    overriding = make("LlamaForCausalLM", "llama")
+    overriding.__class__ = Overriding
+    classifier = make("LlamaForTokenClassification", "llama")  # it drops the argument
+    for model, takes_num_items in ((overriding, True), (classifier, False)):
+        assert put_on_ring(model, attention(), 0.0, probe=True).takes_num_items == takes_num_items
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "message"),
+    [
+        ("AdaLoraConfig", {"total_step": 10}, "labels is given: LlamaForCausalLM has no loss, or not the mean cross"),
+        ("LoraConfig", {"alora_invocation_tokens": [5]}, "alora_invocation_tokens are given: each rank would look for"),
+    ],
+)
+def test_adapters_that_need_the_whole_sequence_or_loss(config: str, options: dict[str, Any], message: str) -> None:
+    peft = pytest.importorskip("peft")
+    adapter = getattr(peft, config)(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(make("LlamaForCausalLM", "llama"), adapter)
+
+    def train() -> None:
+        use_ring(model, attention())
+        loss_of(model, "right")
+
+    with pytest.raises(ValueError, match=message):
+        train()
 
 
 # --- register() and shard_inputs() ------------------------------------------------------------------------------------

@@ -209,7 +209,11 @@ def on_ring(model: TinyModel, check: Check) -> Computed:
     attention = native.RingDilatedAttention([check.segment_length], [1], ring=ring, scale=model.scale)
     if check.way == "shard_inputs":
         register(attention)
-        built = build(model, check, "ring_dilated")
+        try:
+            built = build(model, check, "ring_dilated")
+        except KeyError:  # a part, such as that for images, has a table of its own
+            built = build(model, check)
+            built.set_attn_implementation("ring_dilated")
     else:
         built = build(model, check)
         use_ring(built, attention)

@@ -11,22 +11,26 @@ DeepSpeed average gradients over all ranks.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.transformers.whole_batches import use_ring
+from ring_backends.ring.collectives import agree
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 
 try:
     from accelerate import Accelerator
+    from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import recursively_apply
 except ImportError as error:
     raise AdapterUnavailableError(
@@ -53,7 +57,8 @@ def attach(
     Call it before ``accelerator.prepare``. After it, the model takes whole batches
     (:func:`~ring_backends.integrations.transformers.use_ring`), and the accelerator treats the ranks of a ring as one
     process of data parallelism: they read the same batches; ``gather``, ``gather_for_metrics`` and ``reduce`` take one
-    value per ring. ``accelerator.num_processes`` still counts all processes; ``ring.data_size`` is the number of rings.
+    value per ring, and a prepared scheduler takes one step per ring. ``accelerator.num_processes`` still counts all
+    processes; ``ring.data_size`` is the number of rings.
 
     Args:
         accelerator: an ``accelerate.Accelerator``. If its ParallelismConfig has a cp axis, that axis becomes the ring,
@@ -154,11 +159,42 @@ def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
 
     by_ring = ByRing.__new__(ByRing)
     by_ring.__dict__ = accelerator.__dict__  # both have the same lists of prepared objects, now and later
-    replace_method(accelerator, "prepare_data_loader", by_ring.prepare_data_loader)
+    prepare = by_ring.prepare_data_loader
+
+    def prepare_data_loader(data_loader: Any, *args: Any, **kwargs: Any) -> Any:
+        sampler = getattr(data_loader, "sampler", None)
+        if isinstance(sampler, RandomSampler) and sampler.generator is None:
+            # Accelerate gives all processes one order, but not if there is one ring.
+            seeds = agree(world_ring(ring), "prepare_data_loader", None, [int(torch.randint(2**53, ()))])
+            sampler.generator = torch.Generator().manual_seed(int(seeds[0][0]))
+        return prepare(data_loader, *args, **kwargs)
+
+    replace_method(accelerator, "prepare_data_loader", prepare_data_loader)
+    prepare_scheduler = accelerator.prepare_scheduler
+
+    def prepare_by_ring(scheduler: Any) -> Any:
+        prepared = prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__, prepared.split_batches, prepared.num_steps = _SchedulerOfRings, True, ring.data_size
+        return prepared
+
+    replace_method(accelerator, "prepare_scheduler", prepare_by_ring)
+
+
+class _SchedulerOfRings(AcceleratedScheduler):  # type: ignore[misc]
+    """Takes one step per ring, as Accelerate's own scheduler takes one per process."""
+
+    num_steps: int
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        is_linked = self.step_with_optimizer and self.gradient_state.sync_gradients
+        for _ in range(self.num_steps if is_linked else 1):
+            if not is_linked or self.scheduler._step_count <= getattr(self.scheduler, "total_steps", math.inf):
+                super().step(*args, **kwargs)
 
 
 def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
-    gather, gather_for_metrics, reduce = accelerator.gather, accelerator.gather_for_metrics, accelerator.reduce
+    gather, gather_for_metrics = accelerator.gather, accelerator.gather_for_metrics
 
     def one_per_ring(gathered: Tensor) -> Tensor:
         parts: Tensor = gathered.unflatten(0, (ring.data_size * ring.size, -1))[:: ring.size]
@@ -173,12 +209,12 @@ def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
         recursively_apply(lambda tensor: tensor, input_data, error_on_other_type=True)  # TypeError names the type
         return gather_for_metrics(input_data)
 
-    def share(total: Tensor) -> Tensor:
-        return total / ring.size if total.is_floating_point() else total // ring.size
-
     def reduce_once(tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        reduced = reduce(tensor, reduction, scale)
-        return recursively_apply(share, reduced) if reduction == "sum" else reduced
+        def reduced(own: Tensor) -> Tensor:
+            total = one_per_ring(gather(own.unsqueeze(0))).sum(0, dtype=own.dtype)
+            return (total / ring.data_size if reduction == "mean" else total) * scale
+
+        return recursively_apply(reduced, tensor)
 
     replacements = {"gather": gather_once, "gather_for_metrics": gather_tensors, "reduce": reduce_once}
     for name, function in replacements.items():
@@ -188,7 +224,8 @@ def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
 def _check(accelerator: Any, ring: Ring) -> None:
     """Try what was replaced: the batches of a data loader, and a gathered tensor."""
     loader = accelerator.prepare_data_loader(DataLoader(range(2 * ring.data_size)))  # type: ignore[arg-type]
-    batches = [int(batch) for batch in loader]
+    with torch.random.fork_rng(devices=[]):  # the iterator of a data loader draws a seed
+        batches = [int(batch) for batch in loader]
     accelerator._dataloaders.remove(loader)
     expected = [ring.data_rank, ring.data_rank + ring.data_size]
     if batches != expected:

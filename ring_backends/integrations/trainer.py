@@ -22,10 +22,9 @@ from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.accelerate import join, replace_method
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
-from ring_backends.integrations.transformers.probe import LabelOf
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
-    inner_model,
+    ShardedForward,
     labels_of_rows,
     put_on_ring,
 )
@@ -94,7 +93,7 @@ def attach(
     ring = join(trainer.accelerator, ring_size, layout, timeout)
     attention = native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
-    attached = _Attached(trainer, ring, sharded.label_of)
+    attached = _Attached(trainer, ring, sharded)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
     replacements = {
         "compute_loss": attached.compute_loss,
@@ -124,17 +123,17 @@ def _check_trainer(trainer: Any) -> None:
 class _Attached:
     """The methods of a Trainer that a ring replaces."""
 
-    def __init__(self, trainer: Any, ring: Ring, label_of: LabelOf | None) -> None:
-        self.trainer, self.ring, self.label_of = trainer, ring, label_of
+    def __init__(self, trainer: Any, ring: Ring, sharded: ShardedForward) -> None:
+        self.trainer, self.ring, self.label_of = trainer, ring, sharded.label_of
         self.original_prediction_step = trainer.prediction_step
         self.is_evaluating = False
-        inner, smoother = inner_model(trainer.model), trainer.label_smoother
+        takes_num_items, smoother = sharded.takes_num_items, trainer.label_smoother
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
-        self.takes_num_items = trainer.model_accepts_loss_kwargs and (
-            "loss_function" in inspect.unwrap(type(inner).forward).__code__.co_names
-            if smoother is None
-            else "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
-        )
+        if smoother is not None:
+            takes_num_items = "num_items_in_batch" in inspect.signature(type(smoother).__call__).parameters
+        elif takes_num_items is None:  # without a probe
+            takes_num_items = "loss_function" in inspect.unwrap(type(sharded.inner).forward).__code__.co_names
+        self.takes_num_items = trainer.model_accepts_loss_kwargs and takes_num_items
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None

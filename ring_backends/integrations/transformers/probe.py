@@ -53,32 +53,35 @@ class Findings:
         skips_padding: whether the model counts positions from the first token that is no padding.
         labels_of: the labels with which the loss may have compared a row's logits: its ``"own"`` or the ``"next"``.
             Empty if it is another loss; None if the model takes no labels.
+        takes_num_items: whether the loss is the sum over labels, divided by the argument ``num_items_in_batch``.
     """
 
     first_position: int
     skips_padding: bool
     labels_of: list[LabelOf] | None
+    takes_num_items: bool
 
 
-def probe(model: Any, without: str) -> Findings:
+def probe(model: Any, without: str, outer: nn.Module | None = None) -> Findings:
     """Run a model of transformers whose ``attn_implementation`` is a registered one.
 
-    It takes six forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does not
+    It takes seven forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does not
     see what a model does only in training mode, with longer sequences or with other arguments.
 
     Args:
         without: how to use the model without a probe, for the errors.
+        outer: the ``PeftModel`` of the model, whose forward is called instead.
 
     Raises:
         ValueError: the rows depend on each other in other layers, or a layer has an attention that a ring does not
             support.
     """
-    return _Probe(model, without).findings()
+    return _Probe(model, without, outer or model).findings()
 
 
 class _Probe:
-    def __init__(self, model: Any, without: str) -> None:
-        self.model, self.without = model, without
+    def __init__(self, model: Any, without: str, outer: nn.Module) -> None:
+        self.model, self.without, self.outer = model, without, outer
         self.parameters = inspect.signature(model.forward).parameters
         self.batch = _batch(model)
         self.is_real = self.batch["attention_mask"].bool()
@@ -86,7 +89,7 @@ class _Probe:
     def findings(self) -> Findings:
         first_position = first_position_of(self.model.config)
         whole_rows, *shards = (self._rows_of(ring, first_position) for ring in (Ring(), *_RANKS))
-        with _at_rest(self.model), _with_whole_parameters(self.model):
+        with _at_rest(self.outer), _with_whole_parameters(self.model):
             whole = self._run(lambda: self._call(whole_rows))
             if not any(value.isfinite().any() for value in whole.values() if value.is_floating_point()):
                 self._refuse("it has no finite output")
@@ -103,16 +106,23 @@ class _Probe:
     def _compare_with_defaults(self, whole: Outputs, first_position: int) -> Findings:
         """Compare with a call as on one device, without position_ids, and with labels."""
         options: dict[str, Tensor] = {}
-        if "labels" in self.parameters and "logits" in whole:
+        if "logits" in whole:
             # Every second label is the likeliest, so that the loss of the next label is another one.
             likeliest, places = whole["logits"].argmax(-1), torch.arange(_LEN, device=self.is_real.device)
             varied = (likeliest + (places % 2) * places) % whole["logits"].shape[-1]
             options["labels"] = varied.masked_fill(~self.is_real, IGNORED)
-        plain = self._run(lambda: self._call({**self.batch, "seq_len": _LEN, **options}))
+        arguments = {**self.batch, "seq_len": _LEN, **options}
+        plain = self._run(lambda: self._call(arguments))
         if self._first_difference(whole, plain, slice(0, 2)) is not None:
             self._refuse(f"its first position is not {first_position}, or a sequence has positions of its own")
         skips_padding = self._first_difference(whole, plain, slice(2, 3)) is not None
-        return Findings(first_position, skips_padding, _labels_of(plain, **options) if options else None)
+        if "loss" not in plain:
+            return Findings(first_position, skips_padding, None, False)
+        labels_of = _labels_of(plain, **options)
+        counted = self._run(lambda: self._call({**arguments, "num_items_in_batch": 1}))
+        # With one item, the loss is the sum over all labels.
+        is_sum = bool(labels_of) and float(counted["loss"]) > 2 * float(plain["loss"])
+        return Findings(first_position, skips_padding, labels_of, is_sum)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 
@@ -129,7 +139,7 @@ class _Probe:
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
-        outputs = self.model(**arguments, **options, return_dict=True)
+        outputs = self.outer(**arguments, **options, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 
     def _rows_of(self, ring: Ring, first_position: int) -> dict[str, Any]:
@@ -353,8 +363,6 @@ def _tolerance(rows: Tensor) -> float:
 
 def _labels_of(outputs: Outputs, labels: Tensor) -> list[LabelOf]:
     """Which labels the loss of a model may have compared its logits with."""
-    if "loss" not in outputs:
-        return []
     logits, loss = outputs["logits"].float(), float(outputs["loss"])
     candidates: dict[LabelOf, Tensor] = {"next": next_labels(labels), "own": labels}
 

@@ -113,7 +113,8 @@ def put_on_ring(
             sharded.check_implementation("it has an attention of its own; use a model of the attention interface")
             has_values = not any(parameter.is_meta for parameter in inner.parameters())
             if probe and has_values:
-                sharded.use(probe_model(inner, "use_ring(…, probe=False) and attach(…, probe=False) skip this check"))
+                skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
+                sharded.use(probe_model(inner, skip, model))
     except Exception:
         inner.set_attn_implementation(own_implementation)
         raise
@@ -160,12 +161,14 @@ class ShardedForward:
         self.names = [*inspect.signature(inner.forward).parameters]
         self.first_position = first_position_of(inner.config)
         self.skips_padding = self.first_position > 0
+        self.takes_num_items: bool | None = None
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
 
     def use(self, findings: Findings) -> None:
         """Replace what the class of the model suggests by what a probe has found."""
         self.first_position, self.skips_padding = findings.first_position, findings.skips_padding
+        self.takes_num_items = findings.takes_num_items
         if findings.labels_of is not None and self.label_of not in findings.labels_of:
             self.label_of = next(iter(findings.labels_of), None)
 
