@@ -191,6 +191,10 @@ MIXTURES: dict[str, Any] = {
     "largest position": lambda rows, positions: rows * (0 if positions is None else positions.max()),
     **{f"blocks of {size}": blocks_of(size) for size in (2, 4, 8, 16)},
     "numbers of rows": lambda rows, positions: rows + torch.arange(rows.shape[1])[:, None] // 8192,
+    "numbers as indices": lambda rows, positions: rows + torch.randn(99, 32)[torch.arange(rows.shape[1])],
+    "numbers of an embedding": lambda rows, positions: (
+        torch.nn.functional.embedding(torch.arange(rows.shape[1]), torch.linspace(0, 1, 99)[:, None]) + rows
+    ),
     "numbers and indices": lambda rows, positions: rows + rows[:, torch.arange(rows.shape[1]).flip(0)],
 }
 

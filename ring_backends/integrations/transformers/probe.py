@@ -153,9 +153,8 @@ class _Probe:
 
     def _numbers_rows(self, shards: list[dict[str, Any]], parts: Outputs) -> bool:
         """Whether the rows change with numbers of rows that the model makes itself."""
-        for change in (lambda numbers: numbers + _FAR, lambda numbers: numbers.flip(0)):
-            # Numbers of rows may also be indices. Large ones raise an error then.
-            with contextlib.suppress(IndexError, RuntimeError), _Renumbered(_LEN // 2, change):
+        for change in (lambda numbers: (numbers + _FAR).as_subclass(_LargeNumbers), lambda numbers: numbers.flip(0)):
+            with contextlib.suppress(IndexError), _Renumbered(_LEN // 2, change):
                 numbered = _joined([self._call_twice(rows) for rows in shards])
                 return self._first_difference(parts, numbered) is not None
         return False
@@ -273,6 +272,30 @@ def _without_constants(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, value in saved:
             parameter.copy_(value)
+
+
+class _LargeNumbers(Tensor):
+    """Integers that raise IndexError where they are indices. A GPU could not be used any more after such an error."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        index = args[1] if name == "__getitem__" else ()
+        indices = index if isinstance(index, (tuple, list)) else (index,)
+        if name in _INDEXING or any(isinstance(own, cls) for own in indices):
+            raise IndexError(f"{name}: a number of a row is an index")
+        result = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        is_index = isinstance(result, cls) and not result.is_floating_point()
+        return result if is_index or not isinstance(result, cls) else result.as_subclass(Tensor)
+
+
+_INDEXING = frozenset(
+    (
+        *("__setitem__", "embedding", "gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
+        *("index_add_", "index_copy_", "index_fill_", "index_put_", "one_hot", "scatter", "scatter_", "scatter_add"),
+        *("scatter_add_", "take", "take_along_dim"),
+    )
+)
 
 
 class _Renumbered(TorchFunctionMode):
