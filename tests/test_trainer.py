@@ -86,9 +86,10 @@ def test_bf16(two: World) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
 
 
+@pytest.mark.parametrize("loss_func", [pytest.param(True, marks=LONG), False])
 @pytest.mark.parametrize("average", [pytest.param(True, marks=LONG), False])
-def test_evaluations_with_short_last_batches(two: World, average: bool) -> None:
+def test_evaluations_with_short_last_batches(two: World, average: bool, loss_func: bool) -> None:
     """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
-    expected = torch.tensor(evaluations(None, average))
-    for found in two.run(evaluations, 1, average):
+    expected = torch.tensor(evaluations(None, average, loss_func))
+    for found in two.run(evaluations, 1, average, loss_func):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)

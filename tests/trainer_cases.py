@@ -298,11 +298,11 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     }
 
 
-def evaluations(ring_size: int | None, average: bool) -> list[float]:
+def evaluations(ring_size: int | None, average: bool, loss_func: bool) -> list[float]:
     """Evaluation losses of data sets whose last batches are not full."""
     rings = 1 if ring_size is None else int(os.environ["WORLD_SIZE"]) // ring_size
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Case(), rings, folder, average_tokens_across_devices=average)
+        trainer = make_trainer(Case(loss_func=loss_func), rings, folder, average_tokens_across_devices=average)
         if ring_size is not None:
             attach(trainer, *PLAIN, ring_size=ring_size)
         return [trainer.evaluate(Documents(number))["eval_loss"] for number in (10, 5, 3, 1)]

@@ -143,6 +143,10 @@ class _Attached:
         is_mean_of_rings = trainer.args.average_tokens_across_devices
         if trainer.compute_loss_func is not None:
             labels, seq_len = inputs.pop("labels", None), inputs["input_ids"].shape[1]
+            if self.is_evaluating and num_items_in_batch is not None:  # a ring may have no label
+                own: Any = labels_of_rows({"labels": labels}, self.label_of)
+                num_items_in_batch = trainer.accelerator.gather((own != IGNORED).sum()).sum()
+                is_mean_of_rings = True
             outputs = self._whole(model(**inputs), seq_len)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
