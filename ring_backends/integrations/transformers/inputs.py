@@ -52,13 +52,15 @@ def shard_inputs(
             int [batch, seq], the number of each token's document; ``max_length_q`` and ``max_length_k`` beside them.
 
     Returns:
-        Keyword arguments: the local rows of these tensors, ``position_ids``, ``seq_len``, and ``document_ids`` for
-        packed sequences. A loss that the model itself computes is the mean over this rank's labels. For the gradient of
-        the mean over all labels pass a sum to ``state.loss``.
+        Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
+        ``seq_len``, and marks by which the layers check that the rows are those of their ring. A loss that the model
+        itself computes is the mean over this rank's labels. For the gradient of the mean over all labels pass a sum to
+        ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
-            documents; two arguments mark different documents; or ``seq_len`` or ``document_ids`` is given.
+            documents; two arguments mark different documents; there are fewer tokens than ranks; or ``seq_len`` or
+            ``document_ids`` is given.
     """
     for name in {"seq_len", "document_ids"} & set(others):
         raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
