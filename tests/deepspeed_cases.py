@@ -58,6 +58,15 @@ def zero(stage: int, **options: Any) -> dict[str, Any]:
     return {"zero_stage": stage, "config": {"zero_optimization": SMALL_BUFFERS}, **options}
 
 
+def offloaded(stage: int) -> dict[str, Any]:
+    """Options of ``parallelize`` for a ZeRO stage that keeps the optimizer's states in host memory."""
+    config = {
+        "zero_optimization": SMALL_BUFFERS | {"offload_optimizer": {"device": "cpu"}},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    return zero(stage, config=config)
+
+
 def check_stage(
     world: World,
     rings: RingSpec,

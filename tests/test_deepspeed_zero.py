@@ -29,7 +29,8 @@ from ring_backends.testing.training_steps import (
     train_two_layers_alone,
     train_with_hooks,
 )
-from ring_backends.testing.unequal_ranks import check_experts, train_experts
+from ring_backends.testing.unequal_ranks import State, check_experts, train_experts
+from ring_backends.testing.unused_parameters import WINDOWS, check_windows, train_windows
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
@@ -39,6 +40,7 @@ from deepspeed_cases import (
     SMALL_BUFFERS,
     check_stage,
     count_checkpointed,
+    offloaded,
     one_step_alone,
     parallelize_here,
     rename,
@@ -49,6 +51,10 @@ from deepspeed_cases import (
 )
 
 OTHER_STAGES = pytest.mark.matrix(reason="stage 3 does more")
+
+
+def _stage_and_device(options: Any) -> str:
+    return f"{options['zero_stage']}-{'cpu' if 'offload_optimizer' in options['config']['zero_optimization'] else ''}"
 
 
 class TestZeRO:
@@ -139,6 +145,16 @@ class TestZeRO:
                 assert warned in ([], [SKIPPED])
         assert stage == 0 or world.run(step_with_nan, zero(stage))[0][2] == [SKIPPED]
 
+    @pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=slow)], ids=["", "offloaded"])
+    @pytest.mark.parametrize("stage", slow_but(3, of=(1, 2, 3)))
+    def test_a_step_after_a_skipped_one_uses_other_parameters(self, world: World, stage: int, offloads: bool) -> None:
+        options = offloaded(stage) if offloads else zero(stage)
+        for counts, before, after in world.run(leave_out_after_nan, options):
+            assert counts == (1, 1)
+            assert all(torch.isfinite(tensor).all() for tensor in after.values())
+            for name, tensor in after.items():
+                assert torch.equal(tensor, before[name]) == ("layers.1" in name), name
+
     @pytest.mark.parametrize("stage", range(4))
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
     def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
@@ -155,12 +171,12 @@ class TestZeRO:
     @slow
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_offloaded_optimizer_states(self, world: World, stage: int) -> None:
-        options = zero(stage)
-        options["config"] = {
-            "zero_optimization": SMALL_BUFFERS | {"offload_optimizer": {"device": "cpu"}},
-            "zero_force_ds_cpu_optimizer": False,
-        }
-        check_stage(world, TWO, options, Recipe(dtype=torch.float32), 1e-6)
+        check_stage(world, TWO, offloaded(stage), Recipe(dtype=torch.float32), 1e-6)
+
+    @pytest.mark.parametrize("name", slow_but("full steps", of=WINDOWS))
+    @pytest.mark.parametrize("options", [zero(3), *slow_but(of=map(offloaded, (1, 2, 3)))], ids=_stage_and_device)
+    def test_no_rank_uses_a_parameter(self, world: World, name: str, options: Mapping[str, Any]) -> None:
+        check_windows(world.run(train_windows, ADAPTER, WINDOWS[name], False, dict(options)), WINDOWS[name], 1e-5)
 
     @pytest.mark.parametrize(
         ("stage", "zero_options"),
@@ -309,6 +325,20 @@ def step_with_nan(options: Mapping[str, Any]) -> tuple[float, tuple[int, int], l
         warned += [str(warning.message) for warning in caught if warning.category is RuntimeWarning]
         values.append(float(state.full_state_dict()["weight"]))
     return values[0], (state.step_count, state.skipped_steps), warned, values[1]
+
+
+def leave_out_after_nan(options: Mapping[str, Any]) -> tuple[tuple[int, int], State, State]:
+    """A step of both layers with a NaN gradient, which is skipped, and a step of the first layer.
+
+    Returns:
+        The numbers of steps and of skipped steps, and the states before and after the second step.
+    """
+    state, states = parallelize_here(options, TwoLayers()), []
+    for value, layers in ((math.nan, (0, 1)), (1.0, (0,))):
+        state.backward(state.loss(state.model(torch.full((1, 4), value), 0, layers).sum(), 1))
+        state.step()
+        states.append(state.full_state_dict())
+    return (state.step_count, state.skipped_steps), states[0], states[1]
 
 
 def train_under_default_dtype(options: Mapping[str, Any], dtype: torch.dtype) -> tuple[float, torch.dtype]:

@@ -76,6 +76,7 @@ class DeepSpeedTraining(TrainingState):
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
         self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")
         self._zero_stage: int = self._engine.zero_optimization_stage()
+        self._is_offloaded = self._zero_stage > 0 and self._engine.zero_cpu_offload()
         if self._zero_stage:
             for name, parameter in self._parameters.items():
                 parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
@@ -168,8 +169,12 @@ class DeepSpeedTraining(TrainingState):
 
     def _step(self) -> bool:
         self._arrived.clear()
+        if self._is_offloaded:
+            # The last backward has copied only the gradients of parameters that it used. This copies all of the step.
+            self._engine.optimizer.finalize_gradient_accumulation_boundary()
         self._engine.step()
         self._engine.optimizer.custom_loss_scaler = False
+        self._clear_partitions()
         applied: bool = self._engine.was_step_applied()
         if not applied and self._world.rank == 0:
             warnings.warn(
@@ -180,6 +185,27 @@ class DeepSpeedTraining(TrainingState):
                 stacklevel=3,
             )
         return applied
+
+    def _clear_partitions(self) -> None:
+        """Clear the gradients of ZeRO 3 and of offloaded ZeRO 1 and 2, also after a step that DeepSpeed has skipped.
+
+        They keep this rank's part of the gradients in buffers, and offloading copies it to the master parameters. They
+        overwrite only gradients of parameters that a backward uses: in the buffers, that of the first micro-batch. The
+        other parameters would keep the gradient of the last step that used them.
+        """
+        optimizer = self._engine.optimizer
+        if self._zero_stage == 3:
+            optimizer.grad_partitions_flat_buffer.zero_()
+            masters = optimizer.fp32_partitioned_groups_flat
+        elif self._is_offloaded:
+            for gradient in optimizer.accumulated_grads_in_cpu.values():
+                gradient.zero_()
+            masters = optimizer.single_partition_of_fp32_groups
+        else:
+            return
+        for master in masters:
+            if master.grad is not None:
+                master.grad.zero_()
 
     def _expect_micro_batch(self, *, ends_step: bool) -> None:
         self._engine.set_gradient_accumulation_boundary(ends_step)
