@@ -35,6 +35,7 @@ from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import check_experts, train_experts
+from ring_backends.testing.unused_parameters import BF16, WINDOWS, check_windows, train_windows
 from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
@@ -74,6 +75,12 @@ class TestFSDP1(AllTrainingTests):
 def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None:
     by_rank = world.run(train_experts, ADAPTER, (8, 10), False, {"strategy": strategy})
     check_experts(by_rank, (8, 10), accumulate=False)
+
+
+@pytest.mark.parametrize("name", ["full steps", "early steps"])
+def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name: str) -> None:
+    options = {"strategy": "hsdp", "mixed_precision": torch.bfloat16}
+    check_windows(world.run(train_windows, ADAPTER, WINDOWS[name], False, options), WINDOWS[name], BF16)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
 from ring_backends.adapters.fsdp.sharding import Sharding
-from ring_backends.adapters.fsdp.unused import reduce_zeros_of_unused_parameters
+from ring_backends.adapters.fsdp.unused import reduce_gradients_of_all_parameters
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
@@ -217,7 +217,7 @@ class FSDP2Training(ShardedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reduce_zeros_of_unused_parameters(self.model)
+        reduce_gradients_of_all_parameters(self.model)
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
