@@ -22,11 +22,20 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.training_steps import train_with_hooks
+from ring_backends.testing.unused_parameters import WINDOWS, check_windows, train_windows
 from ring_backends.testing.world import World
 
 
 class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
+
+
+@pytest.mark.parametrize("clears", [False, True], ids=["", "cleared"])
+def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world: World, clears: bool) -> None:
+    """DistributedDataParallel remembers the parameters that an early step has used."""
+    windows = WINDOWS["early steps"]
+    by_rank = world.run(train_windows, TestNative.adapter, windows, clears, {"find_unused_parameters": True})
+    check_windows(by_rank, windows, 1e-5)
 
 
 def test_hooks_of_parameters_run_once(world: World) -> None:

@@ -51,6 +51,7 @@ class ReplicatedTraining(SingleFileTraining):
         self.divisor = measure_divisor(self._world, lambda gradient: _reduced_by(wrap, gradient, device_of(model)))
         finds_unused = ("find_unused_parameters", "static_graph")
         self._unused = None
+        self._remembers_use = False
         if self._is_wrapped and not any(getattr(self.model, name, False) for name in finds_unused):
             self._unused = UnusedParameters(model)
         self._calls = _Calls()
@@ -79,21 +80,31 @@ class ReplicatedTraining(SingleFileTraining):
 
     def _backward(self, loss: Tensor) -> None:
         self._calls.since_backward = False
+        ends_step = self._backward_calls + 1 == self.accumulation_steps
+        if ends_step and self._remembers_use:
+            self._fill_missing_gradients()
+            self._remembers_use = False
         if self._unused is not None:
             self._unused.begin()
         loss.backward()
-        if self._unused is not None and self._backward_calls + 1 == self.accumulation_steps:
+        if self._unused is not None and ends_step:
             self._unused.end()
 
     def _reduce_accumulated(self) -> None:
         # DistributedDataParallel reduces in a backward only.
         if not self._is_wrapped:
             return
-        fill_missing_gradients(self._module.parameters(), sparse_parameters(self._module))
+        self._fill_missing_gradients()
+        # With find_unused_parameters=True, DistributedDataParallel has recorded the parameters used in these backwards.
+        # The next backward that reduces requires a gradient of each of them, also if its step leaves some of them out.
+        self._remembers_use = self._unused is None
         for parameter in self._module.parameters():
             if parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
                 parameter.grad.div_(self.divisor)
+
+    def _fill_missing_gradients(self) -> None:
+        fill_missing_gradients(self._module.parameters(), sparse_parameters(self._module))
 
     def _step(self) -> bool:
         fill_missing_gradients(self._module.parameters())
