@@ -96,6 +96,7 @@ def reduced_dtypes(ring_size: int) -> list[Any]:
     return [tensor.tolist() for tensor in accelerator.reduce(tensors).values()]
 
 
+@LONG
 def test_reduce_keeps_values_of_every_dtype(two: World) -> None:
     assert two.run(reduced_dtypes, 2) == [[[60000.0], True, [[3]]]] * 2
 
@@ -109,6 +110,7 @@ def attached_state() -> bool:
     return torch.equal(state, torch.get_rng_state())
 
 
+@LONG
 def test_attach_draws_no_random_numbers(two: World) -> None:
     assert two.run(attached_state) == [True, True]
 

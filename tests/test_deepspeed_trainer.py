@@ -44,6 +44,7 @@ def probe_partitioned_models() -> bool:
     return all(parameter.numel() == 0 for model in (llama, bart) for parameter in model.parameters())
 
 
+@pytest.mark.matrix(reason="starts DeepSpeed on two ranks")
 def test_the_probe_gathers_partitioned_parameters() -> None:
     with World(2) as ranks:
         assert ranks.run(probe_partitioned_models) == [True, True]

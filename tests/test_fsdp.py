@@ -77,6 +77,7 @@ def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None
     check_experts(by_rank, (8, 10), accumulate=False)
 
 
+@pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")
 @pytest.mark.parametrize("name", ["full steps", "early steps"])
 def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name: str) -> None:
     options = {"strategy": "hsdp", "mixed_precision": torch.bfloat16}

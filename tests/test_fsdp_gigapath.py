@@ -29,7 +29,10 @@ def test_training(two: World) -> None:
             torch.testing.assert_close(after[name], right, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1"])
+OTHER = pytest.mark.matrix(reason="another strategy")
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("hsdp", marks=OTHER), pytest.param("fsdp1", marks=OTHER)])
 def test_bf16_does_not_move_tiles(two: World, strategy: str) -> None:
     model = cases.make_model(dtype=torch.float32)
     tiles, coords = cases.make_slide(600, torch.float32)

@@ -30,7 +30,10 @@ class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
 
 
-@pytest.mark.parametrize("clears", [False, True], ids=["", "cleared"])
+OTHER_RUN = pytest.mark.matrix(reason="another run of the same code")
+
+
+@pytest.mark.parametrize("clears", [False, pytest.param(True, marks=OTHER_RUN)], ids=["", "cleared"])
 def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world: World, clears: bool) -> None:
     """DistributedDataParallel remembers the parameters that an early step has used."""
     windows = WINDOWS["early steps"]
@@ -71,7 +74,7 @@ def embed_on_some_ranks(accumulation_steps: int) -> Tensor:
     return state.full_state_dict()["table.weight"][:, 0]
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=OTHER_RUN)])
 def test_a_sparse_gradient_on_some_ranks(world: World, accumulation_steps: int) -> None:
     for weights in world.run(embed_on_some_ranks, accumulation_steps):
         assert weights.tolist() == [-1, 0, -1, -1]

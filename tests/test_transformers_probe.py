@@ -199,8 +199,11 @@ MIXTURES: dict[str, Any] = {
 }
 
 
+MORE = pytest.mark.matrix(reason="other models and dtypes run in the quick tests")
+
+
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
     model = make("LlamaForCausalLM", "llama").to(dtype)
     model.__class__, model.mix = Mixing, MIXTURES[mixture]
@@ -301,7 +304,7 @@ def padded_left_here(name: str, model_type: str, scale: float | None, layout: An
 
 
 @pytest.mark.parametrize(("name", "model_type", "scale"), PADDED_LEFT, ids=lambda value: str(value))
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=MORE), "zigzag"])
 def test_padding_on_the_left(pair: World, name: str, model_type: str, scale: float | None, layout: str) -> None:
     """Also of models that count positions from the first token after the padding."""
     wanted, gradients = logits_and_gradients(make(name, model_type), batch_of("left"), Ring())
@@ -684,6 +687,7 @@ def generated_here(name: str, model_type: str, options: dict[str, Any]) -> Tenso
     return tokens
 
 
+@MORE
 @pytest.mark.parametrize(("name", "model_type", "options"), GENERATING, ids=lambda value: str(value))
 def test_generation(pair: World, name: str, model_type: str, options: dict[str, Any]) -> None:
     wanted = make(name, model_type).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)

@@ -22,7 +22,8 @@ from ring_backends.testing.world import World
 
 EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
 
-every_early_step = pytest.mark.parametrize("num_micro_batches", [1, 3])
+in_matrix = pytest.mark.matrix(reason="the quick command tests the gradient of one early step")
+every_early_step = pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=in_matrix)])
 
 
 def train_and_resume(
@@ -133,13 +134,17 @@ class EarlyStepTests(AdapterSuite):
 
     @requires("training", "gradient accumulation")
     @every_early_step
-    @pytest.mark.parametrize("is_rescaled", [False, True], ids=["own count", "count of a full step"])
+    @pytest.mark.parametrize(
+        "is_rescaled",
+        [pytest.param(False, id="own count", marks=in_matrix), pytest.param(True, id="count of a full step")],
+    )
     def test_the_gradient_is_that_of_the_micro_batches_so_far(
         self, pair: World, num_micro_batches: int, is_rescaled: bool
     ) -> None:
         recipe = replace(EARLY, micro_batches=(num_micro_batches,), is_rescaled=is_rescaled)
         self.check(pair, TWO_OF_TWO, recipe, 1e-6)
 
+    @in_matrix
     @requires("training", "gradient accumulation")
     @every_early_step
     def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
@@ -147,12 +152,14 @@ class EarlyStepTests(AdapterSuite):
         recipe = replace(recipe, optimizer="momentum", rate=0.02, is_rescaled=True)
         self.check(pair, ONE_OF_TWO, recipe, 1e-4)
 
+    @in_matrix
     @requires("training", "gradient accumulation", "gradient clipping")
     def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
         for max_grad_norm in (0.01, 1e6):
             recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
             self.check(pair, TWO_OF_TWO, recipe, 1e-5)
 
+    @in_matrix
     @requires("training", "gradient accumulation", "save and load")
     def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
         recipe = replace(EARLY, micro_batches=(3, 4), optimizer="momentum", rate=0.02)
@@ -162,6 +169,7 @@ class EarlyStepTests(AdapterSuite):
         ):
             assert all(torch.equal(tensor, resumed[name]) for name, tensor in state.items())
 
+    @in_matrix
     @requires("training", "gradient accumulation", "parameters of some ranks")
     @pytest.mark.parametrize("evaluate", [False, True], ids=["", "evaluated"])
     def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
@@ -187,6 +195,7 @@ class EarlyStepTests(AdapterSuite):
             assert "step_token_count = -1" in negative.message, negative
 
     @requires("training", "gradient accumulation")
+    @in_matrix
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_step_differently_are_reported(self, world: World, name: str) -> None:
         for ended in world.run(step_differently, self.adapter, name, dict(self.framework_options)):

@@ -82,7 +82,10 @@ def check_windows(by_rank: Iterable[list[State]], windows: Iterable[Window], tol
 BF16 = 0.01
 """Tolerance of parameters after steps in bf16. A gradient of an earlier step would move them by about 0.05."""
 
-every_window = pytest.mark.parametrize("name", WINDOWS)
+in_matrix = pytest.mark.matrix(reason="the quick command tests full steps")
+every_window = pytest.mark.parametrize(
+    "name", [name if name == "full steps" else pytest.param(name, marks=in_matrix) for name in WINDOWS]
+)
 
 
 class UnusedParameterTests(AdapterSuite):
@@ -97,11 +100,13 @@ class UnusedParameterTests(AdapterSuite):
         by_rank = world.run(train_windows, self.adapter, WINDOWS[name], False, dict(self.framework_options))
         check_windows(by_rank, WINDOWS[name], 1e-5)
 
+    @in_matrix
     @requires("training", "gradient accumulation")
     def test_the_program_clears_gradients_after_early_steps(self, world: World) -> None:
         windows, options = WINDOWS["early steps"], dict(self.framework_options)
         check_windows(world.run(train_windows, self.adapter, windows, True, options), windows, 1e-5)
 
+    @in_matrix
     @requires("training", "mixed precision")
     @every_window
     def test_no_rank_uses_a_parameter_in_mixed_precision(self, world: World, name: str) -> None:
