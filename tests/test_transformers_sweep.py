@@ -37,9 +37,17 @@ def two() -> Iterator[World]:
         yield ranks
 
 
-@pytest.mark.matrix(reason="runs several hundred model classes")
+IN_MATRIX = pytest.mark.matrix(reason="runs over two hundred model classes")
+CASES = [
+    # Most token classifiers and models without a head have the layers of a language model.
+    pytest.param(kind, part, marks=IN_MATRIX if kind in ("causal", "masked") else pytest.mark.slow)
+    for kind, number in PARTS.items()
+    for part in range(number)
+]
+
+
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("kind", "part"), [(kind, part) for kind, number in PARTS.items() for part in range(number)])
+@pytest.mark.parametrize(("kind", "part"), CASES)
 def test_classes(two: World, kind: Kind, part: int) -> None:
     rows = sweep_models(two, models(kind)[part :: PARTS[kind]])
     print(f"{table(rows)}\n\n{counts(rows)}")
@@ -53,7 +61,9 @@ def test_classes(two: World, kind: Kind, part: int) -> None:
     assert checks.count("NOT BUILT") <= MOST_UNCHECKED * len(checks), counts(rows)
     if is_of_this_release():
         written = sections_of(PAGE.read_text(encoding="utf-8"))
-        differ = {row.model.name: section(row) for row in rows if written.get(row.model.name) != section(row)}
+        # A slow machine may not build a class in time.
+        tested = [row for row in rows if "Not tested" not in (section(row), written.get(row.model.name))]
+        differ = {row.model.name: section(row) for row in tested if written.get(row.model.name) != section(row)}
         assert not differ, f"{PAGE.name} is out of date; run {COMMAND}"
 
 
