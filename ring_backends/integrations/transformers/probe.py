@@ -194,7 +194,10 @@ class _Probe:
 def _batch(model: Any) -> dict[str, Tensor]:
     """Three sequences: one without padding, one padded on the right, one padded on the left."""
     config: Any = model.config
-    num_embeddings: Any = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    try:
+        num_embeddings: Any = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    except NotImplementedError:
+        num_embeddings = None
     vocabulary = int(num_embeddings or getattr(config.get_text_config(), "vocab_size", 2))
     special = dict(_special_tokens(config.to_dict()))
     padding = special.pop("pad_token_id", 0)
