@@ -49,14 +49,12 @@ class Findings:
     """What a probe has found out about a model.
 
     Attributes:
-        first_position: position id of the first token.
         skips_padding: whether the model counts positions from the first token that is no padding.
         labels_of: the labels with which the loss may have compared a row's logits: its ``"own"`` or the ``"next"``.
             Empty if it is another loss; None if the model takes no labels.
         takes_num_items: whether the loss is the sum over labels, divided by the argument ``num_items_in_batch``.
     """
 
-    first_position: int
     skips_padding: bool
     labels_of: list[LabelOf] | None
     takes_num_items: bool
@@ -117,12 +115,12 @@ class _Probe:
             self._refuse(f"its first position is not {first_position}, or a sequence has positions of its own")
         skips_padding = self._first_difference(whole, plain, slice(2, 3)) is not None
         if "loss" not in plain:
-            return Findings(first_position, skips_padding, None, False)
+            return Findings(skips_padding, None, False)
         labels_of = _labels_of(plain, **options)
         counted = self._run(lambda: self._call({**arguments, "num_items_in_batch": 1}))
         # With one item, the loss is the sum over all labels.
         is_sum = bool(labels_of) and float(counted["loss"]) > 2 * float(plain["loss"])
-        return Findings(first_position, skips_padding, labels_of, is_sum)
+        return Findings(skips_padding, labels_of, is_sum)
 
     # --- calls --------------------------------------------------------------------------------------------------------
 

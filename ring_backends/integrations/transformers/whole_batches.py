@@ -167,8 +167,7 @@ class ShardedForward:
 
     def use(self, findings: Findings) -> None:
         """Replace what the class of the model suggests by what a probe has found."""
-        self.first_position, self.skips_padding = findings.first_position, findings.skips_padding
-        self.takes_num_items = findings.takes_num_items
+        self.skips_padding, self.takes_num_items = findings.skips_padding, findings.takes_num_items
         if findings.labels_of is not None and self.label_of not in findings.labels_of:
             self.label_of = next(iter(findings.labels_of), None)
 
