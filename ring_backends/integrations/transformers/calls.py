@@ -37,7 +37,7 @@ def _checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return _call(self, *args, **kwargs)
 
 
-PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign]
+PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign, unused-ignore]
 
 
 def _check_implementation(model: Any, seq_len: object) -> None:
