@@ -19,7 +19,6 @@ from torch import Tensor
 
 from ring_backends.engine.backward import backward
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import finish
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.dropout import Dropout
@@ -145,10 +144,10 @@ class _Call:
         return cls(replace(replay, call=call, inputs=inputs), torch.randn_like(inputs.query), lse, flops)
 
     def forward(self) -> None:
-        finish(forward(self.replay.call, self.replay.inputs, None))
+        forward(self.replay.call, self.replay.inputs, None)
 
     def backward(self) -> None:
-        finish(backward(self.replay.call, self.replay.inputs, self.out, self.lse, self.replay.grad_out, None))
+        backward(self.replay.call, self.replay.inputs, self.out, self.lse, self.replay.grad_out, None)
 
     @staticmethod
     def only(name: str, kernel: _TimedKernel, blocks: Blocks) -> Any:

@@ -18,9 +18,9 @@ from torch.distributed import HashStore
 
 from ring_backends import RingSchedule, SequenceLayout
 from ring_backends.cost.tiles import TileCounts
-from ring_backends.engine.autograd import RingExecutor, attend
+from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
 from ring_backends.engine.call import AttentionCall, check_call
-from ring_backends.engine.hops import Hops, RingPass, Start, no_hops
+from ring_backends.engine.hops import Hops, RingPass
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.agreement import Agreement
@@ -90,7 +90,9 @@ class Replay:
         return torch.autograd.grad(out, (self.inputs.query, self.inputs.key, self.inputs.value), self.grad_out)
 
     def num_tiles(self, *, backward: bool) -> int:
-        return sum(len(step.tiles) for _, step in self.call.plan(self.inputs, backward=backward).steps)
+        return sum(
+            len(step.tiles) + len(step.spread_tiles) for _, step in self.call.plan(self.inputs, backward=backward).steps
+        )
 
     def flops(self, *, backward: bool) -> int:
         """FLOPs of the visible pairs of query and key. A forward has two matrix products, a backward five."""
@@ -102,8 +104,8 @@ def busiest_rank(case: Case) -> int:
     """The rank with the most visible pairs of query and key, and of these the one with the most tiles before cuts."""
     layout = SequenceLayout(case.seq_len, case.ring_size, case.layout)  # type: ignore[arg-type]
     schedule = RingSchedule(case.pattern, layout, case.num_heads, case.kv_heads, case.causal)
-    own, other = TileCounts(schedule).num_tiles
-    tiles = (own + other).tolist()
+    travel = schedule.travel(itemsize={"fp64": 8, "fp32": 4}.get(case.dtype, 2))
+    tiles = torch.stack(TileCounts(schedule).num_tiles(travel)).sum(0).tolist()
     return max(range(case.ring_size), key=lambda rank: (schedule.pairs[rank], tiles[rank]))
 
 

@@ -187,6 +187,14 @@ class FakeKernel:
         self.clock.now += arguments["BLOCK_K"] / 16
 
 
+def slowly(computation: Any, clock: FakeTime) -> Any:
+    def compute(*arguments: Any) -> None:
+        computation(*arguments)
+        clock.now += 5.0  # the rest of the call must not count
+
+    return compute
+
+
 def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[tuple[str, dict[str, Any]]] = []
     names = triton_launch.Kernels._fields[:-1]
@@ -199,13 +207,8 @@ def test_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     candidates = (triton_launch.Blocks(64, 64, 4, 3), fastest, failing)
     monkeypatch.setattr(gpu_blocks, "CANDIDATES", candidates)
 
-    finish = gpu_blocks.finish
-
-    def finish_slowly(by_hops: Any) -> None:
-        finish(by_hops)
-        clock.now += 5.0  # the rest of the call must not count
-
-    monkeypatch.setattr(gpu_blocks, "finish", finish_slowly)
+    for name in ("forward", "backward"):
+        monkeypatch.setattr(gpu_blocks, name, slowly(getattr(gpu_blocks, name), clock))
 
     rows = list(gpu_blocks.block_sizes(CLOCK, Budget(9), 1024))
     calls = [(row["options"], row["head_dim"], row["kernel"]) for row in rows if row["in_use"]]

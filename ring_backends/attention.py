@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.engine import compiled
-from ring_backends.engine.autograd import RingExecutor, attend
+from ring_backends.engine.autograd import RingExecutor, Start, attend, no_hops
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.engine.call import AttentionCall, autocast, check_call
+from ring_backends.engine.call import AttentionCall, autocast, look_up
 from ring_backends.engine.decoding import check_cache, check_step, configuration_of
-from ring_backends.engine.hops import Hops, Start, no_hops
+from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import (
     check_dropout,
@@ -45,8 +45,7 @@ class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
     An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
-    graph. It becomes one operator on one device, and one operator per hop on a ring
-    (:mod:`ring_backends.engine.compiled`).
+    graph. It becomes one operator in the forward and one in the backward (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
@@ -326,6 +325,8 @@ class RingDilatedAttention(nn.Module, ABC):
             raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
 
     def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
+        if dropout_seed is None and not dropout_p:
+            return None
         if torch.compiler.is_compiling():
             return draw_seed(dropout_seed, dropout_p)
         with self.ring.report_refusals():
@@ -337,13 +338,14 @@ class RingDilatedAttention(nn.Module, ABC):
         If a check fails, the error is also reported to the other ranks.
         """
         with self.ring.report_refusals():
-            inputs, call = check_call(inputs, self.pattern, self.ring, self.scale, self.kernel)
+            settings = self.pattern, self.ring, self.scale, self.kernel, self.grad_wire_dtype
+            inputs, call = look_up(inputs, *settings)
             if self.ring.size > 1 and not has_values(inputs.query):
                 raise ValueError(
                     f"query is a meta or fake tensor, and the ring has {self.ring.size} ranks: a hop cannot send it; "
                     "use a module with ring=None, or tensors with values."
                 )
-        return inputs, replace(call, grad_wire_dtype=self.grad_wire_dtype)
+        return inputs, call
 
     def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
         """Return a function that waits until all ranks agree on a call, and then begins its forward or backward."""
@@ -409,5 +411,5 @@ def dilated_attention(
     dropout_p = check_dropout(dropout_p)
     tensors = (query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
     inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p)
-    inputs, call = check_call(inputs, pattern, Ring(), check_scale(scale), kernel)
-    return attend(inputs, RingExecutor(call, no_hops))
+    inputs, call = look_up(inputs, pattern, Ring(), check_scale(scale), kernel)
+    return attend(inputs, RingExecutor(call))

@@ -51,6 +51,8 @@ def in_backward() -> bool:
 
 def has_values(tensor: Tensor) -> bool:
     """Whether a tensor holds numbers. A meta tensor and a FakeTensor have only a shape, a dtype and a device."""
+    if type(tensor) is Tensor:
+        return tensor.device.type != "meta"
     # If the module is not imported, there is no FakeTensor.
     fake = getattr(sys.modules.get("torch._subclasses.fake_tensor"), "FakeTensor", ())
     return tensor.device.type != "meta" and not isinstance(tensor, fake)

@@ -22,7 +22,9 @@ from ring_backends.cost.ring_sizes import Workload
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule.rank_plan import Message
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.testing.fine_cuts import every_branch_spread
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 PLAIN = Hardware(
@@ -109,12 +111,14 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
     layout = SequenceLayout(case.seq_len, ring_size, kind)
     schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
     cost = RingCost(schedule, 1, case.head_dim, 8)
-    keys: Counter[tuple[int, int]] = Counter()
-    grads: Counter[tuple[int, int]] = Counter()
+    travel = schedule.travel(itemsize=8)
+    keys: Counter[int] = Counter()
+    grads: Counter[int] = Counter()
     for rank in range(ring_size):
         own_pairs = own_rows = 0.0
         own_tiles = 0
-        for _, step in rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8).steps:
+        plan = rank_plan(schedule, rank, batch=1, head_dim=case.head_dim, itemsize=8)
+        for _, step in plan.steps:
             for tile in step.tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
                 if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
@@ -122,15 +126,49 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
                     own_rows += segments * heads * rows
                     own_tiles += 1
             for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
-                for message in messages:
-                    counted[rank, message.peer] += sum(p.rows * p.num_streams for p in message.parcels)
+                counted[rank] += num_rows(messages)
+        for hop in plan.spread:
+            keys[rank] += num_rows(hop.sends)
+            grads[rank] += num_rows(hop.receives)
         assert (float(cost.tiles.own_pairs[rank]), float(cost.tiles.rows.own[rank])) == (own_pairs, own_rows)
-        assert int(cost.tiles.num_tiles[0][rank]) == own_tiles
-    for counted, links in ((keys, schedule.key_links), (grads, schedule.grad_links)):
-        found: Counter[tuple[int, int]] = Counter()
-        for *ends, rows in zip(links.source.tolist(), links.destination.tolist(), links.rows.tolist(), strict=True):
-            found[tuple(ends)] += rows
-        assert found == counted
+        assert int(cost.tiles.num_tiles(travel)[0][rank]) == own_tiles
+    assert travel.key_rows_sent.tolist() == [keys[rank] for rank in range(ring_size)]
+    assert schedule.rows_received.tolist() == [grads[rank] for rank in range(ring_size)]
+    everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in range(ring_size))
+    assert schedule.bytes_between_hosts(range(ring_size), batch=1, head_dim=case.head_dim, itemsize=8) == everywhere
+
+
+def num_rows(messages: tuple[Message, ...]) -> int:
+    return sum(parcel.rows * parcel.num_streams for message in messages for parcel in message.parcels)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(case=attention_cases(max_n=120), ring_size=st.integers(2, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
+def test_bytes_of_spread_branches_between_hosts(case: AttentionCase, ring_size: int, kind: Any) -> None:
+    """Spread rows cross between hosts once for each rank that needs them from another host. So do dK and dV."""
+    layout, hosts = SequenceLayout(case.seq_len, ring_size, kind), [rank // 2 for rank in range(ring_size)]
+    with every_branch_spread():
+        schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+        crossing = 0
+        for rank in range(ring_size):
+            plan = rank_plan(schedule, rank, batch=1, head_dim=1, itemsize=8)
+            messages = tuple(message for hop in plan.spread for message in hop.sends)
+            crossing += num_rows(tuple(message for message in messages if hosts[message.peer] != hosts[rank]))
+        assert schedule.bytes_between_hosts(hosts, batch=1, head_dim=1, itemsize=8) == 3 * 2 * 8 * crossing
+
+
+EIGHTFOLD = DilatedPattern.longnet([2048, 16384, 131072, 1048576, 10**9], [1, 8, 64, 512, 65536])
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_sparse_branches_leave_a_gpu_busy(layout: str, backward: bool) -> None:
+    """A billion tokens on 1,024 GPUs. A hop takes 20 µs. The host takes 100 µs for each tile."""
+    schedule = RingSchedule(EIGHTFOLD, SequenceLayout(10**9, 1024, layout), 16, is_causal=True)
+    cost, flops_per_second = RingCost(schedule, 1, 128, 2, "cuda"), 500e12
+    gpu = Hardware(20e-6, 50e9, flops_per_second, flops_per_second, tile_seconds=100e-6)
+    computing = float(cost.flops(backward=backward).max()) / flops_per_second
+    assert computing / cost.call_seconds(gpu, backward=backward) > 0.9
 
 
 def _pattern(case: AttentionCase) -> DilatedPattern:
@@ -181,8 +219,8 @@ def test_a_branch_within_each_shard_adds_no_waiting() -> None:
 
 def test_a_rank_takes_at_least_the_time_in_which_its_host_launches_tiles() -> None:
     cost = full(64, 4)  # each rank has one tile of its own keys, and three of other ranks' keys
-    own, other = cost.tiles.num_tiles
-    assert (own.tolist(), other.tolist()) == ([1] * 4, [3] * 4)
+    own, around, spread = cost.tiles.num_tiles(cost.schedule.travel(itemsize=4))
+    assert (own.tolist(), around.tolist(), spread.tolist()) == ([1] * 4, [3] * 4, [0] * 4)
     launched = replace(PLAIN, tile_seconds=1.0, latency_seconds=0.0, overlap=0.0)
     moved = cost.call_seconds(replace(launched, tile_seconds=0.0)) - 64 * 16 * 2 * 16 / 1e9
     assert cost.call_seconds(launched) == pytest.approx(4.0 + moved, abs=1e-6)

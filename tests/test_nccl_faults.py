@@ -25,7 +25,8 @@ from nccl_cases import (
     simulated_cuda,
 )
 
-from ring_backends.engine.hops import Hops, finish, report_failure
+from ring_backends.engine.hops import Hop, Hops, report_failure
+from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
@@ -66,6 +67,12 @@ def test_a_peer_that_never_comes() -> None:
         assert num_aborts == 1
 
 
+def post(hops: Hops, step: int) -> Hop | None:
+    """Post a hop in which this rank receives 4 bytes from rank 1."""
+    incoming = {1: torch.zeros(4, dtype=torch.uint8)}
+    return hops.post(step, {}, (), incoming, RowFormat(1, 4, torch.float32))
+
+
 @pytest.mark.parametrize("use", ["begin", "post"])
 def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
     """The next call raises when it begins. A call that has begun raises when it posts its next hop."""
@@ -82,10 +89,11 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
             assert ring.aborted.wait(10)  # the stream goes on
             return ended(lambda: begin(ring))
         hops = Hops(ring.rank, attend.ring_pass, begin(ring), ring.agreement, ring.traffic)
-        incoming = mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)})
-        finish(hops.post(0, "K and V", {}, (), incoming)).wait()
+        posted = post(hops, 0)
+        assert posted is not None
+        posted.wait()
         assert ring.aborted.wait(10)
-        return ended(lambda: finish(hops.post(1, "K and V", {}, (), incoming)))
+        return ended(lambda: post(hops, 1))
 
     results = run(2, call)
     assert isinstance(results[0], RingPeerError), results
@@ -268,9 +276,8 @@ def test_a_hop_that_is_posted_in_vain_is_abandoned() -> None:
         return transfer
 
     hops = Hops(0, ring_pass, call, agreement, ring.traffic)
-    posted = hops.post(0, "K and V", {}, (), mock.Mock(by_peer={1: torch.zeros(4, dtype=torch.uint8)}))
     with pytest.raises(RingPeerError), report_failure(hops):
-        finish(posted)
+        post(hops, 0)
     assert transfer.abandon.call_count == 1
 
 

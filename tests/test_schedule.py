@@ -23,7 +23,7 @@ from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan, Step
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.schedule.tiling import max_tile_bytes
-from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 
@@ -58,12 +58,18 @@ def parcels_of(messages: tuple[Message, ...]) -> Iterator[tuple[int, Parcel]]:
 
 
 def check_symmetry(schedule: RingSchedule) -> None:
-    """Check that i sends to j what j expects from i, in the same order, and that each step names a peer once."""
+    """Check that i sends to j what j expects from i, in the same order, and that each hop names a peer once."""
     plans = plans_of(schedule)
-    for outgoing, incoming in (("sends", "receives"), ("grad_sends", "grad_receives")):
+    assert len({len(plan.steps) for plan in plans}) == len({len(plan.spread) for plan in plans}) == 1
+    hops = (
+        (steps_of, "sends", "receives"),
+        (steps_of, "grad_sends", "grad_receives"),
+        (lambda plan: plan.spread, "sends", "receives"),
+    )
+    for steps, outgoing, incoming in hops:
         sent, expected = {}, {}
         for plan in plans:
-            for index, step in enumerate(steps_of(plan)):
+            for index, step in enumerate(steps(plan)):
                 for messages, flows, here_first in (
                     (getattr(step, outgoing), sent, True),
                     (getattr(step, incoming), expected, False),
@@ -87,7 +93,17 @@ def check_forwarding(schedule: RingSchedule) -> None:
                 assert parcel in arrived or any(parcel.start in piece for piece in pieces)
             arrived = {parcel for _, parcel in parcels_of(step.receives)}
             assert arrived == {parcel for _, parcel in parcels_of(step.grad_sends)}
-            assert {tile.parcel for tile in step.tiles if tile.parcel is not None} <= arrived
+            assert {parcel for tile in step.tiles for parcel in tile.parcels} <= arrived
+        here = {*plan.own_spread}
+        assert all(any(parcel.start in piece for piece in pieces) for parcel in here)
+        for hop in plan.spread:
+            assert {parcel for _, parcel in parcels_of(hop.sends)} <= here
+            here |= {parcel for _, parcel in parcels_of(hop.receives)}
+        for index, step in enumerate(steps_of(plan)):
+            if step.spread_tiles:
+                assert index >= len(plan.spread) or index >= len(plan.blocks[0].steps)
+                assert index <= plan.last_spread_step
+            assert {parcel for tile in step.spread_tiles for parcel in tile.parcels} <= here
 
 
 def computed_counts(schedule: RingSchedule) -> Tensor:
@@ -103,14 +119,16 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
         for block in plan.blocks:
             query_grid = grid(plan.rank, block.heads.stop - block.heads.start)
             for step in block.steps:
-                for tile in step.tiles:
+                for tile in (*step.tiles, *step.spread_tiles):
                     queries = gather(query_grid, tile.queries)
                     if isinstance(tile.keys, DilatedRows):
                         keys = gather(grid(plan.rank, block.kv_heads.stop - block.kv_heads.start), tile.keys)
                     else:
-                        rows, streams = tile.keys.row_range, tile.keys.streams
-                        keys = parcel_positions(schedule, tile.parcel)[:, streams.start : streams.stop]
-                        keys = keys[:, :, rows.start : rows.stop]
+                        parts = [
+                            parcel_positions(schedule, part.parcel)[:, list(part.streams)][:, :, list(part.row_range)]
+                            for part in tile.keys.parts
+                        ]
+                        keys = torch.cat(parts, 2)
                     block_heads = torch.arange(heads)[block.heads].view(1, 1, -1)
                     head_ids = gather(block_heads.expand_as(query_grid), tile.queries)
                     keys = keys[:, list(tile.stream_of_head)]
@@ -175,8 +193,13 @@ def check_openings(schedule: RingSchedule) -> None:
 def check_bytes(schedule: RingSchedule) -> None:
     """Check that the computed totals equal the sums over the steps of all ranks."""
     for plan in plans_of(schedule):
-        for messages, rows in (("sends", schedule.rows_sent), ("grad_sends", schedule.grad_rows_sent)):
-            parcels = [parcel for step in steps_of(plan) for _, parcel in parcels_of(getattr(step, messages))]
+        keys = schedule.travel(itemsize=SIZES["itemsize"], backward=True).key_rows_sent
+        for of_step, of_hop, rows in (
+            ("sends", "sends", keys),
+            ("grad_sends", "receives", schedule.rows_received),  # spread dK and dV go back
+        ):
+            parcels = [parcel for step in steps_of(plan) for _, parcel in parcels_of(getattr(step, of_step))]
+            parcels += [parcel for hop in plan.spread for _, parcel in parcels_of(getattr(hop, of_hop))]
             assert sum(parcel.rows * parcel.num_streams for parcel in parcels) == int(rows[plan.rank])
 
 
@@ -212,6 +235,25 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
 
 @in_parts(2)
 @settings(max_examples=25, deadline=None)
+@given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS, message_cost=st.sampled_from([0.0, 0.3, 5.0]))
+def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
+    """All branches are spread, in one hop or in several."""
+    with every_branch_spread(message_cost):
+        schedule = schedule_of(case, ring_size, layout)
+        assert schedule.travel(itemsize=4, backward=True).num_steps == 0
+        check_symmetry(schedule)
+        check_forwarding(schedule)
+        check_bytes(schedule)
+        check_completeness(schedule, case)
+        check_openings(schedule)
+        with fine_cuts():
+            check_symmetry(schedule)
+            check_completeness(schedule, case)
+            check_openings(schedule)
+
+
+@in_parts(2)
+@settings(max_examples=25, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
 def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""
@@ -220,7 +262,7 @@ def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int,
     for plan in plans_of(schedule):
         for block_index, block in enumerate(plan.blocks):
             for step in block.steps:
-                used = {tile.parcel for tile in step.tiles}
+                used = {parcel for tile in step.tiles for parcel in tile.parcels}
                 for _, parcel in parcels_of(step.receives):
                     visits[(block_index, *parcel.key), plan.rank] += 1
                 for message in step.grad_sends:
@@ -235,7 +277,7 @@ def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) 
     schedule = RingSchedule(
         DilatedPattern((8, 16), (1, 2)), SequenceLayout(256, 8, layout), num_heads=4, is_causal=is_causal
     )
-    assert schedule.num_steps == 0
+    assert schedule.travel(itemsize=4).num_steps == schedule.travel(itemsize=4).num_spread_hops == 0
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
 
@@ -251,10 +293,10 @@ def test_bytes_of_a_plain_ring() -> None:
 
 def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
     causal = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=1, is_causal=True)
-    assert causal.rows_sent.tolist() == [16, 32, 48, 0]
+    assert causal.travel(itemsize=4).key_rows_sent.tolist() == [16, 32, 48, 0]
     zigzag = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4, "zigzag"), num_heads=1, is_causal=True)
     # Chunks of the first half visit all ranks. Chunks of the second half go only to ranks with later chunks.
-    assert zigzag.rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
+    assert zigzag.travel(itemsize=4).key_rows_sent.tolist() == [24 + 0, 24 + 24, 24 + 16, 24 + 8]
     assert len(set(zigzag.pairs.tolist())) == 1, "zigzag balances causal work"
 
 
@@ -269,13 +311,13 @@ def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: 
     )
     row_format = RowFormat(1, 4, torch.float32)
     for plan in plans_of(schedule):
-        arrived = WireBuffer(row_format, (), torch.device("cpu"))
+        arrived = WireBuffer.of(row_format, (), torch.device("cpu"))
         for step in steps_of(plan):
             for message in step.sends:
                 if all(parcel in arrived for parcel in message.parcels):
                     stretch = arrived.stretch(message.parcels)
                     assert stretch.untyped_storage().data_ptr() == arrived.buffer.untyped_storage().data_ptr()
-            arrived = WireBuffer(row_format, step.receives, torch.device("cpu"))
+            arrived = WireBuffer.of(row_format, step.receives, torch.device("cpu"))
 
 
 def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
@@ -326,7 +368,7 @@ def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> N
         for block in plan.blocks:
             tiles = [tile for step in block.steps for tile in step.tiles]
             for before, tile in itertools.pairwise(tiles):
-                assert tile.parcel is before.parcel or tile.queries == before.queries
+                assert tile.parcels == before.parcels or tile.queries == before.queries
 
 
 def schedule_of_branches(

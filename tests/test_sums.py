@@ -110,7 +110,7 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
             assert not before.intersection(numbers)
             before.update(numbers)
 
-    with mock.patch("ring_backends.engine.backward.scatter_many", check_disjoint):
+    with mock.patch("ring_backends.engine.around.scatter_many", check_disjoint):
         run(call, inputs, no_hops())
     assert sum(launches) > 2
 

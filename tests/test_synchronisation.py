@@ -23,7 +23,7 @@ from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.decoding import check_step
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import Hops, finish
+from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels import kernels
 from ring_backends.kernels.base import KernelInputs
@@ -63,8 +63,8 @@ def inputs_on_gpu(ring_size: int, dtype: torch.dtype) -> AttentionInputs:
 
 
 def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tuple[Tensor, ...]:
-    out, lse = finish(forward(call, inputs, hops))
-    return finish(backward(call, inputs, out, lse, torch.empty_like(out), hops))
+    out, lse = forward(call, inputs, hops)
+    return backward(call, inputs, out, lse, torch.empty_like(out), hops)
 
 
 @pytest.mark.parametrize("ring_size", [pytest.param(1, marks=pytest.mark.matrix(reason="a ring does the same")), 4])

@@ -21,7 +21,7 @@ from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
-from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
 from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.ring import Ring
@@ -34,7 +34,11 @@ class _Rows(WireBuffer):
 
     def __init__(self, row_format: RowFormat, buffer: Tensor, offsets: dict[Parcel, int]) -> None:
         super().__init__(row_format, (), buffer.device)
-        self.buffer, self._offsets = buffer, offsets
+        self.buffer = buffer
+        self.layout = {
+            parcel: tuple(offset + begin for begin in wire_layout(row_format, (parcel,))[parcel])
+            for parcel, offset in offsets.items()
+        }
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class AllGatherExecutor:
     def of(cls, inputs: AttentionInputs, pattern: DilatedPattern, ring: Ring) -> AllGatherExecutor:
         inputs, call = check_call(inputs, pattern, ring, None, "auto")
         forward_plans, backward_plans = (
-            tuple(replace(call, rank=rank).plan(inputs, backward=backward) for rank in range(ring.size))
+            tuple(replace(call, rank=rank, few_hops=False).plan(inputs, backward=backward) for rank in range(ring.size))
             for backward in (False, True)
         )
         return cls(call, ring, forward_plans, backward_plans)
@@ -148,10 +152,10 @@ class AllGatherExecutor:
     def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:
         """Make one wire buffer of the contributions of all ranks. It offers the parcels that this rank's tiles use."""
         used = {
-            (index, tile.parcel.key): tile.parcel
+            (index, parcel.key): parcel
             for index, block in enumerate(plans[self.ring.rank].blocks)
             for tile in _tiles(block)
-            if tile.parcel is not None
+            for parcel in tile.parcels
         }
         offsets = {}
         contribution = _contribution_bytes(row_format, plans)

@@ -9,7 +9,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
   ``copy_bytes_per_second``.
 - A rank takes at least ``tile_seconds`` per tile, which is the host's time to launch it.
 - The time of a rank's hops is the number of hops times the latency, plus the bytes sent or received, whichever are
-  more, divided by the bandwidth.
+  more, divided by the bandwidth. Each message of a spread branch adds ``MESSAGE_COST`` of a latency.
 - A hop is posted before the tiles of the previous step. The share ``overlap`` of the hop overlaps with these tiles. No
   hop overlaps with the tiles of the last step. The last hop of dK and dV overlaps with no tile.
 - A call takes as long as its slowest rank.
@@ -30,7 +30,9 @@ from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.limits import Limits, limits_of
 from ring_backends.schedule.planner import num_cuts
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
+from ring_backends.schedule.spread import MESSAGE_COST
 from ring_backends.schedule.tiling import BACKWARD_TILE_SHARE
+from ring_backends.schedule.travel import Travel
 
 # How often a row of head_dim elements is read or written outside of the kernel. Gathering a row is one read and one
 # write. Adding a row to a sum, or merging it into an output, is two reads and one write.
@@ -103,29 +105,28 @@ class RingCost:
         """Bytes of the LSE: int64 [ring size]."""
         return self.tokens * (self.schedule.num_heads * self.batch * self._statistics_itemsize)
 
-    @cached_property
-    def _hop_bytes(self) -> tuple[int, int]:
-        """Bytes of the largest hop of K and V, and of dK and dV, if all heads travel together."""
-        rows = 2 * self.schedule.max_rows_in_flight * self.batch * self.head_dim
-        return rows * self.itemsize, rows * self._statistics_itemsize
+    def _travel(self, *, backward: bool) -> Travel:
+        return self.schedule.travel(itemsize=self.itemsize, backward=backward)
 
     @cached_property
     def communication_bytes(self) -> int:
         """Estimated bytes in one rank's wire buffers.
 
-        At most three hops of K and V and three hops of dK and dV are in memory. The planner cuts hops until they take
-        at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below ``min_hop_bytes``, so a hop
-        may have almost twice as many
-        (``schedule/limits.py``).
+        At most three hops of K and V and three hops of dK and dV that go around are in memory. The planner cuts hops
+        until they take at most ``communication_share`` of :attr:`tensor_bytes`. It does not cut them below
+        ``min_hop_bytes``, so a hop may have almost twice as many (``schedule/limits.py``). The buffers of spread
+        branches come in addition.
         """
-        keys, grads = self._hop_bytes
+        travel, row = self._travel(backward=True), self.batch * self.head_dim
+        around = 6 * travel.max_rows_in_flight * row * (self.itemsize + self._statistics_itemsize)
         share = self._limits.communication_share * float(self.tensor_bytes.max())
         smallest = 3 * self._limits.min_hop_bytes * (1 + self._statistics_itemsize / self.itemsize)
-        return min(3 * (keys + grads), math.ceil(max(share, smallest)))
+        return min(around, math.ceil(max(share, smallest))) + travel.spread_rows * row * self.itemsize
 
     def _cuts(self, *, backward: bool) -> tuple[int, int]:
         sizes = {"batch": self.batch, "head_dim": self.head_dim, "itemsize": self.itemsize}
-        return num_cuts(self.schedule, **sizes, backward=backward, device_type=self.device_type)
+        travel = self._travel(backward=backward)
+        return num_cuts(self.schedule, travel, **sizes, backward=backward, device_type=self.device_type)
 
     @cached_property
     def tile_bytes(self) -> Tensor:
@@ -156,8 +157,8 @@ class RingCost:
     def sent_bytes(self, *, backward: bool = False) -> Tensor:
         """Bytes that each rank sends, as ``RingSchedule.wire_bytes`` counts them: int64 [ring size]."""
         keys, grads = self._row_bytes
-        sent = self.schedule.rows_sent * keys
-        return sent + self.schedule.grad_rows_sent * grads if backward else sent
+        sent = self._travel(backward=backward).key_rows_sent * keys
+        return sent + self.schedule.rows_received * grads if backward else sent
 
     @property
     def _row_bytes(self) -> tuple[int, int]:
@@ -171,7 +172,7 @@ class RingCost:
         sent.
         """
         keys, grads = self._row_bytes
-        sent, received = self.schedule.rows_sent, self.schedule.grad_rows_sent  # rows of K and V
+        sent, received = self._travel(backward=backward).key_rows_sent, self.schedule.rows_received
         if not backward:
             return torch.maximum(sent, received) * keys
         return torch.maximum(sent * keys + received * grads, received * keys + sent * grads)
@@ -191,12 +192,14 @@ class RingCost:
     def seconds(self, hardware: Hardware, *, backward: bool = False) -> Tensor:
         """Estimated seconds of each rank: float64 [ring size]."""
         compute, last = self._compute_seconds(hardware, backward=backward)
-        if self.schedule.num_steps == 0:
+        travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
+        directions = 2 if backward else 1
+        hops = (blocks * shares * travel.num_steps + travel.num_spread_hops) * directions
+        if not hops:
             return compute
-        blocks, shares = self._cuts(backward=backward)
-        hops = blocks * shares * self.schedule.num_steps * (2 if backward else 1)
+        latencies = hops + MESSAGE_COST * travel.num_spread_messages * directions
         moved = self._moved_bytes(backward=backward).double() / hardware.bytes_per_second
-        communication = (moved + hops * hardware.latency_seconds) * (moved > 0)
+        communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
         last_hop = communication / hops if backward else torch.zeros_like(communication)
         hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
         return compute + communication - hidden
@@ -219,11 +222,12 @@ class RingCost:
         copied = torch.zeros_like(own)
         if hardware.copy_bytes_per_second is not None:
             copied = self._copied_bytes(backward=backward) / hardware.copy_bytes_per_second
-        blocks, shares = self._cuts(backward=backward)
-        steps = max(1, self.schedule.num_steps)
+        travel, (blocks, shares) = self._travel(backward=backward), self._cuts(backward=backward)
+        steps = max(1, travel.num_steps)
         speed = hardware.speed_alone if self.ring_size == 1 else 1.0
-        own_tiles, other_tiles = self.tiles.num_tiles
-        launches = (own_tiles + other_tiles * shares) * (blocks * hardware.tile_seconds)
+        own_tiles, around_tiles, spread_tiles = self.tiles.num_tiles(travel)
+        launches = (own_tiles + around_tiles * shares + spread_tiles) * (blocks * hardware.tile_seconds)
+        other_tiles = around_tiles + spread_tiles
         last = torch.maximum(other / (steps * blocks * shares * speed), other_tiles * (hardware.tile_seconds / steps))
         return torch.maximum((own + other + copied) / speed, launches), last
 
@@ -231,5 +235,5 @@ class RingCost:
         """Bytes read and written to gather rows and to merge results: float64 [ring size]."""
         rows = self.tiles.rows
         moves = (rows.own + rows.other) * _QUERY_MOVES[backward] + rows.own_keys * _LOCAL_KEY_MOVES[backward]
-        moves = moves + self.schedule.grad_rows_sent * _REMOTE_KEY_MOVES[backward]
+        moves = moves + self.schedule.rows_received * _REMOTE_KEY_MOVES[backward]
         return moves.double() * (self.batch * self.head_dim * (self._statistics_itemsize + self.itemsize) / 2)

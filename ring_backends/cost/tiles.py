@@ -16,6 +16,7 @@ from torch import Tensor
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.travel import Travel
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +53,11 @@ class TileCounts:
         return TileRows(own, other, keys)
 
     @cached_property
-    def num_tiles(self) -> tuple[Tensor, Tensor]:
-        """Tiles of each rank with keys of the same span, and with keys of other pieces: int64 [ring size] each.
-
-        Cuts multiply these numbers. Heads with different numbers of rows need separate tiles. The number of tiles
-        against another piece is that of the queries' own piece.
+    def _num_tiles(self) -> tuple[Tensor, tuple[tuple[Tensor, Tensor], ...]]:
+        """Tiles of each rank with keys of the same span. Then for each branch the number of tiles with keys of other
+        pieces, and of pieces with such tiles: int64 [ring size] each.
         """
-        own, other = self._zeros(torch.int64), self._zeros(torch.int64)
+        own, of_branches = self._zeros(torch.int64), []
         for branch in self.schedule.branches:
             pieces, heads_at = branch.crossing, branch.heads_at
             full, full_rows, tail_rows = self._segments_within(branch)
@@ -67,8 +66,24 @@ class TileCounts:
             others = _tiles_of_pieces(pieces.segment_start, is_causal=self.schedule.is_causal) - 1
             own += self._by_rank(self.schedule.layout.chunk_ranks(), of_chunks)
             own += self._by_rank(pieces.rank, of_pieces)
-            other += self._by_rank(pieces.rank, of_pieces * others)
-        return own, other
+            rows = self._by_rank(pieces.rank, of_pieces * others), self._by_rank(pieces.rank, of_pieces * (others > 0))
+            of_branches.append(rows)
+        return own, tuple(of_branches)
+
+    def num_tiles(self, travel: Travel) -> tuple[Tensor, Tensor, Tensor]:
+        """Tiles of each rank with keys of the same span, of rows that go around, and of spread rows: [ring size] each.
+
+        Cuts multiply these numbers. Heads with different numbers of rows need separate tiles. Rows that go around need
+        one tile for each piece. Spread rows need one tile for all pieces.
+        """
+        own, of_branches = self._num_tiles
+        around, spread = self._zeros(torch.int64), self._zeros(torch.int64)
+        for index, (of_each, of_all) in enumerate(of_branches):
+            if index in travel.spreads:
+                spread += of_all
+            else:
+                around += of_each
+        return own, around, spread
 
     @cached_property
     def own_pairs(self) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import Start, finish
+from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
 from ring_backends.kernels.dtype import without_autocast
@@ -32,31 +33,41 @@ class Executor(Protocol):
         ...
 
 
+Start = Callable[[str], "Hops | None"]
+"""direction -> Hops: waits until the ranks agree on a forward or backward. Returns None in a ring of one."""
+
+
+def no_hops(direction: str) -> None:
+    """The :data:`Start` of a ring of one."""
+
+
 @dataclass(frozen=True)
 class RingExecutor:
-    """Computes a call with K and V passing around the ring."""
+    """Computes a call with the hops of its ring."""
 
     call: AttentionCall
-    start: Start
+    start: Start = no_hops
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
         return attend_as_operator(self._forward, inputs)
 
     def _forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int]:
         hops = self.start("forward")
-        out, lse = finish(forward(self.call, inputs, hops))
-        return out, lse, 0 if hops is None else hops.call.number
+        return *forward(self.call, inputs, hops), 0 if hops is None else hops.call.number
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return finish(backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number))))
+        return backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number)))
 
 
 def attend(inputs: AttentionInputs, executor: Executor) -> Any:
     """Compute one call under autograd. Return out, or with ``return_lse`` (out, LSE [batch, heads, local seq])."""
-    options = inputs.options
-    out, lse = _Attend.apply(executor, options, *inputs.tensors)  # type: ignore[no-untyped-call]
+    if inputs.needs_gradients or torch.compiler.is_compiling():
+        out, lse = _Attend.apply(executor, inputs.options, *inputs.tensors)  # type: ignore[no-untyped-call]
+    else:
+        with torch.no_grad(), without_autocast(inputs.query.device):
+            out, lse, *_ = executor.forward(inputs)
     return (out, lse.transpose(1, 2)) if inputs.return_lse else out
 
 

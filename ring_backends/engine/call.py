@@ -1,20 +1,26 @@
 """One checked call of attention: its plan and kernel on this rank, and the configuration that all ranks share.
 
-Rule: :meth:`AttentionCall.configuration` holds everything that the ranks have to agree on.
+What depends only on the configuration of a call is worked out once: checks, kernels, plans and the fields that the
+ranks compare. :func:`look_up` finds it again for a later call. Rule: its key holds everything that these depend on, and
+:meth:`AttentionCall.configuration` holds everything that the ranks have to agree on.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
+from types import NoneType
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_tensors
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
+from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
@@ -27,6 +33,15 @@ from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.tiling import max_tile_bytes
 from ring_backends.torch_internals import untraced
 
+ENVIRONMENT = (PROBE_VARIABLE, "TRITON_INTERPRET", "TORCH_CUDNN_SDPA_AVOID_RECOMPILE")
+"""The environment variables that the choice of kernels reads."""
+
+_PLAIN = {Tensor, Parameter}
+"""The types of tensors whose calls are looked up. A FakeTensor, for example, may have symbols as sizes."""
+
+_OPTIONS = {(bool, bool, int), (bool, bool, NoneType)}
+"""The types of is_causal, return_lse and seq_len of such calls."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -37,6 +52,7 @@ class AttentionCall:
         rank: the ring rank.
         kernel: the kernel that computes the tiles.
         in_place: the kernels that compute some dilated branches instead, by the branch's index.
+        few_hops: whether the rows of sparse branches are spread.
         scale: factor on the scores.
         dropout: the dropout of the call; None without dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel; None for fp32.
@@ -49,14 +65,21 @@ class AttentionCall:
     dropout: Dropout | None = None
     grad_wire_dtype: torch.dtype | None = None
     in_place: Mapping[int, StepKernel] = field(default_factory=dict)
+    few_hops: bool = True
+    _plans: dict[bool, RankPlan] = field(default_factory=dict, init=False, compare=False, repr=False)
+    _configurations: dict[object, Configuration] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     @property
     def layout(self) -> SequenceLayout:
         return self.schedule.layout
 
     def plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
-        """This rank's part of the schedule, in a forward or in a backward."""
-        query = inputs.query
+        """This rank's part of the schedule, in a forward or in a backward. All inputs of a call have the same sizes."""
+        if backward not in self._plans:
+            self._plans[backward] = self._plan(inputs.query, backward=backward)
+        return self._plans[backward]
+
+    def _plan(self, query: Tensor, *, backward: bool) -> RankPlan:
         tile_bytes = None  # a kernel that reads rows in place needs no memory for tiles
         if not isinstance(self.kernel, StepKernel):
             tile_bytes = max_tile_bytes(query.device, query.nbytes, backward=backward)
@@ -71,31 +94,107 @@ class AttentionCall:
             tile_bytes=tile_bytes,
             threads=torch.get_num_threads() if query.device.type == "cpu" else 1,
             uncut=frozenset(self.in_place),
+            few_hops=self.few_hops,
         )
 
     def configuration(self, inputs: AttentionInputs, module_number: str, *, needs_gradients: bool) -> Configuration:
         """The fields of this call that must be the same on all ranks."""
+        key = module_number, needs_gradients
+        if key not in self._configurations:
+            self._configurations[key] = self._configuration(inputs, module_number, needs_gradients)
+        return self._configurations[key]
+
+    def _configuration(self, inputs: AttentionInputs, module_number: str, needs_gradients: bool) -> Configuration:
         query, mask, documents = inputs.query, inputs.key_padding_mask, inputs.document_ids
-        return _configuration(
-            self.schedule,
-            (
-                ("order of calls", f"attention {module_number}"),
-                ("batch", query.shape[0]),
-                ("heads", self.schedule.num_heads),
-                ("key/value heads", self.schedule.kv_heads),
-                ("head_dim", query.shape[3]),
-                ("dtype", query.dtype),
-                ("device", query.device.type),
-            ),
-            (
-                ("scale", self.scale),
-                ("key_padding_mask", "none" if mask is None else "given"),
-                ("document_ids", "none" if documents is None else f"given, {documents.dtype}"),
-                ("dropout_p", 0.0 if self.dropout is None else self.dropout.p),
-                ("grad_wire_dtype", "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype)),
-                ("gradients", "needed" if needs_gradients else "not needed"),
-            ),
+        return Configuration(
+            {
+                "order of calls": f"attention {module_number}",
+                "batch": query.shape[0],
+                "heads": self.schedule.num_heads,
+                "key/value heads": self.schedule.kv_heads,
+                "head_dim": query.shape[3],
+                "dtype": str(query.dtype),
+                "device": query.device.type,
+                **asdict(self.schedule.pattern),
+                "seq_len": self.layout.seq_len,
+                "layout": self.layout.kind,
+                "is_causal": self.schedule.is_causal,
+                "scale": self.scale,
+                "key_padding_mask": "none" if mask is None else "given",
+                "document_ids": "none" if documents is None else f"given, {documents.dtype}",
+                "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
+                "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
+                "gradients": "needed" if needs_gradients else "not needed",
+            }
         )
+
+
+MAX_CALLS = 512
+"""How many configurations of calls are kept."""
+
+_calls: dict[object, AttentionCall] = {}
+
+
+def look_up(
+    inputs: AttentionInputs,
+    pattern: DilatedPattern,
+    ring: Ring,
+    scale: float | None,
+    kernel: str,
+    grad_wire_dtype: torch.dtype | None = None,
+) -> tuple[AttentionInputs, AttentionCall]:
+    """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
+    settings = pattern, ring.size, ring.rank, ring.layout_kind, ring.data_rank, scale, kernel, grad_wire_dtype
+    key = _key(inputs, settings)
+    call = None if key is None else _calls.get(key)
+    if call is not None:
+        device = inputs.query.device.type
+        return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
+    inputs, call = check_call(inputs, pattern, ring, scale, kernel)
+    if grad_wire_dtype is not None:
+        call = replace(call, grad_wire_dtype=grad_wire_dtype)
+    if key is not None:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return inputs, call
+
+
+def forget_calls() -> None:
+    """Work everything out again, since something else than a configuration has changed."""
+    _calls.clear()
+    _schedule.cache_clear()
+    rank_plan.cache_clear()
+
+
+def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
+    """Everything that a checked call depends on; None for arguments that are checked in each call."""
+    query, key, value = inputs.query, inputs.key, inputs.value
+    marks = inputs.key_padding_mask, inputs.document_ids
+    options = inputs.is_causal, inputs.return_lse, inputs.seq_len
+    types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
+    if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
+        return None
+    device = query.device
+    if device != key.device or device != value.device:
+        return None
+    return (
+        settings,
+        query.shape,
+        key.shape,
+        value.shape,
+        query.dtype,
+        key.dtype,
+        value.dtype,
+        device,
+        _autocast_dtype(device.type),
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+        () if device.type == "cpu" and settings[-2] == "auto" else tuple(map(os.environ.get, ENVIRONMENT)),
+        tuple(None if x is None else (x.shape, x.dtype, x.device) for x in marks),
+        options,
+        inputs.dropout_p if inputs.dropout_seed is not None else None,
+    )
 
 
 def check_call(
@@ -108,8 +207,8 @@ def check_call(
     """
     check_flag("is_causal", inputs.is_causal)
     check_flag("return_lse", inputs.return_lse)
-    query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
-    inputs = replace(inputs, query=query, key=key, value=value)
+    inputs = _cast(inputs)
+    query, key, value = inputs.query, inputs.key, inputs.value
     check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
@@ -155,12 +254,24 @@ def kernels_of_call(
 def autocast(tensor: Tensor) -> Tensor:
     """Cast a tensor as autocast casts the arguments of ``scaled_dot_product_attention``: all floats except fp64."""
     # The arguments are not checked yet. Anything that is not a tensor on a device with autocast is returned unchanged.
-    if not isinstance(tensor, Tensor) or not torch.amp.is_autocast_available(tensor.device.type):
+    if not isinstance(tensor, Tensor):
         return tensor
-    eligible = tensor.is_floating_point() and tensor.dtype != torch.float64
-    if not eligible or not torch.is_autocast_enabled(tensor.device.type):
+    dtype = _autocast_dtype(tensor.device.type)
+    if dtype is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
         return tensor
-    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+    return tensor.to(dtype)
+
+
+def _autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The dtype of autocast on this type of device; None if it is off."""
+    if not torch.amp.is_autocast_available(device_type) or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def _cast(inputs: AttentionInputs) -> AttentionInputs:
+    query, key, value = map(autocast, (inputs.query, inputs.key, inputs.value))
+    return replace(inputs, query=query, key=key, value=value)
 
 
 @lru_cache(maxsize=256)
@@ -169,16 +280,3 @@ def _schedule(
     pattern: DilatedPattern, layout: SequenceLayout, num_heads: int, num_kv_heads: int, is_causal: bool
 ) -> RingSchedule:
     return RingSchedule(pattern, layout, num_heads, num_kv_heads, is_causal)
-
-
-@lru_cache(maxsize=256)
-def _configuration(
-    schedule: RingSchedule, shape: tuple[tuple[str, object], ...], options: tuple[tuple[str, object], ...]
-) -> Configuration:
-    plain = {name: str(value) if isinstance(value, torch.dtype) else value for name, value in shape}
-    sequence = {
-        "seq_len": schedule.layout.seq_len,
-        "layout": schedule.layout.kind,
-        "is_causal": schedule.is_causal,
-    }
-    return Configuration({**plain, **asdict(schedule.pattern), **sequence, **dict(options)})

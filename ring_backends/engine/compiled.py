@@ -1,24 +1,15 @@
 """Attention inside a compiled graph: custom operators, so that a call does not break the graph.
 
-On one device, a call is one operator in the forward graph and one in the backward graph:
-``ring_backends::attend_forward`` and ``ring_backends::attend_backward``. Everything besides tensors is a constant of
-the graph, and no tensor is on the CPU. So a CUDA graph can contain the operators.
+A call is one operator in the forward graph and one in the backward graph. They run the same code as a call outside of a
+graph, with all its hops. Sizes are constants, since the plan depends on them. A sequence of another length is compiled
+again. Arguments are checked during compilation. If a check fails, torch raises its own error, which quotes this
+package's error.
 
-On a ring, a call is a sequence of operators, both in the forward graph and in the backward graph:
-
-- ``ring_backends::begin_forward`` or ``begin_backward`` agrees with the other ranks and begins the computation.
-- ``ring_backends::post_hop`` posts the next hop, and computes tiles up to the hop after it. The graph has one such
-  operator for each hop that this rank takes part in.
-- ``ring_backends::end_forward`` or ``end_backward`` returns the result.
-
-Each operator takes a tensor that the operator before it returned. So no compiler pass drops, repeats or reorders them.
-The number of the module is an input of the graph, not a constant, so that equal blocks share one graph. These operators
-work on the host in every call, so a CUDA graph must not contain them. A call with dropout on one device uses them too,
-since its seed is drawn on the host.
-
-All operators run the same code as a call outside of a graph. Sizes are constants, since the plan depends on them. A
-sequence of another length is compiled again. Arguments are checked during compilation. If a check fails, torch raises
-its own error, which quotes this package's error.
+On one device without dropout, everything besides tensors is a constant of the graph, and no tensor is on the CPU. So a
+CUDA graph can contain the operators ``ring_backends::attend_forward`` and ``ring_backends::attend_backward``. On a
+ring, ``ring_backends::ring_forward`` and ``ring_backends::ring_backward`` work on the host in every call, so a CUDA
+graph must not contain them. A call with dropout on one device uses them too, since its seed is drawn on the host. The
+number of the module is an input of the graph, not a constant, so that equal blocks share one graph.
 """
 
 from __future__ import annotations
@@ -39,7 +30,6 @@ from ring_backends.engine.autograd import attend as attend_under_autograd
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import autocast, check_call
 from ring_backends.engine.forward import forward
-from ring_backends.engine.hops import ByHops, finish
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
@@ -51,7 +41,6 @@ if TYPE_CHECKING:
     from ring_backends.attention import RingDilatedAttention
 
 _modules: WeakValueDictionary[int, RingDilatedAttention] = WeakValueDictionary()
-_running: dict[int, _Running] = {}
 _numbers = itertools.count()
 
 
@@ -99,9 +88,7 @@ def attend(
     constant_options = _to_json(replace(inputs, seq_len=call.layout.seq_len).options)
     if handle is None:
         return attend_under_autograd(inputs, _OneDeviceExecutor(constant_options, as_json))
-    directions = (False, True) if needs_gradients else (False,)
-    num_hops = [call.plan(inputs, backward=direction).num_hops(backward=direction) for direction in directions]
-    return attend_under_autograd(inputs, _HopsExecutor(handle, constant_options, needs_gradients, num_hops))
+    return attend_under_autograd(inputs, _OnHostExecutor(handle, constant_options, needs_gradients))
 
 
 def _to_json(values: dict[str, Any]) -> str:
@@ -140,30 +127,23 @@ class _OneDeviceExecutor:
 
 
 @dataclass
-class _HopsExecutor:
-    """Computes a call by putting the operators of its hops into the graph."""
+class _OnHostExecutor:
+    """Computes a call by putting the operators of a module into the graph."""
 
     module: Tensor
     options: str
     needs_gradients: bool
-    num_hops: list[int]
     _forward: Tensor = field(init=False)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
-        running = begin_forward(self.module, inputs.tensors, self.options, self.needs_gradients)
-        for _ in range(self.num_hops[0]):
-            running = post_hop(running)
-        out, lse, self._forward = end_forward(running, inputs.tensors)
+        out, lse, self._forward = ring_forward(self.module, inputs.tensors, self.options, self.needs_gradients)
         return out, lse, 0, inputs
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = *inputs.tensors, out, lse, grad_out
-        running = begin_backward(self._forward, tensors, self.options)
-        for _ in range(self.num_hops[1]):
-            running = post_hop(running)
-        return cast(tuple[Tensor, Tensor, Tensor], end_backward(running, tensors))
+        return cast(tuple[Tensor, Tensor, Tensor], ring_backward(self._forward, tensors, self.options))
 
 
 @custom_op("ring_backends::attend_forward", mutates_args=())
@@ -177,7 +157,7 @@ def attend_forward(tensors: Sequence[Tensor | None], options: str, constants: st
     inputs = AttentionInputs.of(tensors, json.loads(options))
     with without_autocast(inputs.query.device):
         inputs, call = check_call(inputs, *_arguments(constants))
-        return finish(forward(call, inputs, None))
+        return forward(call, inputs, None)
 
 
 @custom_op("ring_backends::attend_backward", mutates_args=())
@@ -188,41 +168,25 @@ def attend_backward(tensors: Sequence[Tensor | None], options: str, constants: s
         tensors: the tensors of the call's inputs, then out, LSE and the gradient of out.
         options, constants: as for the forward.
     """
+    inputs, out, lse, grad_out = _inputs_of_backward(tensors, options)
+    with without_autocast(inputs.query.device):
+        inputs, call = check_call(inputs, *_arguments(constants))
+        return backward(call, inputs, out, lse, grad_out, None)
+
+
+def _inputs_of_backward(
+    tensors: Sequence[Tensor | None], options: str
+) -> tuple[AttentionInputs, Tensor, Tensor, Tensor]:
+    """The inputs of the call, out, LSE and the gradient of out."""
     *of_inputs, out, lse, grad_out = tensors
     assert out is not None
     assert lse is not None
     assert grad_out is not None
-    inputs = AttentionInputs.of(of_inputs, json.loads(options))
-    with without_autocast(out.device):
-        inputs, call = check_call(inputs, *_arguments(constants))
-        return finish(backward(call, inputs, out, lse, grad_out, None))
+    return AttentionInputs.of(of_inputs, json.loads(options)), out, lse, grad_out
 
 
-class _Running:
-    """A forward or backward that has been computed up to a hop."""
-
-    def __init__(self, by_hops: ByHops[Any], device: torch.device) -> None:
-        self._by_hops, self._device = by_hops, device
-        self._result: Any = None
-        self.resume()
-
-    def resume(self) -> None:
-        with without_autocast(self._device):
-            try:
-                next(self._by_hops)
-            except StopIteration as end:
-                self._result = end.value
-
-    def result(self) -> Any:
-        assert self._result is not None, "the graph has fewer hops than the plan"
-        return self._result
-
-
-# The other operators work on the host in every call. Inductor puts no operator with this tag into a CUDA graph.
+# Inductor puts no operator with this tag into a CUDA graph.
 _ON_HOST = (torch.Tag.cudagraph_unsafe,)
-
-# Operators pass a computation on as a tensor of three numbers: the number of its module, its own number, and the number
-# of its call.
 
 
 def _module(number: int) -> RingDilatedAttention:
@@ -234,81 +198,36 @@ def _module(number: int) -> RingDilatedAttention:
     return _modules[number]
 
 
-def _check(attention: RingDilatedAttention, tensors: Sequence[Tensor | None], options: str) -> Any:
-    """Check the call again. Its tensors were cast during tracing, so autocast must not cast them here."""
-    inputs = AttentionInputs.of(tensors, json.loads(options))
+@custom_op("ring_backends::ring_forward", mutates_args=(), tags=_ON_HOST)
+def ring_forward(
+    module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out and LSE of a call, and the numbers of its module and of the call, which the backward needs."""
+    attention, inputs = _module(int(module)), AttentionInputs.of(tensors, json.loads(options))
+    # The tensors were cast during tracing, so autocast must not cast them again.
     with without_autocast(inputs.query.device):
-        return attention.check_call(inputs)
+        inputs, call = attention.check_call(inputs)
+        hops = attention.start(call, inputs, needs_gradients=needs_gradients)("forward")
+        out, lse = forward(call, inputs, hops)
+    number = 0 if hops is None else hops.call.number
+    return out, lse, torch.tensor([int(module), number], device="cpu")
 
 
-def _begin(module: int, by_hops: ByHops[Any], call_number: int, device: torch.device) -> Tensor:
-    number = next(_numbers)
-    _running[number] = _Running(by_hops, device)
-    return torch.tensor([module, number, call_number], device="cpu")
-
-
-@custom_op("ring_backends::begin_forward", mutates_args=(), tags=_ON_HOST)
-def begin_forward(module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool) -> Tensor:
-    """Begin the forward of one call."""
-    attention = _module(int(module))
-    inputs, call = _check(attention, tensors, options)
-    hops = attention.start(call, inputs, needs_gradients=needs_gradients)("forward")
-    call_number = 0 if hops is None else hops.call.number
-    return _begin(int(module), forward(call, inputs, hops), call_number, inputs.query.device)
-
-
-@custom_op("ring_backends::begin_backward", mutates_args=(), tags=_ON_HOST)
-def begin_backward(forward: Tensor, tensors: Sequence[Tensor | None], options: str) -> Tensor:
-    """Begin the backward of a call.
+@custom_op("ring_backends::ring_backward", mutates_args=(), tags=_ON_HOST)
+def ring_backward(numbers: Tensor, tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value.
 
     Args:
-        forward: the last result of ``end_forward``.
-        tensors: the tensors of the call's inputs, then out, LSE and the gradient of out.
-        options: the options of the call's inputs, as JSON.
+        numbers: the last result of ``ring_forward``.
+        tensors, options: as for ``attend_backward``.
     """
-    *of_inputs, out, lse, grad_out = tensors
-    assert out is not None
-    assert lse is not None
-    assert grad_out is not None
-    module, _, call_number = forward.tolist()
+    module, call_number = numbers.tolist()
     attention = _module(module)
-    inputs, call = _check(attention, of_inputs, options)
-    hops = attention.start(call, inputs, needs_gradients=True)(backward_of(call_number))
-    return _begin(module, backward(call, inputs, out, lse, grad_out, hops), call_number, out.device)
-
-
-@custom_op("ring_backends::post_hop", mutates_args=(), tags=_ON_HOST)
-def post_hop(running: Tensor) -> Tensor:
-    """Post the next hop, and compute up to the one after it."""
-    number = int(running[1])
-    under_way = _running.pop(number)  # so that a failed computation is not resumed
-    under_way.resume()
-    _running[number] = under_way
-    return running.clone()
-
-
-# The end operators take the tensors that the computation reads, so that the compiler does not reuse their memory early.
-
-
-@custom_op("ring_backends::end_forward", mutates_args=(), tags=_ON_HOST)
-def end_forward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out and LSE of the forward, and the numbers that its backward needs."""
-    out, lse = _running.pop(int(running[1])).result()
-    return out, lse, running.clone()
-
-
-@custom_op("ring_backends::end_backward", mutates_args=(), tags=_ON_HOST)
-def end_backward(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value."""
-    return cast(tuple[Tensor, Tensor, Tensor], _running.pop(int(running[1])).result())
-
-
-def _fake_running(module_or_running: Tensor, *args: object) -> Tensor:
-    return module_or_running.new_empty(3)
-
-
-for _operator in (begin_forward, begin_backward, post_hop):
-    _operator.register_fake(_fake_running)
+    inputs, out, lse, grad_out = _inputs_of_backward(tensors, options)
+    with without_autocast(inputs.query.device):
+        inputs, call = attention.check_call(inputs)
+        hops = attention.start(call, inputs, needs_gradients=True)(backward_of(call_number))
+        return backward(call, inputs, out, lse, grad_out, hops)
 
 
 @attend_forward.register_fake
@@ -325,15 +244,17 @@ def _fake_grads(tensors: Sequence[Tensor | None], *constants: str) -> tuple[Tens
     return query, key, value
 
 
-@end_forward.register_fake
-def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
-    return *_fake_results(tensors), _fake_running(running)
+@ring_forward.register_fake
+def _(
+    module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    return *_fake_results(tensors), module.new_empty(2)
 
 
-@end_backward.register_fake
-def _(running: Tensor, tensors: Sequence[Tensor | None]) -> tuple[Tensor, Tensor, Tensor]:
+@ring_backward.register_fake
+def _(numbers: Tensor, tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor, Tensor], _fake_grads(tensors))
 
 
-RESULT_OPERATORS = [torch.ops.ring_backends.end_forward.default, torch.ops.ring_backends.attend_forward.default]
+RESULT_OPERATORS = [torch.ops.ring_backends.ring_forward.default, torch.ops.ring_backends.attend_forward.default]
 """The operators that return out and LSE."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from ring_backends.engine.around import KeysAround
 from ring_backends.engine.call import AttentionCall
-from ring_backends.engine.hops import NOTHING, ByHops, Hops, post_keys, report_failure
+from ring_backends.engine.hops import Hops, report_failure
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.spreading import SpreadKeys
 from ring_backends.engine.sums import BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.kernels.merge import statistics_dtype
 
 
-def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> ByHops[tuple[Tensor, Tensor]]:
+def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tuple[Tensor, Tensor]:
     """Attend from this rank's queries to all keys that they see.
 
     Returns:
@@ -26,13 +28,17 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = LocalRows.of(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)
-        arriving = NOTHING
+        around = KeysAround(plan, rows, hops)
+        spread = None if hops is None or not plan.spread else SpreadKeys(plan, rows, hops)
         for index, (block, step) in enumerate(plan.steps):
-            arrived, arriving = arriving.wait(), NOTHING
-            arriving = yield from post_keys(plan, index + 1, rows, arrived, hops)
+            if spread is not None:
+                spread.advance(index)
+            arrived = around.advance(index)
             if step is block.steps[0]:
                 here, block_out = rows.block(block), BlockOut(out, lse, block)
             tiles.forward_into(step.tiles, here, arrived, block_out)
+            if step.spread_tiles and spread is not None:
+                tiles.forward_into(step.spread_tiles, here, spread.buffer, block_out)
             for phantom in step.phantoms:
                 block_out.merge_phantom(phantom)
             del arrived  # so that at most two received buffers exist when the next hop is posted

@@ -65,6 +65,8 @@ class LocalRows:
 
     def block(self, block: HeadBlock) -> LocalRows:
         """The rows of the heads of one block."""
+        if block.has_all_heads:
+            return self
         heads, kv_heads = block.heads, block.kv_heads
         return replace(
             self,

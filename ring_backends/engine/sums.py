@@ -155,9 +155,7 @@ class BlockGrads:
         if isinstance(tile.keys, DilatedRows):
             keys = [Rows(into.key, tile.keys, grad_key), Rows(into.value, tile.keys, grad_value)]
         else:
-            parcel_key, parcel_value, _ = parcels.rows(tile.keys)
-            parcel_key += grad_key
-            parcel_value += grad_value
+            parcels.add(tile.keys, grad_key, grad_value)
         both = (queries, tile.opens_queries), (keys, tile.opens_keys)
         stored = [part for parts, opens in both for part in parts if opens]
         scatter_many(stored, [part for parts, opens in both for part in parts if not opens])

@@ -5,18 +5,20 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 from torch.profiler import record_function
 
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut
-from ring_backends.engine.wire_buffers import WireBuffer
+from ring_backends.engine.wire_buffers import WireBuffer, of_part
 from ring_backends.kernels import Kernel, PairRule, pairwise
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
@@ -35,6 +37,9 @@ If the kernel computes all tiles of a step at once, it shows the step.
 MIN_PART_BYTES = 8 * 2**20
 """The smallest query of a part for which a kernel call costs less time than the copies that it saves."""
 
+MIN_COPY_BYTES = 2**16
+"""The smallest rows that are copied for a kernel that prefers contiguous rows."""
+
 
 @dataclass(frozen=True)
 class SavedRows:
@@ -51,7 +56,27 @@ class SavedRows:
 
     def of(self, block: HeadBlock) -> SavedRows:
         """The part of one block of heads."""
+        if block.has_all_heads:
+            return self
         return SavedRows(*(x[:, :, block.heads] for x in (self.out, self.lse, self.grad_out)))
+
+
+class _TileRows(NamedTuple):
+    """The rows of one tile, [B, H, S, D].
+
+    If the heads do not share the streams evenly, every query head gets a key/value head of its own.
+
+    Attributes:
+        others: further rows of the queries.
+        rule: documents and dropout; None without.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_mask: Tensor | None
+    rule: PairRule | None
+    others: Sequence[Tensor]
 
 
 class TileRunner:
@@ -65,16 +90,18 @@ class TileRunner:
 
     def __init__(self, kernel: Kernel, scale: float, in_place: Mapping[int, StepKernel] | None = None) -> None:
         self.kernel, self._in_place = kernel, in_place or {}
-        _, self.scale = split_scale(scale)
-        self._workspace = _Workspace(kernel)
+        self.scale = abs(scale) if scale > 0 else split_scale(scale)[1]
+        self._memory: dict[str, Tensor] = {}
+        self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
 
     def forward(self, tile: Tile, here: LocalRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
         """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
-        rows = _TileRows.gather(tile, here, arrived, self._workspace)
-        tensors = rows.query, rows.key, rows.value
-        if rows.rule is not None:
-            return pairwise.forward(self.kernel, rows.rule, *tensors, **self._options(rows))
-        return self.kernel.forward(*tensors, **self._options(rows))
+        query, key, value, key_mask, rule, _ = self._rows_of(tile, here, arrived)
+        if rule is None:
+            return self.kernel.forward(query, key, value, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask)
+        return pairwise.forward(
+            self.kernel, rule, query, key, value, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask
+        )
 
     def forward_into(
         self, tiles: Sequence[Tile], here: LocalRows, arrived: WireBuffer | None, block_out: BlockOut
@@ -82,11 +109,11 @@ class TileRunner:
         """Compute the tiles of one step, and merge them into the results of their block of heads."""
         for kernel, group in self._groups(tiles, block_out.block):
             if isinstance(kernel, StepKernel):
-                with record_function(TILE_SPAN):
+                with _span():
                     kernel.forward_into(group, here, arrived, *block_out.of(group[0]), scale=self.scale)
                 continue
             for tile in self._parts(group, here.query):
-                with record_function(TILE_SPAN):
+                with _span():
                     block_out.merge_tile(tile, *self.forward(tile, here, arrived))
 
     def backward_into(
@@ -102,69 +129,105 @@ class TileRunner:
         for kernel, group in self._groups(tiles, grads.block):
             if isinstance(kernel, StepKernel):
                 given = here, arrived, saved.grad_out, saved.out, saved.lse
-                with record_function(TILE_SPAN):
+                with _span():
                     kernel.backward_into(group, *given, grads.of(group[0]), passed_on, scale=self.scale)
                 continue
             for tile in self._parts(group, here.query):
-                with record_function(TILE_SPAN):
+                with _span():
                     tile_grads = self.backward(tile, here, arrived, saved.out, saved.lse, saved.grad_out)
                     grads.add_tile(tile, tile_grads, passed_on)
-
-    def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterator[tuple[Kernel, tuple[Tile, ...]]]:
-        """Split the tiles of a step by their kernel, and by whether their results have sums."""
-
-        def key(tile: Tile) -> tuple[bool, Kernel]:
-            return block.has_sums(tile), self._in_place.get(tile.branch, self.kernel)
-
-        for (_, kernel), group in groupby(tiles, key):
-            yield kernel, tuple(group)
-
-    def _parts(self, tiles: Sequence[Tile], query: Tensor) -> Iterator[Tile]:
-        """Cut large tiles by heads, if the kernel then reads their rows where they lie, and no copy is needed."""
-        row_bytes = query.shape[0] * query.shape[3] * query.element_size()
-        for tile in tiles:
-            size = tile.queries.segments * tile.queries.num_heads * tile.queries.rows * row_bytes
-            is_cut = self.kernel.reads_strided_rows and size >= len(tile.lattices) * MIN_PART_BYTES
-            yield from tile.lattices if is_cut else [tile]
 
     def backward(
         self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
-        rows = _TileRows.gather(tile, here, arrived, self._workspace, grad_out=grad_out, out=out, lse=lse)
-        its_grad_out, its_out, its_lse = rows.others
-        tensors = its_grad_out, rows.query, rows.key, rows.value, its_out, its_lse
-        if rows.rule is not None:
-            grads = pairwise.backward(self.kernel, rows.rule, *tensors, **self._options(rows))
+        of_queries = {"grad_out": grad_out, "out": out, "lse": lse}
+        query, key, value, key_mask, rule, others = self._rows_of(tile, here, arrived, of_queries)
+        its_grad_out, its_out, its_lse = others
+        tensors = its_grad_out, query, key, value, its_out, its_lse
+        if rule is None:
+            grads = self.kernel.backward(*tensors, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask)
         else:
-            grads = self.kernel.backward(*tensors, **self._options(rows))
-        grad_query, grad_key, grad_value = grads
-        return grad_query, rows.sum_over_heads(grad_key), rows.sum_over_heads(grad_value)
+            grads = pairwise.backward(
+                self.kernel, rule, *tensors, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask
+            )
+        if tile.streams_are_grouped:
+            return grads
+        grad_query, *of_keys = grads
+        grad_key, grad_value = (_sum_over_heads(grad, tile) for grad in of_keys)
+        return grad_query, grad_key, grad_value
 
-    def _options(self, rows: _TileRows) -> dict[str, Any]:
-        return {"is_causal": rows.tile.is_causal, "scale": self.scale, "key_mask": rows.key_mask}
+    def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
+        """Split the tiles of a step by their kernel, and for kernels of steps by whether their results have sums."""
+        if not self._in_place and not isinstance(self.kernel, StepKernel):
+            return ((self.kernel, tiles),)
 
+        def key(tile: Tile) -> tuple[bool, Kernel]:
+            return block.has_sums(tile), self._in_place.get(tile.branch, self.kernel)
 
-class _Workspace:
-    """Gathers the rows of tiles. If the kernel prefers contiguous rows, all tiles use the same memory."""
+        return [(kernel, tuple(group)) for (_, kernel), group in groupby(tiles, key)]
 
-    def __init__(self, kernel: Kernel) -> None:
-        self._kernel = kernel
-        self._buffers: dict[str, Tensor] = {}
-        self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
+    def _parts(self, tiles: Sequence[Tile], query: Tensor) -> Iterable[Tile]:
+        """Cut large tiles by heads, if the kernel then reads their rows where they lie, and no copy is needed."""
+        if not self.kernel.reads_strided_rows:
+            return tiles
+        row_bytes = query.shape[0] * query.shape[3] * query.element_size()
+        return self._cut(tiles, row_bytes)
 
-    def gather(self, parts: dict[str, tuple[Tensor, DilatedRows]]) -> dict[str, Tensor]:
-        """Return the rows by name. They are valid until other rows are gathered under the same name."""
-        if self._kernel.prefers_contiguous:
-            return {name: self._gather_contiguous(name, *part) for name, part in parts.items()}
-        if not self._kernel.gathers_rows_outermost:
-            return dict(zip(parts, gather_all([*parts.values()]), strict=True))
+    def _cut(self, tiles: Sequence[Tile], row_bytes: int) -> Iterator[Tile]:
+        for tile in tiles:
+            is_cut = tile.queries.size * row_bytes >= len(tile.lattices) * MIN_PART_BYTES
+            yield from tile.lattices if is_cut else [tile]
+
+    # --- rows ---------------------------------------------------------------------------------------------------------
+
+    def _rows_of(
+        self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
+    ) -> _TileRows:
+        """Gather the rows of a tile. ``of_queries`` are further tensors of the query rows, for ``others``."""
+        queries, keys = tile.queries, tile.keys
+        parts = [("query", here.query, queries)]
+        if of_queries:
+            parts += [(name, tensor, queries) for name, tensor in of_queries.items()]
+        marks = words = None
+        if isinstance(keys, DilatedRows):
+            *gathered, key, value = self._gather([*parts, ("key", here.key, keys), ("value", here.value, keys)])
+            if here.key_marks is not None:
+                marks = gather(here.key_marks, keys)
+            if here.key_words is not None:
+                words = gather(here.key_words, keys)
+        else:
+            assert arrived is not None
+            gathered = self._gather(parts)
+            key, value, marks = arrived.rows(keys)
+            words = None if here.dropout is None else _key_words(here, keys)
+        if not tile.streams_are_grouped:
+            index = constant(tile.stream_of_head, key)
+            key, value = key.index_select(1, index), value.index_select(1, index)
+            marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
+        query, *others = gathered
+        if here.query_documents is None and here.dropout is None:
+            return _TileRows(query, key, value, marks, None, others)
+        documents, query_words = (
+            None if x is None else gather(x, queries) for x in (here.query_documents, here.query_words)
+        )
+        mask, key_documents = (marks, None) if documents is None else (None, marks)
+        rule = PairRule(documents, key_documents, here.dropout, query_words, words)
+        return _TileRows(query, key, value, mask, rule, others)
+
+    def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]]) -> list[Tensor]:
+        """Gather rows. They are valid until other rows are gathered under the same name."""
+        if self.kernel.prefers_contiguous:
+            return [self._contiguous(*part) for part in parts]
+        tensors = [(tensor, rows) for _, tensor, rows in parts]
+        if not self.kernel.gathers_rows_outermost:
+            return gather_all(tensors)
         # The kernel reads any strides of the others.
-        dense = [name in ("out", "grad_out") for name in parts]
-        return dict(zip(parts, gather_all([*parts.values()], rows_outermost=True, dense=dense), strict=True))
+        return gather_all(tensors, rows_outermost=True, dense=[name in ("out", "grad_out") for name, *_ in parts])
 
-    def _gather_contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        if name == "out":  # Kernel.prefers_contiguous
+    def _contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
+        """The rows in memory that all tiles use; in place if they are few, or are those of out, which are read once."""
+        if name == "out" or rows.size * tensor.shape[0] * tensor.shape[-1] * tensor.itemsize < MIN_COPY_BYTES:
             view = row_view(tensor, rows)
             if view is not None:
                 return view
@@ -172,82 +235,31 @@ class _Workspace:
             held_tensor, held_rows, gathered = self._gathered[name]
             if held_tensor is tensor and held_rows == rows:
                 return gathered
-        gathered = self._buffer(name, gathered_shape(tensor, rows), tensor)
+        shape = gathered_shape(tensor, rows)
+        size = math.prod(shape)
+        if name not in self._memory or self._memory[name].numel() < size:
+            self._memory.pop(name, None)
+            self._memory[name] = tensor.new_empty(size)
+        gathered = self._memory[name][:size].view(shape)
         gather_into(gathered, tensor, rows)
         self._gathered[name] = tensor, rows, gathered
         return gathered
 
-    def _buffer(self, name: str, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        size = math.prod(shape)
-        if name not in self._buffers or self._buffers[name].numel() < size:
-            self._buffers.pop(name, None)
-            self._buffers[name] = like.new_empty(size)
-        return self._buffers[name][:size].view(shape)
+
+def _span() -> contextlib.AbstractContextManager[object]:
+    """Shows a tile to torch.profiler if it is running."""
+    return record_function(TILE_SPAN) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
 
 
-@dataclass(frozen=True)
-class _TileRows:
-    """The arguments of one kernel call: [B, H, S, D].
-
-    If the heads do not share the streams evenly, every query head gets a key/value head of its own.
-    """
-
-    tile: Tile
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    rule: PairRule | None
-    others: tuple[Tensor, ...]
-
-    @classmethod
-    def gather(
-        cls,
-        tile: Tile,
-        here: LocalRows,
-        arrived: WireBuffer | None,
-        workspace: _Workspace,
-        **of_queries: Tensor,
-    ) -> _TileRows:
-        """Gather the rows of a tile. ``of_queries`` are further tensors of the query rows, for ``others``."""
-        marks: Tensor | None
-        words: Tensor | None
-        own: dict[str, tuple[Tensor, DilatedRows]] = {"query": (here.query, tile.queries)}
-        if isinstance(tile.keys, DilatedRows):
-            own |= {"key": (here.key, tile.keys), "value": (here.value, tile.keys)}
-        gathered = workspace.gather(own | {name: (tensor, tile.queries) for name, tensor in of_queries.items()})
-        if isinstance(tile.keys, DilatedRows):
-            key, value = gathered["key"], gathered["value"]
-            marks, words = (None if x is None else gather(x, tile.keys) for x in (here.key_marks, here.key_words))
-        else:
-            assert arrived is not None
-            key, value, marks = arrived.rows(tile.keys)
-            words = None if here.dropout is None else _key_words(here, tile.keys)
-        if not tile.streams_are_grouped:
-            index = constant(tile.stream_of_head, key)
-            key, value = key.index_select(1, index), value.index_select(1, index)
-            marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
-        query, others = gathered["query"], tuple(gathered[name] for name in of_queries)
-        if here.query_documents is None and here.dropout is None:
-            return cls(tile, query, key, value, marks, None, others)
-        documents, query_words = (
-            None if x is None else gather(x, tile.queries) for x in (here.query_documents, here.query_words)
-        )
-        mask, key_documents = (marks, None) if documents is None else (None, marks)
-        rule = PairRule(documents, key_documents, here.dropout, query_words, words)
-        return cls(tile, query, key, value, mask, rule, others)
-
-    def sum_over_heads(self, grad: Tensor) -> Tensor:
-        """Sum the gradients of the kernel's key/value heads to those of the streams."""
-        if self.tile.streams_are_grouped:
-            return grad
-        index = constant(self.tile.stream_of_head, grad)
-        grad = grad.to(statistics_dtype(grad.dtype))
-        sums = grad.new_zeros((grad.shape[0], self.tile.keys.num_heads, *grad.shape[2:]))
-        return sums.index_add_(1, index, grad)
+def _sum_over_heads(grad: Tensor, tile: Tile) -> Tensor:
+    """Sum the gradients of the kernel's key/value heads to those of the streams."""
+    index = constant(tile.stream_of_head, grad)
+    grad = grad.to(statistics_dtype(grad.dtype))
+    sums = grad.new_zeros((grad.shape[0], tile.keys.num_heads, *grad.shape[2:]))
+    return sums.index_add_(1, index, grad)
 
 
 def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor:
-    """The dropout words of keys from another rank, computed from the keys' positions: [B, streams, rows]."""
-    streams, row_range = (slice(part.start, part.stop) for part in (rows.streams, rows.row_range))
-    return parcel_key_words(here, rows.parcel)[streams, row_range].expand(here.key.shape[0], -1, -1)
+    """The dropout words of keys from other ranks, computed from the keys' positions: [B, streams, rows]."""
+    words = [of_part(parcel_key_words(here, part.parcel)[None], part) for part in rows.parts]
+    return torch.cat(words, 2).expand(here.key.shape[0], -1, -1)

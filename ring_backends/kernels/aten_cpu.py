@@ -5,8 +5,9 @@ The operator has these problems, for which this kernel has workarounds:
 - If the last dim of an input is not contiguous, the operator reads out of bounds, without an error.
   :func:`unit_stride` copies such inputs.
 - For a row whose keys are all masked, it returns LSE 0. :func:`~ring_backends.kernels.base.blank_rows` sets −inf.
-- A NaN or inf spreads to rows and keys that do not see it (0 × NaN). If a tile has fewer keys than a vector register
-  has elements (16 with AVX-512), the output of a NaN row is 0. Tiles with a NaN or inf go to the math kernel.
+- A NaN or inf spreads to rows and keys that do not see it (0 × NaN). In fp16 and bf16, some of these rows have a finite
+  output, but not a finite LSE. If a tile has fewer keys than a vector register has elements (16 with AVX-512), output
+  and LSE of a NaN row are 0. Tiles with a NaN or inf go to the math kernel.
 - On x86 CPUs without instructions for bf16 or fp16, its backward is several times slower than in fp32.
   :func:`backward_dtype` then chooses fp32.
 """
@@ -24,7 +25,7 @@ from ring_backends.kernels.math import MathKernel
 from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
-_FEW_KEYS = 64
+_FEW_KEYS = 16
 _HALF_INSTRUCTIONS = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
 
 
@@ -60,9 +61,9 @@ class AtenCpuFlashKernel(Kernel):
             attn_mask=key_bias(key_mask, query),
             scale=scale,
         )
-        if key_mask is not None:
-            out, lse = blank_rows(out, lse, key_mask, is_causal)
-        return (out, lse) if all_finite(out) else _MATH.forward(query, key, value, **options)
+        if not (all_finite(out) if query.dtype.itemsize >= 4 else all_finite(out, lse)):
+            return _MATH.forward(query, key, value, **options)
+        return (out, lse) if key_mask is None else blank_rows(out, lse, key_mask, is_causal)
 
     def backward(
         self,
@@ -124,12 +125,11 @@ def key_bias(key_mask: Tensor | None, query: Tensor) -> Tensor | None:
 
 
 def all_finite(*tensors: Tensor) -> bool:
-    """Whether no element is NaN or infinite. Each tensor is summed, so a sum that overflows counts as infinite."""
+    """Whether no element is NaN or infinite. The tensors are summed, so a sum that overflows counts as infinite."""
     if not has_values(tensors[0]):
         return True
-    return all(math.isfinite(_sum(x).item()) for x in tensors)
-
-
-def _sum(x: Tensor) -> Tensor:
     # Sums of fp16 overflow. With another dtype than its own, torch copies a tensor before it sums it.
-    return x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum()
+    first, *others = (x.sum(dtype=torch.float32) if x.dtype == torch.float16 else x.sum() for x in tensors)
+    for other in others:
+        first = first + other
+    return math.isfinite(first.item())

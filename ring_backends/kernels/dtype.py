@@ -65,7 +65,7 @@ def resolve_dtype(spec: str | torch.dtype, device: torch.device | str) -> torch.
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Switch autocast off, since it would run matrix products in half precision. Some devices have no autocast."""
-    if torch.amp.is_autocast_available(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return contextlib.nullcontext()
 

@@ -10,6 +10,7 @@ Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,30 +19,81 @@ from ring_backends.kernels.merge import merge_
 from ring_backends.kernels.triton_rows_launch import ADD, GATHER, STORE, Rows
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 
+MAX_LAYOUTS = 64
+"""How many shapes and strides of tensors are kept for the same rows."""
+
 ROWS_AT_ONCE = 512
 """How many dilated rows of a head are copied on the CPU before the next head. Their pages fit into the TLB."""
 
 
+class _Layout(NamedTuple):
+    """Sizes, strides and storage offset of a view, relative to the tensor's own offset."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
+
+
+class _RowLayouts(NamedTuple):
+    """The views of rows of tensors with one shape and strides.
+
+    Attributes:
+        runs: for each run its heads, and a view [batch, segments, outer, inner, rows, …].
+        whole: a view of all heads, [batch * segments, heads, rows, …]; None if the strides do not allow one.
+    """
+
+    runs: tuple[tuple[slice, _Layout], ...]
+    whole: _Layout | None
+
+
+def _layouts(tensor: Tensor, rows: DilatedRows) -> _RowLayouts:
+    shape, stride = tensor.shape, tensor.stride()
+    found = rows.views.get((shape, stride))
+    if found is None:
+        if len(rows.views) >= MAX_LAYOUTS:
+            rows.views.clear()
+        found = rows.views[shape, stride] = _work_out(shape, stride, rows)
+    return found  # type: ignore[return-value]
+
+
+def _work_out(shape: Sequence[int], strides: Sequence[int], rows: DilatedRows) -> _RowLayouts:
+    batch, _, _, *rest = shape
+    batch_stride, seq_stride, head_stride, *rest_strides = strides
+    segment_stride, runs, first_head = rows.segment_stride * seq_stride, [], 0
+    for run in rows.runs:
+        outer_stride, inner_stride = (
+            heads * head_stride + phases * seq_stride
+            for heads, phases in ((run.outer_head, run.outer_phase), (run.inner_head, run.inner_phase))
+        )
+        layout = _Layout(
+            (batch, rows.segments, run.outer, run.inner, rows.rows, *rest),
+            (batch_stride, segment_stride, outer_stride, inner_stride, rows.rate * seq_stride, *rest_strides),
+            (rows.start + run.phase) * seq_stride + run.head * head_stride,
+        )
+        runs.append((slice(first_head, first_head + run.num_heads), layout))
+        first_head += run.num_heads
+    whole = None
+    if len(runs) == 1:
+        (_, (size, stride, offset)), *_ = runs
+        groups, heads = (_merged(size[dim : dim + 2], stride[dim : dim + 2]) for dim in (0, 2))
+        if groups is not None and heads is not None:
+            whole = _Layout((groups[0], heads[0], *size[4:]), (groups[1], heads[1], *stride[4:]), offset)
+    return _RowLayouts(tuple(runs), whole)
+
+
+def _merged(size: Sequence[int], stride: Sequence[int]) -> tuple[int, int] | None:
+    """Size and stride of two dims as one; None if the strides do not allow it."""
+    if size[0] == 1 or size[1] == 1:
+        return size[0] * size[1], stride[1] if size[0] == 1 else stride[0]
+    return (size[0] * size[1], stride[1]) if stride[0] == size[1] * stride[1] else None
+
+
 def views(tensor: Tensor, rows: DilatedRows) -> Iterator[tuple[slice, Tensor]]:
     """Yield (heads, view) for each run. The view of ``tensor`` is [batch, segments, outer, inner, rows, …]."""
-    batch, _, _, *rest = tensor.shape
-    batch_stride, seq_stride, head_stride, *rest_strides = tensor.stride()
-    first_head = 0
-    for run in rows.runs:
-        view = tensor.as_strided(
-            (batch, rows.segments, run.outer, run.inner, rows.rows, *rest),
-            (
-                batch_stride,
-                rows.segment_stride * seq_stride,
-                run.outer_head * head_stride + run.outer_phase * seq_stride,
-                run.inner_head * head_stride + run.inner_phase * seq_stride,
-                rows.rate * seq_stride,
-                *rest_strides,
-            ),
-            tensor.storage_offset() + (rows.start + run.phase) * seq_stride + run.head * head_stride,
-        )
-        yield slice(first_head, first_head + run.num_heads), view
-        first_head += run.num_heads
+    return ((heads, layout.of(tensor)) for heads, layout in _layouts(tensor, rows).runs)
 
 
 def gathered_shape(tensor: Tensor, rows: DilatedRows) -> tuple[int, ...]:
@@ -84,13 +136,8 @@ def gather_all(
 
 def row_view(tensor: Tensor, rows: DilatedRows) -> Tensor | None:
     """The rows as a view [batch * segments, heads, rows, …]; None if the tensor's strides do not allow one."""
-    if len(rows.runs) > 1:
-        return None
-    ((_, view),) = views(tensor, rows)
-    try:
-        return view.view(gathered_shape(tensor, rows))
-    except (RuntimeError, ValueError):  # a FakeTensor raises ValueError
-        return None
+    whole = _layouts(tensor, rows).whole
+    return None if whole is None else whole.of(tensor)
 
 
 def gather_into(destination: Tensor, tensor: Tensor, rows: DilatedRows) -> None:
@@ -199,13 +246,19 @@ def _move(moves: Sequence[tuple[Rows, int]]) -> None:
 
 
 def _paired(tensor: Tensor, rows: DilatedRows, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield (view of the tensor's rows, view of the same rows of ``values``) for each run. Both have the same shape.
+    """Yield pairs of a view of the tensor's rows, and a view of the same rows of ``values``, of the same shape.
 
-    On the CPU, dilated rows are split, so that the same rows of all heads are copied before further rows. These rows
-    lie on the same pages of memory.
+    On the CPU, many dilated rows are split, so that the same rows of all heads are copied before further rows. These
+    rows lie on the same pages of memory.
     """
+    runs, whole = _layouts(tensor, rows)
+    is_split = rows.rate > 1 and rows.rows > ROWS_AT_ONCE and tensor.device.type == "cpu"
+    if whole is not None and not is_split:
+        yield whole.of(tensor), values
+        return
     values = values.unflatten(0, (values.shape[0] // rows.segments, rows.segments))
-    at_once = ROWS_AT_ONCE if tensor.device.type == "cpu" and rows.rate > 1 else rows.rows
-    for heads, view in views(tensor, rows):
+    at_once = ROWS_AT_ONCE if is_split else rows.rows
+    for heads, layout in runs:
+        view = layout.of(tensor)
         part = values[:, :, heads].unflatten(2, view.shape[2:4])
         yield from zip(view.split(at_once, 4), part.split(at_once, 4), strict=True)

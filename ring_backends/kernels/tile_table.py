@@ -92,12 +92,12 @@ class TileTable:
 
 def launches(tiles: Sequence[Tile]) -> list[tuple[Tile, ...]]:
     """Split the tiles of a step into those of each launch: of one branch, with local keys or with parcels."""
-    return [tuple(group) for _, group in groupby(tiles, key=lambda tile: (tile.branch, tile.parcel is None))]
+    return [tuple(group) for _, group in groupby(tiles, key=lambda tile: (tile.branch, not tile.parcels))]
 
 
 def parcels(tiles: Sequence[Tile]) -> tuple[Parcel, ...]:
     """The parcels that the tiles read, each once."""
-    return tuple(dict.fromkeys(tile.parcel for tile in tiles if tile.parcel is not None))
+    return tuple(dict.fromkeys(parcel for tile in tiles for parcel in tile.parcels))
 
 
 @lru_cache(maxsize=1024)
@@ -120,16 +120,16 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
     for tile in tiles:
         streams = _key_entries(tile, offsets_of)
         for query, stream in zip(_entries(tile.queries), tile.stream_of_head, strict=True):
-            identity, row = streams[stream]
             query_index = queries.setdefault(query, len(queries))
-            key_index = keys.setdefault(identity, len(keys))
-            if key_index == len(key_rows):
-                key_rows.append(row)
-            links.append((query_index, key_index, tile.is_causal))
             if tile.opens_queries:
                 query_opens.add(query_index)
-            if tile.opens_keys:
-                key_opens.add(key_index)
+            for identity, row in streams[stream]:
+                key_index = keys.setdefault(identity, len(keys))
+                if key_index == len(key_rows):
+                    key_rows.append(row)
+                links.append((query_index, key_index, tile.is_causal))
+                if tile.opens_keys:
+                    key_opens.add(key_index)
     query_table = torch.tensor(list(queries), dtype=torch.int64, device="cpu")
     key_table = torch.tensor(key_rows, dtype=torch.int64, device="cpu")
     padded = -(-query_table[:, 4] // NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
@@ -155,17 +155,18 @@ def _entries(rows: DilatedRows) -> list[tuple[int, ...]]:
     ]
 
 
-def _key_entries(tile: Tile, offsets: dict[Parcel, Offsets]) -> list[tuple[tuple[object, ...], tuple[int, ...]]]:
-    """What identifies the keys of each stream of a tile, and their columns :data:`KEY_COLUMNS`."""
+def _key_entries(tile: Tile, offsets: dict[Parcel, Offsets]) -> list[list[tuple[tuple[object, ...], tuple[int, ...]]]]:
+    """The entries of the keys of each stream of a tile: what identifies them, and their columns :data:`KEY_COLUMNS`."""
     keys = tile.keys
     if isinstance(keys, DilatedRows):
-        return [(entry, (*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS))) for entry in _entries(keys)]
-    parcel = keys.parcel
-    entries: list[tuple[tuple[object, ...], tuple[int, ...]]] = []
-    for stream in keys.streams:
-        first = stream * parcel.rows + keys.row_range.start
-        row = (0, first, 0, 1, keys.rows, 1, parcel.num_streams * parcel.rows, *offsets[parcel])
-        entries.append(((parcel, *row), row))
+        return [[(entry, (*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS)))] for entry in _entries(keys)]
+    entries: list[list[tuple[tuple[object, ...], tuple[int, ...]]]] = [[] for _ in range(keys.num_heads)]
+    for part in keys.parts:
+        parcel = part.parcel
+        for stream, of_stream in zip(part.streams, entries, strict=True):
+            first = stream * parcel.rows + part.row_range.start
+            row = (0, first, 0, 1, len(part.row_range), 1, parcel.num_streams * parcel.rows, *offsets[parcel])
+            of_stream.append(((parcel, *row), row))
     return entries
 
 

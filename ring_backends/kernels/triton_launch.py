@@ -171,7 +171,7 @@ class Launch:
         for group in launches(tiles):
             offsets: tuple[Offsets, ...] = ()
             key, value, marks, words = rows.key, rows.value, rows.key_marks, rows.key_words
-            if group[0].parcel is not None:
+            if group[0].parcels:
                 assert arrived is not None
                 sent = parcels(group)
                 offsets = tuple(_offsets(sent, rows, arrived, passed_on))

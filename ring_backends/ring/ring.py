@@ -83,17 +83,9 @@ class Ring:
         """The other ring ranks."""
         return [rank for rank in range(self.size) if rank != self.rank]
 
-    @contextlib.contextmanager
-    def report_refusals(self) -> Iterator[None]:
+    def report_refusals(self) -> contextlib.AbstractContextManager[None]:
         """Wraps the checks before a call. An error in them is published, so that the other ranks stop waiting."""
-        try:
-            yield
-        except (RingMismatchError, RingPeerError):
-            raise
-        except Exception as error:
-            if self.agreement is not None:
-                self.agreement.refuse(error)
-            raise
+        return contextlib.nullcontext() if self.agreement is None else _report_refusals(self.agreement)
 
     def with_layout(self, kind: LayoutKind) -> Ring:
         """The same ranks, group and traffic with another layout."""
@@ -290,6 +282,17 @@ class Ring:
                 f"this ring of {self.size} ranks was unpickled in a process that is not connected to it; call the "
                 "adapter's initialize() in this process, and assign its result to the attention module's .ring."
             )
+
+
+@contextlib.contextmanager
+def _report_refusals(agreement: Agreement) -> Iterator[None]:
+    try:
+        yield
+    except (RingMismatchError, RingPeerError):
+        raise
+    except Exception as error:
+        agreement.refuse(error)
+        raise
 
 
 def _unpickle_ring(fields: dict[str, Any]) -> Ring:

@@ -1,9 +1,12 @@
-"""Builds the steps of one block of heads on one rank: which tiles it computes, and which parcels pass through it."""
+"""Builds the steps of one block of heads on one rank: which tiles it computes, and which parcels pass through it.
+
+It also builds the hops of spread branches, whose parcels travel for all blocks at once.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Sequence, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, takewhile
 
@@ -11,10 +14,22 @@ import torch
 
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.pattern import num_covered
-from ring_backends.schedule.rank_plan import BranchRows, HeadBlock, Message, Parcel, ParcelRows, Phantom, Step, Tile
+from ring_backends.schedule.rank_plan import (
+    BranchRows,
+    HeadBlock,
+    Message,
+    Parcel,
+    ParcelPart,
+    ParcelRows,
+    Phantom,
+    SpreadHop,
+    Step,
+    Tile,
+)
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.rows import DilatedRows, head_runs
 from ring_backends.schedule.tiling import TileSize, cut
+from ring_backends.schedule.travel import Travel
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,21 @@ class _Piece:
 
 _Heads = Sequence[tuple[int, int, int]]  # (query head, key/value head, offset), relative to the block
 
+SpreadParcels = Mapping[tuple[int, int], Sequence[Parcel]]
+"""The parcels of spread branches, by branch and piece."""
+
 
 class BlockBuilder:
-    """Builds the steps of one block of heads on one rank."""
+    """Builds the steps of one block of heads on one rank.
 
-    def __init__(self, schedule: RingSchedule, rank: int, first_kv_head: int, last_kv_head: int, shares: int) -> None:
-        self.schedule = schedule
+    Args:
+        shares: into how many parts the rows of each hop around the ring are cut.
+    """
+
+    def __init__(
+        self, schedule: RingSchedule, travel: Travel, rank: int, first_kv_head: int, last_kv_head: int, shares: int = 1
+    ) -> None:
+        self.schedule, self.travel = schedule, travel
         self.layout = schedule.layout
         self.rank = rank
         self.shares = shares
@@ -77,13 +101,42 @@ class BlockBuilder:
             ]
             for branch in range(schedule.pattern.num_branches)
         ]
-        self.drafts = [_Draft() for _ in range(1 + schedule.num_steps * shares)]
+        # The first block waits until the rows of spread branches have arrived.
+        self.spread_step = travel.num_spread_hops if first_kv_head == 0 else 0
+        self.drafts = [_Draft() for _ in range(1 + max(travel.num_steps * shares, self.spread_step))]
 
-    def block(self, size: TileSize | None, *, cuts_base: bool, uncut: frozenset[int], rounds_sums: bool) -> HeadBlock:
+    def spread(self) -> tuple[tuple[SpreadHop, ...], SpreadParcels]:
+        """The hops of spread branches, and their parcels. The block must have all heads."""
+        hops = [_Draft() for _ in range(self.travel.num_spread_hops)]
+        parcels: defaultdict[tuple[int, int], list[Parcel]] = defaultdict(list)
+        for index, tree in self.travel.spreads.items():
+            branch = self.schedule.branches[index]
+            for piece, route, distance in self._passing(branch):
+                for parcel in self._parcels(branch, piece, route.direction, 0):
+                    if distance > parcel.reach:
+                        continue
+                    parcels[index, piece.index].append(parcel)
+                    if distance:
+                        hop, sender = tree.arrival(distance)
+                        hops[hop - 1].receives[route.rank(sender)].append(parcel)
+                    for hop, receiver in tree.sends(distance, parcel.reach):
+                        hops[hop - 1].sends[route.rank(receiver)].append(parcel)
+        return tuple(SpreadHop(_messages(hop.sends), _messages(hop.receives)) for hop in hops), parcels
+
+    def block(
+        self,
+        size: TileSize | None,
+        spread_parcels: SpreadParcels,
+        *,
+        cuts_base: bool,
+        uncut: frozenset[int],
+        rounds_sums: bool,
+    ) -> HeadBlock:
         """Build the block.
 
         Args:
             size: size of the tiles; None does not cut tiles.
+            spread_parcels: the parcels of spread branches.
             cuts_base: whether this also applies to the base branch.
             uncut: branches to which it does not apply.
             rounds_sums: whether results have a lower precision than sums.
@@ -110,13 +163,19 @@ class BlockBuilder:
             rows = self._local(branch, opens=branch is opening or opens_sums)
             if has_sums:
                 others.append(rows)
-            self._remote(branch)
+            if branch.index in self.travel.spreads:
+                self.drafts[self.spread_step].spread_tiles += self._spread_tiles(branch, spread_parcels)
+            else:
+                self._around(branch)
         if base is not None and not cuts_base:
             uncut |= {base}
         steps = _alternate_queries(draft.finish(size, uncut, merged) for draft in self.drafts)
         if base is None or not rounds_sums:
             others = []
-        return HeadBlock(self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others))
+        has_all_heads = self.kv_heads.stop - self.kv_heads.start == self.schedule.kv_heads
+        return HeadBlock(
+            self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others), has_all_heads
+        )
 
     def _is_single(self, branch: BranchSchedule, size: TileSize | None) -> bool:
         """Whether each row of a branch is in one tile only, after a cut to tiles of this size."""
@@ -214,34 +273,75 @@ class BlockBuilder:
             yield Tile(
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, query_rows),
-                keys=ParcelRows(parcel, range(parcel.num_streams), range(parcel.rows)),
+                keys=ParcelRows.whole(parcel),
                 stream_of_head=stream_of_head,
                 is_causal=False,
             )
 
-    def _remote(self, branch: BranchSchedule) -> None:
-        """Add every parcel whose route passes through this rank to the steps."""
-        pieces = self._pieces(branch)
-        own = [piece for piece in pieces if piece.rank == self.rank]
+    def _passing(self, branch: BranchSchedule) -> Iterator[tuple[_Piece, _Route, int]]:
+        """Yield the pieces whose route passes through this rank, the route, and how far the source is."""
+        for piece in self._pieces(branch):
+            lo, hi, direction = (
+                int(column[piece.index])
+                for column in (branch.crossing.lo, branch.crossing.hi, branch.crossing.direction)
+            )
+            if lo <= self.rank <= hi:
+                route = _Route(lo, hi - lo + 1, piece.rank, direction)
+                yield piece, route, (self.rank - piece.rank) * direction % route.ring_size
+
+    def _sees(self, branch: BranchSchedule, query: _Piece, piece: _Piece) -> bool:
+        """Whether the queries of one piece see the keys of another."""
         segment_start = branch.crossing.segment_start
-        for piece in pieces:
-            lo, hi = int(branch.crossing.lo[piece.index]), int(branch.crossing.hi[piece.index])
-            direction = int(branch.crossing.direction[piece.index])
-            if not lo <= self.rank <= hi:
-                continue
-            ring_size = hi - lo + 1
-            hop = (self.rank - piece.rank) * direction % ring_size
-            queries = [
-                query.span
-                for query in own
-                if segment_start[query.index] == segment_start[piece.index]
-                and not (self.schedule.is_causal and query.chunk < piece.chunk)
-            ]
+        same_segment = bool(segment_start[query.index] == segment_start[piece.index])
+        return same_segment and not (self.schedule.is_causal and query.chunk < piece.chunk)
+
+    def _around(self, branch: BranchSchedule) -> None:
+        """Add every parcel whose route passes through this rank to the steps."""
+        own = self._own_pieces(branch)
+        for piece, route, distance in self._passing(branch):
+            queries = [query.span for query in own if self._sees(branch, query, piece)]
             for share in range(self.shares):
-                for parcel in self._parcels(branch, piece, direction, share):
-                    if hop <= parcel.reach:
-                        route = _Route(lo, ring_size, piece.rank, direction)
-                        self._follow(branch, parcel, route, hop, queries, share * self.schedule.num_steps)
+                for parcel in self._parcels(branch, piece, route.direction, share):
+                    if distance <= parcel.reach:
+                        self._follow(branch, parcel, route, distance, queries, share * self.travel.num_steps)
+
+    def _spread_tiles(self, branch: BranchSchedule, parcels: SpreadParcels) -> Iterator[Tile]:
+        """Tiles of a local piece against all rows of other ranks that its queries see.
+
+        Heads for which all parcels have the same rows share a tile.
+        """
+        others = [piece for piece in self._pieces(branch) if piece.rank != self.rank]
+        first = self.kv_heads.start
+        for query in self._own_pieces(branch):
+            visible = [
+                (parcel, {stream: index for index, stream in enumerate(parcel.streams)})
+                for piece in others
+                if self._sees(branch, query, piece)
+                for parcel in parcels.get((branch.index, piece.index), ())
+            ]
+            groups = defaultdict(list)
+            for head, kv_head, offset in self.heads[branch.index]:
+                rows = query.span.num_rows(offset, branch.rate)
+                stream = kv_head + first, offset
+                used = tuple(parcel for parcel, streams in visible if stream in streams)
+                if rows and used:
+                    groups[rows, used].append((head, stream))
+            for (rows, used), members in groups.items():
+                streams = list(dict.fromkeys(stream for _, stream in members))
+                places = dict(visible)
+                parts = tuple(
+                    ParcelPart(parcel, tuple(places[parcel][stream] for stream in streams), range(parcel.rows))
+                    for parcel in used
+                )
+                yield Tile(
+                    branch=branch.index,
+                    queries=query.span.rows(
+                        [head for head, _ in members], [offset for _, (_, offset) in members], branch.rate, rows
+                    ),
+                    keys=ParcelRows(parts),
+                    stream_of_head=tuple(streams.index(stream) for _, stream in members),
+                    is_causal=False,
+                )
 
     def _follow(
         self, branch: BranchSchedule, parcel: Parcel, route: _Route, hop: int, queries: Iterable[_Span], base: int
@@ -330,6 +430,7 @@ class _Draft:
     grad_sends: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
     grad_receives: defaultdict[int, list[Parcel]] = field(default_factory=lambda: defaultdict(list))
     tiles: list[Tile] = field(default_factory=list)
+    spread_tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
     def finish(self, size: TileSize | None, uncut: Set[int], merged: Container[int]) -> Step:
@@ -337,18 +438,17 @@ class _Draft:
 
         Tiles of the branches ``merged`` keep all heads of a stream together, so that a key's gradient is rounded once.
         """
-        tiles = self.tiles
-        if size is not None:
-            tiles = []
-            for tile in self.tiles:
-                if tile.branch in uncut:
-                    tiles.append(tile)
-                else:
-                    tiles += cut(tile, size, keeps_streams=tile.opens_keys or tile.branch in merged)
+
+        def parts(tile: Tile) -> Iterable[Tile]:
+            if size is None or tile.branch in uncut:
+                return [tile]
+            return cut(tile, size, keeps_streams=tile.opens_keys or tile.branch in merged)
+
         return Step(
             sends=_messages(self.sends),
             receives=_messages(self.receives),
-            tiles=tuple(tiles),
+            tiles=tuple(chain.from_iterable(map(parts, self.tiles))),
+            spread_tiles=tuple(chain.from_iterable(map(parts, self.spread_tiles))),
             phantoms=tuple(self.phantoms),
             grad_sends=_messages(self.grad_sends),
             grad_receives=_messages(self.grad_receives),
@@ -362,9 +462,9 @@ def _alternate_queries(steps: Iterable[Step]) -> tuple[Step, ...]:
     """
     found, before = [], None
     for step in steps:
-        by_parcel = [[*tiles] for _, tiles in groupby(step.tiles, key=lambda tile: tile.parcel)]
+        by_parcel = [[*tiles] for _, tiles in groupby(step.tiles, key=lambda tile: tile.parcels)]
         for tiles in by_parcel:
-            if tiles[0].parcel is not None and tiles[0].queries != before == tiles[-1].queries:
+            if tiles[0].parcels and tiles[0].queries != before == tiles[-1].queries:
                 tiles.reverse()
             before = tiles[-1].queries
         found.append(replace(step, tiles=tuple(chain.from_iterable(by_parcel))))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from ring_backends.schedule.crossing import CrossingPieces
@@ -34,3 +36,16 @@ class BranchSchedule:
     crossing: CrossingPieces
     num_rows: Tensor
     reach: Tensor
+
+    @cached_property
+    def longest_reach(self) -> int:
+        """The number of hops that the rows of the longest route make; 0 if no segment crosses a chunk boundary."""
+        return int(self.reach.max()) if self.reach.numel() else 0
+
+    @cached_property
+    def travelling(self) -> tuple[Tensor, Tensor]:
+        """The rows of K and V of each piece, over all heads, and their reach: int64 [pieces, different reaches]."""
+        if not self.reach.numel():
+            return self.num_rows, self.reach
+        reach, column = self.reach.unique(dim=1, return_inverse=True)
+        return torch.zeros_like(reach).index_add_(1, column, self.num_rows * self.streams_at), reach

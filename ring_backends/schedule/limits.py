@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+SPREAD_SHARE = 0.10
+"""Maximum size of the buffers of all spread branches (:mod:`ring_backends.schedule.spread`), as a share of q, k, v, out
+and their gradients."""
+
 
 @dataclass(frozen=True)
 class Limits:

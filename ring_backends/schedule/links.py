@@ -1,83 +1,94 @@
-"""The links of a ring: how many rows each rank sends to each other rank."""
+"""How many rows each rank receives and sends, and how many cross between hosts.
+
+Rows are counted over all heads. A row of K and its row of V count as one, as do a row of dK and its row of dV.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
+from ring_backends.schedule.spread import Spread
 
 
-@dataclass(frozen=True, eq=False)
-class Links:
-    """The rows that one call sends from rank to rank: int64 [links] each. A pair of ranks may have several entries.
+def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int = 0) -> Tensor:
+    """The rows that each rank has for a part of their routes: int64 [ring size].
 
-    Attributes:
-        source, destination: ring ranks.
-        rows: number of rows, summed over heads. A row of K and its row of V count as one, as do a row of dK and its row
-            of dV.
+    The part begins at the distance ``first`` and ends ``behind`` ranks before the last one. With ``first=1``, these are
+    the rows that each rank receives; with ``first=0`` and ``behind=1``, those that it passes on or sends if the rows
+    go around.
     """
+    total = torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu")
+    rows, reach = branch.travelling
+    source, lo, hi, direction = (
+        column.unsqueeze(1).expand_as(rows)
+        for column in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi, branch.crossing.direction)
+    )
+    count = (reach + 1 - first - behind).clamp(min=0) * (reach > 0)
+    begin = lo + (source - lo + direction * first).remainder(hi - lo + 1)
+    # A part has at most two stretches of neighbouring ranks: up to the end of the route's ranks, and after it wraps.
+    until_end = torch.where(direction > 0, hi - begin, begin - lo) + 1
+    before = torch.minimum(count, until_end)
+    for start, length in ((begin, before), (torch.where(direction > 0, lo, hi), count - before)):
+        low = torch.where(direction > 0, start, start - length + 1)
+        weight = rows * (length > 0)
+        total.index_add_(0, low.clamp(min=0).flatten(), weight.flatten())
+        total.index_add_(0, (low + length).clamp(min=0).flatten(), -weight.flatten())
+    return total.cumsum(0)[:-1]
 
-    source: Tensor
-    destination: Tensor
-    rows: Tensor
 
-    @classmethod
-    def of_keys(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """The links of K and V, the same in a forward and in a backward."""
-        return cls._of(branches, ring_size, grads=False)
+def rows_spread(branch: BranchSchedule, ring_size: int, spread: Spread) -> Tensor:
+    """The rows that each rank sends if the rows of the branch are spread: int64 [ring size]."""
+    total = torch.zeros(ring_size, dtype=torch.int64, device="cpu")
+    (rows, reach), longest = branch.travelling, branch.longest_reach
+    step = spread.strides[-2] if spread.num_hops > 1 else longest + 1  # ranks in between send nothing
+    for distance in range(0, longest + 1, step):
+        receivers = torch.tensor([receiver for _, receiver in spread.sends(distance, longest)], device="cpu")
+        if len(receivers):
+            sent = (rows.unsqueeze(-1) * (receivers <= reach.unsqueeze(-1))).sum((1, 2))
+            total.index_add_(0, _rank_at(branch, distance), sent)
+    return total
 
-    @classmethod
-    def of_grads(cls, branches: Sequence[BranchSchedule], ring_size: int) -> Links:
-        """The links of dK and dV in a backward: the routes of K and V from the second rank on, then to the source."""
-        return cls._of(branches, ring_size, grads=True)
 
-    @classmethod
-    def _of(cls, branches: Sequence[BranchSchedule], ring_size: int, *, grads: bool) -> Links:
-        """Sum the hops between neighbours over all routes. List every other hop as an entry of its own."""
-        changes = {direction: torch.zeros(ring_size + 1, dtype=torch.int64, device="cpu") for direction in (1, -1)}
-        listed: list[tuple[Tensor, Tensor, Tensor]] = []
-        for branch in branches:
-            for direction, change in changes.items():
-                chosen = (branch.crossing.direction == direction).nonzero().squeeze(1)
-                rows = (branch.num_rows * branch.streams_at)[chosen]
-                reach = branch.reach[chosen]
-                source, lo, hi = (
-                    column[chosen].unsqueeze(1).expand_as(reach)
-                    for column in (branch.crossing.rank, branch.crossing.lo, branch.crossing.hi)
-                )
-                ring = hi - lo + 1
-                first = lo + (source - lo + direction * int(grads)).remainder(ring)
-                hops = (reach - int(grads)).clamp(min=0)
-                # In the direction of travel, a route has three parts: the hops up to the end of the sub-ring, at most
-                # one hop that wraps around, and the hops after that one.
-                until_end = (hi - first) if direction > 0 else (first - lo)
-                before = torch.minimum(hops, until_end)
-                around = (hops > until_end).long()
-                after = hops - before - around
-                begin, end = (lo, hi) if direction > 0 else (hi, lo)
-                for start, count in ((first, before), (begin, after)):
-                    low = start if direction > 0 else start - count + 1
-                    change.index_add_(0, low.flatten(), (rows * (count > 0)).flatten())
-                    change.index_add_(0, (low + count).flatten(), -(rows * (count > 0)).flatten())
-                listed.append((end, begin, rows * around))
-                if grads:
-                    last = lo + (source - lo + direction * reach).remainder(ring)
-                    listed.append((last, source, rows * (reach > 0)))
-        ranks = torch.arange(ring_size, device="cpu")
-        neighbours = [(ranks, ranks + direction, change.cumsum(0)[:-1]) for direction, change in changes.items()]
-        columns = [torch.cat([part.flatten() for part in column]) for column in zip(*neighbours, *listed, strict=True)]
-        used = columns[2] > 0
-        return cls(*(column[used] for column in columns))
+def rows_between(branch: BranchSchedule, hosts: Tensor, spread: Spread | None) -> tuple[int, int]:
+    """The rows of K and V, and those of dK and dV, with source and destination on different hosts.
 
-    def rows_between(self, hosts: Tensor) -> int:
-        """Rows with source and destination on different hosts. ``hosts`` is the host of each ring rank, [ring size]."""
-        crosses = hosts[self.source] != hosts[self.destination]
-        return int((self.rows * crosses).sum())
+    Args:
+        hosts: the host of each ring rank, int64 [ring size].
+        spread: how the rows are spread; None if they go around.
+    """
+    rows, reach = branch.travelling
+    if spread is None:
+        source = branch.crossing.rank.unsqueeze(1)
+        returns = hosts[_rank_at(branch, reach)] != hosts[source]
+        keys, grads = (_boundaries(branch, hosts, first) for first in (0, 1))
+        return int((rows * keys).sum()), int((rows * (grads + returns) * (reach > 0)).sum())
+    crossing = 0
+    for distance in range(1, branch.longest_reach + 1):  # dK and dV go back on the same tree
+        ends = (hosts[_rank_at(branch, at)] for at in (distance, spread.arrival(distance)[1]))
+        crossing += int(((rows * (reach >= distance)).sum(1) * torch.ne(*ends)).sum())
+    return crossing, crossing
 
-    def rows_sent(self, ring_size: int) -> Tensor:
-        """Rows that each rank sends: int64 [ring size]."""
-        return torch.zeros(ring_size, dtype=torch.int64, device="cpu").index_add_(0, self.source, self.rows)
+
+def _boundaries(branch: BranchSchedule, hosts: Tensor, first: int) -> Tensor:
+    """How often the rows change the host on their way from the distance ``first`` to the last rank, one by one."""
+    reach, direction = branch.travelling[1], branch.crossing.direction.unsqueeze(1)
+    lo, hi = branch.crossing.lo.unsqueeze(1), branch.crossing.hi.unsqueeze(1)
+    changes = torch.zeros_like(hosts)
+    changes[1:] = (hosts[1:] != hosts[:-1]).cumsum(0)
+    begin, last = _rank_at(branch, torch.full_like(reach, first)), _rank_at(branch, reach)
+    end, restart = torch.where(direction > 0, hi, lo), torch.where(direction > 0, lo, hi)
+    wraps = (reach - first) > (end - begin).abs()
+    around = (changes[end] - changes[begin]).abs() + (hosts[end] != hosts[restart]).long()
+    around += (changes[last] - changes[restart]).abs()
+    return torch.where(wraps, around, (changes[last] - changes[begin]).abs()) * (reach > first)
+
+
+def _rank_at(branch: BranchSchedule, distance: int | Tensor) -> Tensor:
+    """The rank at this distance on the route of each piece: int64 [pieces], or [pieces, …] as ``distance``."""
+    crossing = branch.crossing
+    rank, lo, hi, direction = crossing.rank, crossing.lo, crossing.hi, crossing.direction
+    if isinstance(distance, Tensor):
+        rank, lo, hi, direction = (column.unsqueeze(1) for column in (rank, lo, hi, direction))
+    return lo + (rank - lo + direction * distance).remainder(hi - lo + 1)

@@ -1,7 +1,8 @@
 """Plans one rank's part of a schedule, step by step.
 
-The heads are cut into blocks. If the blocks are still too large, the rows of each hop are cut into shares. So the
-buffers of a hop stay small compared with the tensors.
+The heads are cut into blocks. If the blocks are still too large, the rows of each hop around the ring are cut into
+shares. So the buffers of a hop stay small compared with the tensors. Spread branches are not cut: their hops carry all
+heads.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
 from ring_backends.schedule.tiling import TileSize
+from ring_backends.schedule.travel import Travel
 from ring_backends.torch_internals import untraced
 
 
@@ -32,6 +34,7 @@ def rank_plan(
     tile_bytes: int | None = None,
     threads: int = 1,
     uncut: frozenset[int] = frozenset(),
+    few_hops: bool = True,
 ) -> RankPlan:
     """The steps of ``rank`` in a forward, or in a backward.
 
@@ -41,6 +44,7 @@ def rank_plan(
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
         threads: number of threads that share the computation of a tile. It may differ between ranks.
         uncut: branches whose tiles are not cut.
+        few_hops: whether sparse branches are spread.
     """
     if batch == 0:
         return RankPlan(rank, ())
@@ -49,50 +53,70 @@ def rank_plan(
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
         size = TileSize(max_rows, parts=-(-threads // batch), few_heads=backward and device_type == "cpu")
     sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
-    num_blocks, shares = num_cuts(schedule, **sizes, backward=backward, device_type=device_type)
+    travel = schedule.travel(itemsize=itemsize, backward=backward, few_hops=few_hops)
+    num_blocks, shares = num_cuts(schedule, travel, **sizes, backward=backward, device_type=device_type)
+    hops, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).spread()
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
-    builders = (BlockBuilder(schedule, rank, first, last, shares) for first, last in pairwise(bounds))
+    builders = (BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds))
     cuts_base, rounds_sums = limits_of(device_type).cuts_base, itemsize < statistics_itemsize(itemsize)
-    *blocks, last_block = (
-        builder.block(size, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
-    )
-    if backward and schedule.num_steps:
-        last_block = _hide_last_hop(last_block)
-    return RankPlan(rank, (*blocks, last_block))
+    blocks = [
+        builder.block(size, parcels, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
+    ]
+    if len(hops) > 1:
+        blocks[0] = _hide_hops(blocks[0], range(1, len(hops)))
+    if backward and (travel.num_steps or hops):
+        last = len(blocks[-1].steps)
+        blocks[-1] = _hide_hops(blocks[-1], range(last, last + max(1, len(hops))))
+    return RankPlan(rank, tuple(blocks), hops)
 
 
-def _hide_last_hop(block: HeadBlock) -> HeadBlock:
-    """Move half of the tiles with local keys to the end, so that they hide the last hop of dK and dV.
+def _hide_hops(block: HeadBlock, steps: range) -> HeadBlock:
+    """Move some tiles with local keys to later ``steps``, where they hide hops that no other tile would hide.
 
-    The other half hides the first hop. Tiles that open rows are not moved, since they come before the tiles that add to
+    The others hide the first hop. Tiles that open rows are not moved, since they come before the tiles that add to
     these rows.
     """
     first, *others = block.steps
-    movable = [tile for tile in first.tiles if not (tile.opens_queries or tile.opens_keys)]
-    kept_for_the_end = movable[len(movable) // 2 :]
-    stay = tuple(tile for tile in first.tiles if not any(tile is moved for moved in kept_for_the_end))
-    steps = (replace(first, tiles=stay), *others, Step(tiles=tuple(kept_for_the_end)))
-    return replace(block, steps=steps)
+    movable = [index for index, tile in enumerate(first.tiles) if not (tile.opens_queries or tile.opens_keys)]
+    parts = len(steps) + 1
+    step_of = {index: number * parts // len(movable) for number, index in enumerate(movable)}
+    stay = tuple(tile for index, tile in enumerate(first.tiles) if not step_of.get(index))
+    found = [replace(first, tiles=stay), *others]
+    for number, step in enumerate(steps, 1):
+        found += [Step()] * (step + 1 - len(found))
+        moved = tuple(first.tiles[index] for index, part in step_of.items() if part == number)
+        found[step] = replace(found[step], tiles=(*moved, *found[step].tiles))
+    return replace(block, steps=tuple(found))
 
 
 def num_cuts(
-    schedule: RingSchedule, *, batch: int, head_dim: int, itemsize: int, backward: bool, device_type: str
+    schedule: RingSchedule,
+    travel: Travel,
+    *,
+    batch: int,
+    head_dim: int,
+    itemsize: int,
+    backward: bool,
+    device_type: str,
 ) -> tuple[int, int]:
     """Return the number of blocks of heads, and of shares of every hop, that keep the communication buffers small.
 
-    At most three buffers of K and V exist at a time: one to send, one in use, one to receive. In a backward, there are
-    at most three more of dK and dV, in the statistics dtype: one being computed, one to send, one to receive.
+    Only the rows that go around are cut. At most three buffers of their K and V exist at a time: one to send, one in
+    use, one to receive. In a backward, there are at most three more of dK and dV, in the statistics dtype: one being
+    computed, one to send, one to receive.
     """
     limits, row_bytes = limits_of(device_type), batch * head_dim * itemsize
-    longest = max(map(schedule.layout.local_len, {0, schedule.layout.ring_size - 1}))
-    tensors = 4 * longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
-    hop = 2 * schedule.max_rows_in_flight * row_bytes
+    tensors = 4 * schedule.longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
+    hop = 2 * travel.max_rows_in_flight * row_bytes
     buffers = 3 * hop
     if backward:
         buffers += 3 * hop * statistics_itemsize(itemsize) // itemsize
-    cuts = -(-buffers // max(1, int(limits.communication_share * tensors)))
+    # The buffers of spread branches leave less for the others, but never less than a quarter.
+    share = limits.communication_share
+    left = max(share / 4, share - travel.spread_rows * row_bytes / max(1, tensors))
+    cuts = -(-buffers // max(1, int(left * tensors)))
     cuts = max(1, min(cuts, hop // limits.min_hop_bytes))
-    sums = longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
+    sums = schedule.longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
     of_sums = 1 if limits.min_block_bytes is None else sums // limits.min_block_bytes
     blocks = min(schedule.kv_heads, max(cuts, of_sums, 1))
     return blocks, -(-cuts // blocks)

@@ -1,9 +1,10 @@
 """The plan of one rank: its part of a :class:`~ring_backends.RingSchedule`, step by step, as data.
 
 A plan is a list of blocks of heads. The first step of a block computes the tiles whose keys are local. Each further
-step receives parcels of K and V, computes the tiles that need them, and forwards what other ranks still need. All ranks
-number the steps in the same way. In some steps a rank may do nothing. :mod:`ring_backends.schedule.planner` makes
-plans.
+step receives parcels of K and V that go around the ring, computes the tiles that need them, and forwards what other
+ranks still need. The parcels of spread branches (:mod:`ring_backends.schedule.spread`) travel for all heads at once,
+and stay until the tiles of all blocks have used them. All ranks number the steps in the same way. In some steps a rank
+may do nothing. :mod:`ring_backends.schedule.planner` makes plans.
 """
 
 from __future__ import annotations
@@ -59,30 +60,52 @@ class Message:
 
 
 @dataclass(frozen=True)
-class ParcelRows:
+class ParcelPart:
     """Some rows of a parcel: the rows ``row_range`` of each stream in ``streams``. Both hold indices in the parcel."""
 
     parcel: Parcel
-    streams: range
+    streams: tuple[int, ...]
     row_range: range
+
+    @cached_property
+    def is_stretch(self) -> bool:
+        """Whether the streams are neighbours in the parcel."""
+        return self.streams == tuple(range(self.streams[0], self.streams[-1] + 1))
+
+
+@dataclass(frozen=True)
+class ParcelRows:
+    """The keys of a tile from other ranks: for each stream, the rows of all parts one after the other."""
+
+    parts: tuple[ParcelPart, ...]
+
+    @classmethod
+    def whole(cls, parcel: Parcel) -> ParcelRows:
+        return cls((ParcelPart(parcel, tuple(range(parcel.num_streams)), range(parcel.rows)),))
 
     @property
     def num_heads(self) -> int:
-        return len(self.streams)
+        return len(self.parts[0].streams)
 
-    @property
+    @cached_property
     def rows(self) -> int:
-        return len(self.row_range)
+        return sum(len(part.row_range) for part in self.parts)
 
     def part_of_segments(self, segments: range) -> ParcelRows:
         assert segments == range(1), "a parcel is a piece of one segment"
         return self
 
     def part_of_heads(self, heads: range) -> ParcelRows:
-        return replace(self, streams=self.streams[heads.start : heads.stop])
+        return ParcelRows(tuple(replace(part, streams=part.streams[heads.start : heads.stop]) for part in self.parts))
 
     def part_of_rows(self, rows: range) -> ParcelRows:
-        return replace(self, row_range=self.row_range[rows.start : rows.stop])
+        parts, first = [], 0
+        for part in self.parts:
+            row_range = part.row_range[max(0, rows.start - first) : max(0, rows.stop - first)]
+            if row_range:
+                parts.append(replace(part, row_range=row_range))
+            first += len(part.row_range)
+        return ParcelRows(tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -105,8 +128,9 @@ class Tile:
     opens_keys: bool = False
 
     @property
-    def parcel(self) -> Parcel | None:
-        return self.keys.parcel if isinstance(self.keys, ParcelRows) else None
+    def parcels(self) -> tuple[Parcel, ...]:
+        """The parcels that hold the keys; empty for local keys."""
+        return tuple(part.parcel for part in self.keys.parts) if isinstance(self.keys, ParcelRows) else ()
 
     @cached_property
     def streams_are_grouped(self) -> bool:
@@ -165,11 +189,16 @@ class Phantom:
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a plan. K and V arrive before its tiles are computed. Their dK and dV are sent afterwards."""
+    """One step of a plan. K and V arrive before its tiles are computed. Their dK and dV are sent afterwards.
+
+    Attributes:
+        spread_tiles: the tiles with keys of spread branches.
+    """
 
     sends: tuple[Message, ...] = ()
     receives: tuple[Message, ...] = ()
     tiles: tuple[Tile, ...] = ()
+    spread_tiles: tuple[Tile, ...] = ()
     phantoms: tuple[Phantom, ...] = ()
     grad_sends: tuple[Message, ...] = ()
     grad_receives: tuple[Message, ...] = ()
@@ -194,6 +223,7 @@ class HeadBlock:
         merged: branches whose results are merged into those of the base at once, without sums. In each of them, a row
             is in one tile only. There are two if the block has exactly three branches: sums of the third would hold the
             result of one tile, and save no rounding.
+        has_all_heads: whether the block has all heads of the call.
         others: if there is a base and results are rounded (bf16, fp16), the rows of each branch but base and merged, by
             rate; else empty. Tiles open the rows of the first of them.
     """
@@ -205,6 +235,7 @@ class HeadBlock:
     base: int | None = None
     merged: tuple[int, ...] = ()
     others: tuple[BranchRows, ...] = ()
+    has_all_heads: bool = False
 
     def has_sums(self, tile: Tile) -> bool:
         """Whether the results of a tile are merged into sums, and not into the results of the call."""
@@ -212,20 +243,48 @@ class HeadBlock:
 
 
 @dataclass(frozen=True)
+class SpreadHop:
+    """One hop of the parcels of spread branches. dK and dV go back the same way, in the opposite order of hops."""
+
+    sends: tuple[Message, ...] = ()
+    receives: tuple[Message, ...] = ()
+
+
+@dataclass(frozen=True)
 class RankPlan:
-    """Everything one rank does in one call."""
+    """Everything one rank does in one call.
+
+    Attributes:
+        spread: the hops of spread branches. Hop h is posted before the tiles of step h − 1, the first being step 0.
+    """
 
     rank: int
     blocks: tuple[HeadBlock, ...]
+    spread: tuple[SpreadHop, ...] = ()
 
     @cached_property
     def steps(self) -> tuple[tuple[HeadBlock, Step], ...]:
         """All steps in order, each with its block."""
         return tuple((block, step) for block in self.blocks for step in block.steps)
 
+    @cached_property
+    def last_spread_step(self) -> int:
+        """The index of the step after which dK and dV of spread branches go home, the same on every rank."""
+        *before, _ = self.blocks
+        return sum(len(block.steps) for block in before) if before else len(self.spread)
+
+    @cached_property
+    def own_spread(self) -> tuple[Parcel, ...]:
+        """The parcels of spread branches that this rank holds."""
+        received = {parcel for hop in self.spread for message in hop.receives for parcel in message.parcels}
+        sent = dict.fromkeys(parcel for hop in self.spread for message in hop.sends for parcel in message.parcels)
+        return tuple(parcel for parcel in sent if parcel not in received)
+
     def num_hops(self, *, backward: bool) -> int:
         """How many hops this rank takes part in, in a forward or in a backward."""
         steps = [step for _, step in self.steps]
         with_keys = sum(bool(step.sends or step.receives) for step in steps)
+        with_keys += sum(bool(hop.sends or hop.receives) for hop in self.spread)
         with_grads = sum(bool(step.grad_sends or step.grad_receives) for step in steps)
+        with_grads += sum(bool(hop.sends or hop.receives) for hop in self.spread)
         return with_keys + with_grads if backward else with_keys

@@ -20,8 +20,9 @@ from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.crossing import crossing_pieces
 from ring_backends.schedule.layout import SequenceLayout
-from ring_backends.schedule.links import Links
+from ring_backends.schedule.links import rows_at, rows_between
 from ring_backends.schedule.pattern import DilatedPattern, num_covered
+from ring_backends.schedule.travel import Travel
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class RingSchedule:
         ValueError, TypeError: an argument is invalid, or the pattern is undefined for this length and number of heads.
 
     >>> schedule = RingSchedule(DilatedPattern([64, 256], [1, 4]), SequenceLayout(256, 4), num_heads=4)
-    >>> schedule.num_steps  # segments of 256 cross shards, segments of 64 do not
+    >>> schedule.travel(itemsize=4).num_steps  # segments of 256 cross shards, segments of 64 do not
     3
     >>> schedule.wire_bytes(0, batch=1, head_dim=8, itemsize=4)
     12288
@@ -105,38 +106,39 @@ class RingSchedule:
         )
 
     @cached_property
-    def num_steps(self) -> int:
-        """Number of hops until all K and V have arrived; 0 if no segment crosses a chunk boundary."""
-        return max((int(branch.reach.max()) for branch in self.branches if branch.reach.numel()), default=0)
+    def longest(self) -> int:
+        """The number of positions of the rank that holds most."""
+        return max(map(self.layout.local_len, {0, self.layout.ring_size - 1}))
+
+    def travel(self, *, itemsize: int, backward: bool = False, few_hops: bool = True) -> Travel:
+        """How the rows of K and V reach the ranks that need them, in a forward or in a backward.
+
+        Args:
+            itemsize: bytes per element of K and V.
+            backward: whether dK and dV are sent too.
+            few_hops: whether sparse branches are spread. False lets the rows of all branches go around.
+        """
+        grad_size = statistics_itemsize(itemsize) // itemsize if backward else 0
+        if (grad_size, few_hops) not in self._travels:
+            tensor_rows = 4 * self.longest * (self.num_heads + self.kv_heads) if few_hops else 0
+            travel = Travel(self.branches, self.layout.ring_size, tensor_rows, grad_size)
+            self._travels[grad_size, few_hops] = travel
+        return self._travels[grad_size, few_hops]
 
     @cached_property
-    def key_links(self) -> Links:
-        """The links of K and V, the same in a forward and in a backward."""
-        return Links.of_keys(self.branches, self.layout.ring_size)
+    def _travels(self) -> dict[tuple[int, bool], Travel]:
+        return {}
 
     @cached_property
-    def grad_links(self) -> Links:
-        """The links of dK and dV in a backward."""
-        return Links.of_grads(self.branches, self.layout.ring_size)
+    def rows_received(self) -> Tensor:
+        """Rows of K and V of all heads that each rank receives, in a forward or backward: int64 [ring size].
 
-    @cached_property
-    def rows_sent(self) -> Tensor:
-        """Rows of all heads that each rank sends in a forward. K and V count as one row: int64 [ring size]."""
-        return self.key_links.rows_sent(self.layout.ring_size)
-
-    @cached_property
-    def grad_rows_sent(self) -> Tensor:
-        """Rows of all heads of dK and dV that each rank sends in a backward: int64 [ring size]."""
-        return self.grad_links.rows_sent(self.layout.ring_size)
-
-    @cached_property
-    def max_rows_in_flight(self) -> int:
-        """Maximum number of rows of K and V, over all heads, that one rank sends or receives in one step."""
-        rows = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
+        In a backward, each rank sends as many rows of dK and dV.
+        """
+        total = torch.zeros(self.layout.ring_size, dtype=torch.int64, device="cpu")
         for branch in self.branches:
-            travelling = branch.num_rows * branch.streams_at * (branch.reach > 0)
-            rows.index_add_(0, branch.crossing.rank, travelling.sum(1))
-        return int(rows.max())
+            total += rows_at(branch, self.layout.ring_size, first=1)
+        return total
 
     @cached_property
     def pairs(self) -> Tensor:
@@ -182,9 +184,9 @@ class RingSchedule:
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
         """
         row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
-        sent = int(self.rows_sent[rank]) * row_bytes
+        sent = int(self.travel(itemsize=itemsize, backward=backward).key_rows_sent[rank]) * row_bytes
         if backward:
-            sent += int(self.grad_rows_sent[rank]) * 2 * head_dim * (grad_itemsize or statistics_itemsize(itemsize))
+            sent += int(self.rows_received[rank]) * 2 * head_dim * (grad_itemsize or statistics_itemsize(itemsize))
         return batch * sent
 
     def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:
@@ -194,9 +196,13 @@ class RingSchedule:
             hosts: for each ring rank, a number that identifies its host.
             batch, head_dim, itemsize: as in :meth:`wire_bytes`.
         """
-        numbers = _integers(hosts)
-        keys, grads = (links.rows_between(numbers) for links in (self.key_links, self.grad_links))
-        return 2 * batch * head_dim * (2 * keys * itemsize + grads * statistics_itemsize(itemsize))
+        numbers, total = _integers(hosts), 0
+        for backward in (False, True):
+            travel = self.travel(itemsize=itemsize, backward=backward)
+            for branch in self.branches:
+                keys, grads = rows_between(branch, numbers, travel.spreads.get(branch.index))
+                total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
+        return 2 * batch * head_dim * total
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
         """Floating-point operations of ``rank`` in a forward, which has two matrix products.
@@ -212,26 +218,21 @@ class RingSchedule:
         from rich.table import Table
 
         branches = Table(title=f"{self.layout.seq_len:,} tokens, {self.layout.kind}, ring of {self.layout.ring_size:,}")
-        for heading in ("branch", "segment length", "dilation rate", "heads", "crossing pieces", "ring passes"):
+        headings = ("branch", "segment length", "dilation rate", "heads", "crossing pieces", "hops forward", "backward")
+        for heading in headings:
             branches.add_column(heading, justify="right")
+        travels = [self.travel(itemsize=itemsize, backward=backward) for backward in (False, True)]
         for branch in self.branches:
-            passes = int(branch.reach.max()) if branch.reach.numel() else 0
-            row = (
-                branch.index,
-                branch.segment_length,
-                branch.rate,
-                int(branch.heads_at.sum()),
-                len(branch.crossing),
-                passes,
-            )
-            branches.add_row(*(f"{value:,}" for value in row))
+            sizes = branch.segment_length, branch.rate, int(branch.heads_at.sum()), len(branch.crossing)
+            forward, backward = (travel.num_hops(branch.index) for travel in travels)
+            branches.add_row(*(f"{value:,}" for value in (branch.index, *sizes, forward, 2 * backward)))
 
         ranks = Table(title=f"per rank, for batch {batch}, head dim {head_dim}, {itemsize} bytes per element")
         for heading in ("rank", "tokens", "sent forward", "sent backward", "GFLOP forward"):
             ranks.add_column(heading, justify="right")
         shown = range(self.layout.ring_size)
         if len(shown) > 16:
-            busiest = [int(totals.argmax()) for totals in (self.rows_sent, self.grad_rows_sent, self.pairs)]
+            busiest = [int(totals.argmax()) for totals in (travels[0].key_rows_sent, self.rows_received, self.pairs)]
             shown = sorted({0, 1, *busiest, len(shown) - 2, len(shown) - 1})  # type: ignore[assignment]
         for rank in shown:
             ranks.add_row(

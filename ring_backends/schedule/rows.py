@@ -68,6 +68,16 @@ class DilatedRows:
     def num_heads(self) -> int:
         return sum(run.num_heads for run in self.runs)
 
+    @cached_property
+    def size(self) -> int:
+        """Number of rows over all segments and heads."""
+        return self.segments * self.num_heads * self.rows
+
+    @cached_property
+    def views(self) -> dict[object, object]:
+        """What kernels work out about these rows of a tensor, by its shape and strides."""
+        return {}
+
     def part_of_segments(self, segments: range) -> DilatedRows:
         return replace(self, start=self.start + segments.start * self.segment_stride, segments=len(segments))
 

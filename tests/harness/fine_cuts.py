@@ -1,4 +1,4 @@
-"""Split the heads, hops and tiles of small tensors like those of large ones."""
+"""Split the heads, hops and tiles of small tensors like those of large ones, and spread branches."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
+from ring_backends.engine.call import forget_calls
 from ring_backends.kernels import pairwise
-from ring_backends.schedule import limits, tiling
-from ring_backends.schedule.planner import rank_plan
+from ring_backends.schedule import limits, spread, tiling, travel
 
 
 @contextlib.contextmanager
@@ -26,6 +26,22 @@ def fine_cuts(min_bytes: int = 16) -> Iterator[None]:
         mock.patch.multiple(tiling, FORWARD_TILE_SHARE=0, BACKWARD_TILE_SHARE=0),
         mock.patch.multiple(pairwise, BLOCK=3, MIN_MEAN_RUN=2),
     ):
-        rank_plan.cache_clear()
+        forget_calls()
         yield
-    rank_plan.cache_clear()
+    forget_calls()
+
+
+@contextlib.contextmanager
+def every_branch_spread(message_cost: float = spread.MESSAGE_COST) -> Iterator[None]:
+    """Spread the rows of all branches within this context, as if they were sparse.
+
+    Args:
+        message_cost: the larger it is, the more hops with fewer messages are made.
+    """
+    with (
+        mock.patch.object(travel, "SPREAD_SHARE", 1e9),
+        mock.patch.object(spread, "MESSAGE_COST", message_cost),
+    ):
+        forget_calls()
+        yield
+    forget_calls()

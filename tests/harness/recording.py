@@ -149,12 +149,14 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
         recording.tiles_of_steps[direction] = [len(step.tiles) for _, step in plan.steps]
         return plan
 
+    ring_backends.engine.call.forget_calls()
     with (
         mock.patch.object(attention_class, "ring_pass", recorded_pass),
         mock.patch.object(ring_backends.engine.call, "rank_plan", recorded_plan),
         mock.patch.object(ring_backends.engine.call, "select_kernel", recorded_kernel),
     ):
         yield recording
+    ring_backends.engine.call.forget_calls()
 
 
 @contextlib.contextmanager

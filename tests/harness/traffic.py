@@ -75,13 +75,9 @@ def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> Rin
 
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
     """The number of hops of a forward or backward in which a rank sends or receives."""
-    schedule = schedule_of(case, rings, layout)
     sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
-    steps = [step for _, step in rank_plan(schedule, ring_rank, **sizes, backward=backward).steps]
-    hops = [(step.sends, step.receives) for step in steps]
-    if backward:
-        hops += [(step.grad_sends, step.grad_receives) for step in steps]
-    return sum(bool(sends or receives) for sends, receives in hops)
+    plan = rank_plan(schedule_of(case, rings, layout), ring_rank, **sizes, backward=backward)
+    return plan.num_hops(backward=backward)
 
 
 def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:

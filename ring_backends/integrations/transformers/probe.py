@@ -197,7 +197,8 @@ def _batch(model: Any) -> dict[str, Tensor]:
     except NotImplementedError:
         num_embeddings = None
     vocabulary = int(num_embeddings or getattr(config.get_text_config(), "vocab_size", 2))
-    special = dict(_special_tokens(config.to_dict()))
+    # A configuration may name tokens beyond the embeddings, such as the defaults of a larger model.
+    special = {name: token for name, token in _special_tokens(config.to_dict()) if 0 <= token < vocabulary}
     padding = special.pop("pad_token_id", 0)
     plain = torch.arange(vocabulary)
     plain = plain[~torch.isin(plain, torch.tensor([padding, *special.values()]))]

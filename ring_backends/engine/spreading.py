@@ -1,0 +1,135 @@
+"""The rows of spread branches (:mod:`ring_backends.schedule.spread`) in one forward or backward of one rank.
+
+K and V of all ranks that this rank needs arrive in a few hops at the beginning, and stay until the last tile has used
+them. In a backward, their dK and dV then go back on the same tree: each rank adds up what comes from further on, and
+sends the sums to the rank that it had the rows from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ring_backends.engine.around import key_format, own_rows
+from ring_backends.engine.hops import Hop, Hops
+from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.sums import Grads
+from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
+from ring_backends.kernels.gather_rows import scatter_many
+from ring_backends.kernels.triton_rows_launch import Rows
+from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan
+
+
+class SpreadKeys:
+    """K and V of spread branches: this rank's own, and those of other ranks as they arrive.
+
+    Args:
+        rows: this rank's rows of all heads.
+    """
+
+    def __init__(self, plan: RankPlan, rows: LocalRows, hops: Hops) -> None:
+        self._plan, self._hops = plan, hops
+        received = [message for hop in plan.spread for message in hop.receives]
+        parcels = *plan.own_spread, *parcels_of(received)
+        self.buffer = WireBuffer(key_format(rows), parcels, rows.key.device)
+        own_rows(self.buffer, rows, plan.own_spread)
+        self._arriving = self._post(1)
+
+    def advance(self, step: int) -> None:
+        """Wait for the hop that arrives before ``step``, and post the one after it."""
+        if 0 < step <= len(self._plan.spread):
+            if self._arriving is not None:
+                self._arriving.wait()
+            self._arriving = self._post(step + 1)
+
+    def _post(self, number: int) -> Hop | None:
+        if number > len(self._plan.spread):
+            return None
+        hop, buffer = self._plan.spread[number - 1], self.buffer
+        outgoing, incoming = buffer.by_peer(hop.sends), buffer.by_peer(hop.receives)
+        return self._hops.post(number, outgoing, hop.sends, incoming, buffer.row_format, spread=True)
+
+
+class SpreadGrads:
+    """dK and dV of the keys that :class:`SpreadKeys` has received.
+
+    Args:
+        key: this rank's key.
+        sum_dtype: the dtype in which dK and dV are added.
+        wire_dtype: the dtype in which they travel.
+    """
+
+    def __init__(
+        self, plan: RankPlan, key: Tensor, hops: Hops, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype
+    ) -> None:
+        self._plan, self._hops = plan, hops
+        self._sum_format = RowFormat(key.shape[0], key.shape[-1], sum_dtype)
+        self._wire_format = replace(self._sum_format, dtype=wire_dtype)
+        received = [message for hop in plan.spread for message in hop.receives]
+        self.buffer = WireBuffer.of(self._sum_format, received, key.device, zeroed=True)
+        self._number = len(plan.spread)
+        self._arriving: tuple[Hop, list[WireBuffer]] | None = None
+        self._own: dict[Parcel, tuple[Tensor, Tensor]] = {}
+
+    def advance(self, step: int) -> None:
+        """After the tiles of ``step``: add what has arrived to what is sent next, and post the next hop."""
+        if step < self._plan.last_spread_step or not self._number:
+            return
+        self._add()
+        hop = self._plan.spread[self._number - 1]
+        arriving = {
+            message.peer: WireBuffer(self._wire_format, message.parcels, self.buffer.buffer.device)
+            for message in hop.sends
+        }
+        posted = self._hops.post(
+            self._number,
+            {message.peer: self._on_wire(message) for message in hop.receives},
+            hop.receives,
+            {peer: buffer.buffer for peer, buffer in arriving.items()},
+            self._wire_format,
+            grads=True,
+            spread=True,
+        )
+        self._number -= 1
+        self._arriving = None if posted is None else (posted, [*arriving.values()])
+
+    def finish(self, grads: Grads) -> None:
+        """Post the hops that are left, and add what has come home.
+
+        Args:
+            grads: the gradients of this rank's rows, of all heads.
+        """
+        while self._number:
+            self.advance(self._plan.last_spread_step)
+        self._add()
+        for parcel, (key, value) in self._own.items():  # parcels of different branches may hold the same rows
+            scatter_many(added=[Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)])
+
+    def _on_wire(self, message: Message) -> Tensor:
+        if self._wire_format == self._sum_format:
+            return self.buffer.stretch(message.parcels)
+        sent = WireBuffer(self._wire_format, message.parcels, self.buffer.buffer.device)
+        for parcel in message.parcels:
+            for part, sums in zip(sent.slices(parcel)[:2], self.buffer.slices(parcel)[:2], strict=True):
+                part.copy_(sums)
+        return sent.buffer
+
+    def _add(self) -> None:
+        """Wait for dK and dV from the ranks that this rank sent keys to, and add them up."""
+        if self._arriving is None:
+            return
+        posted, buffers = self._arriving
+        self._arriving = None
+        posted.wait()
+        for buffer in buffers:
+            for parcel in buffer.parcels:
+                arrived = buffer.slices(parcel)[:2]
+                if parcel in self.buffer:
+                    torch._foreach_add_(list(self.buffer.slices(parcel)[:2]), list(arrived))
+                elif parcel in self._own:
+                    torch._foreach_add_(list(self._own[parcel]), list(arrived))
+                else:
+                    key, value = (grad.to(self._sum_format.dtype) for grad in arrived)
+                    self._own[parcel] = key, value
