@@ -3,11 +3,12 @@
 This module imports Triton, so it is imported only when a kernel is launched. Offsets of rows are 64-bit integers, since
 a tensor may have more than 2^31 elements.
 
-Arguments in capitals are known when a kernel is compiled. Three tuples travel from function to function:
+Arguments in capitals are known when a kernel is compiled. Four tuples travel from function to function:
 
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
-- *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`).
+- *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
+- *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
 from __future__ import annotations
@@ -228,12 +229,8 @@ def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS, IS
 
 
 @triton.jit
-def dropout_factors(first_words, second_words, key_words, dropout):
-    """The factor of each pair, 0 or a weight. The words broadcast. See kernels/dropout.py for the hash.
-
-    ``dropout`` is the threshold and the weight.
-    """
-    threshold, weight = dropout
+def dropout_factors(first_words, second_words, key_words, threshold, weight):
+    """The factor of each pair, 0 or ``weight``. The words broadcast. See kernels/dropout.py for the hash."""
     word = first_words.to(tl.uint32, bitcast=True) ^ key_words.to(tl.uint32, bitcast=True)
     word ^= word >> 16
     word *= 0x7FEB352D

@@ -33,17 +33,16 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def attend(
-    sums, own_rows, keys_here, is_causal, begin, end, score_scale, dropout, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE
-):
+def attend(sums, own_rows, keys_here, is_causal, begin, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
     """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them.
 
     ``sums`` holds the largest score of each row, and the sums of its weights and of its weighted values. ``own_rows``
-    holds the queries of the block, and as columns their numbers, documents and dropout words. ``score_scale`` is
-    positive, so the largest product of a row gives its largest score.
+    holds the queries of the block, and as columns their numbers, documents and dropout words. The scale of
+    scores is positive, so the largest product of a row gives its largest score.
     """
     maximum, total, weighted = sums
     q, rows, documents, first_words, second_words = own_rows
+    score_scale, threshold, dropout_weight = factors
     for start in range(begin, end, BLOCK_K):
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
@@ -60,7 +59,7 @@ def attend(
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)
         if DROPOUT:
-            weights *= dropout_factors(first_words, second_words, words[None, :], dropout)
+            weights *= dropout_factors(first_words, second_words, words[None, :], threshold, dropout_weight)
         weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v)
         maximum = new_maximum
     return maximum, total, weighted
@@ -94,23 +93,23 @@ def forward_kernel(
     q = load_rows(rows_at(queries.query, here), begin, is_row, HEAD_DIM, BLOCK_D, False)
     documents, first_words, second_words = load_pair_inputs(queries, here, begin, is_row, MARKS, DROPOUT)
     own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
-    maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    factors = (scale * LOG2_E, threshold, dropout_weight)
+    no_key = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
         keys_here, is_causal, whole, stop = keys_of_link(
             owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
         )
         for is_whole in tl.static_range(1, -1, -1):
-            maximum, total, weighted = attend(
-                (maximum, total, weighted),
+            first_key, end = (0, whole) if is_whole else (whole, stop)
+            sums = attend(
+                sums,
                 own_rows,
                 keys_here,
                 is_causal,
-                0 if is_whole else whole,
-                whole if is_whole else stop,
-                scale * LOG2_E,
-                (threshold, dropout_weight),
+                first_key,
+                end,
+                factors,
                 HEAD_DIM,
                 BLOCK_K,
                 MARKS,
@@ -118,6 +117,7 @@ def forward_kernel(
                 is_whole,
             )
 
+    maximum, total, weighted = sums
     is_blind = total == 0.0
     tile_out = tl.where(is_blind[:, None], 0.0, weighted / tl.where(is_blind, 1.0, total)[:, None])
     tile_lse = tl.where(is_blind, float("-inf"), (maximum + tl.log2(tl.where(is_blind, 1.0, total))) * LN_2)

@@ -32,35 +32,23 @@ from ring_backends.kernels.triton_blocks import (
 
 @triton.jit
 def grads_of_keys(
-    grads,
-    own_keys,
-    indices,
-    queries,
-    rows_here,
-    here,
-    num_rows,
-    is_causal,
-    blocks,
-    score_scale,
-    dropout,
-    HEAD_DIM,
-    BLOCK_Q,
-    MARKS,
-    DROPOUT,
-    IS_WHOLE,
+    grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, IS_WHOLE
 ):
     """Add the gradients from blocks of query rows.
 
-    ``blocks`` holds where they begin on the diagonal, how many are there, where the others begin, and how many all are.
-    ``own_keys`` holds the block's keys as :func:`load_key_block` returns them, and ``indices`` their numbers.
-    ``rows_here`` says where the queries, grad_out, LSE and delta of the rows lie. Scores, weights and their gradients
-    are transposed here: [keys, rows]. With marks, a row that sees no key is not read. Without marks, every row sees a
-    key, and loads do not wait for the LSE.
+    ``own`` holds the block's keys as :func:`load_key_block` returns them, and their numbers. ``rows_here`` says how
+    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` holds where the blocks of rows
+    begin on the diagonal, how many are there, where the others begin, and how many all are.
+
+    Scores, weights and their gradients are transposed here: [keys, rows]. With marks, a row that sees no key is not
+    read. Without marks, every row sees a key, and loads do not wait for the LSE.
     """
     key_grad, value_grad = grads
-    k, v, marks, words, is_key = own_keys
-    query_at, grad_out_at, lse_at, delta_at = rows_here
+    k, v, marks, words, is_key = own[0]
+    indices = own[1]
+    here, num_rows, query_at, grad_out_at, lse_at, delta_at = rows_here
     begin, num_diagonal, later, num_blocks = blocks
+    score_scale, threshold, dropout_weight = factors
     for number in range(0, num_blocks):
         start = later + (number - num_diagonal) * BLOCK_Q
         if not IS_WHOLE:  # whole blocks have no diagonal
@@ -93,9 +81,10 @@ def grads_of_keys(
         grad_weights = product(v, tl.trans(do))
         kept = weights
         if DROPOUT:
-            factors = dropout_factors(first_words[None, :], second_words[None, :], words[:, None], dropout)
-            kept = weights * factors
-            grad_weights *= factors
+            first_words, second_words = first_words[None, :], second_words[None, :]
+            dropped = dropout_factors(first_words, second_words, words[:, None], threshold, dropout_weight)
+            kept = weights * dropped
+            grad_weights *= dropped
         value_grad += product(kept.to(do.dtype), do)
         grad_scores = weights * (grad_weights - delta[None, :])
         key_grad += product(grad_scores.to(q.dtype), q)
@@ -126,11 +115,11 @@ def grad_key_value_kernel(
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
     keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
     first_key = block * BLOCK_K
-    indices = first_key + tl.arange(0, BLOCK_K)
     own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
     num_keys = keys_here[4]
-    key_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    value_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    own = (own_keys, first_key + tl.arange(0, BLOCK_K))
+    factors = (scale * LOG2_E, threshold, dropout_weight)
+    grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
         query_entry, is_causal = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
@@ -143,29 +132,18 @@ def grad_key_value_kernel(
         number = numbers(queries, query_entry, segment, num_rows)[0]
         lse_at = statistics.pointer + batch * statistics.strides[0] + number
         delta_at = lse_at + statistics.strides[1]
-        rows_here = (rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
+        rows_here = (here, num_rows, rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
         for is_whole in tl.static_range(2):
-            num_blocks = (end - whole) // BLOCK_Q if is_whole else num_diagonal + has_rest
-            key_grad, value_grad = grads_of_keys(
-                (key_grad, value_grad),
-                own_keys,
-                indices,
-                queries,
-                rows_here,
-                here,
-                num_rows,
-                is_causal,
-                (begin, 0 if is_whole else num_diagonal, whole if is_whole else end, num_blocks),
-                scale * LOG2_E,
-                (threshold, dropout_weight),
-                HEAD_DIM,
-                BLOCK_Q,
-                MARKS,
-                DROPOUT,
-                is_whole,
+            if is_whole:
+                blocks = (begin, 0, whole, (end - whole) // BLOCK_Q)
+            else:
+                blocks = (begin, num_diagonal, end, num_diagonal + has_rest)
+            grads = grads_of_keys(
+                grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, is_whole
             )
 
-    # A difference, since the compiler would keep ``indices < num_keys`` in registers during the loops.
+    key_grad, value_grad = grads
+    # A difference, since the compiler would keep which numbers are below ``num_keys`` in registers during the loops.
     is_row = tl.arange(0, BLOCK_K) < num_keys - first_key
     here, _ = lattice(keys.table, batch, entry, segment, KEY_COLUMNS)
     key_at = key_rows_at(grad_key, keys, entry, here, 4, HEAD_DIM, PACKED)

@@ -32,29 +32,15 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grad_of_queries(
-    grad,
-    own_rows,
-    own_grads,
-    keys_here,
-    is_causal,
-    begin,
-    end,
-    score_scale,
-    dropout,
-    HEAD_DIM,
-    BLOCK_K,
-    MARKS,
-    DROPOUT,
-    IS_WHOLE,
-):
+def grad_of_queries(grad, own, keys_here, is_causal, begin, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
     """Add the gradients from the keys from number ``begin`` to ``end``.
 
-    ``IS_WHOLE`` and ``own_rows`` are as in the forward. ``own_grads`` holds grad_out of the block, and as columns LSE,
-    delta, and whether the rows have gradients.
+    ``IS_WHOLE`` is as in the forward. ``own`` holds the same as ``own_rows`` there; and grad_out of the block, and as
+    columns LSE, delta, and whether the rows have gradients.
     """
-    q, rows, documents, first_words, second_words = own_rows
-    do, row_lse, delta, has_grad = own_grads
+    q, rows, documents, first_words, second_words = own[0]
+    do, row_lse, delta, has_grad = own[1]
+    score_scale, threshold, dropout_weight = factors
     for start in range(begin, end, BLOCK_K):
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
@@ -64,7 +50,7 @@ def grad_of_queries(
         weights = tl.exp2(scores - row_lse)
         grad_weights = product(do, tl.trans(v))
         if DROPOUT:
-            grad_weights *= dropout_factors(first_words, second_words, words[None, :], dropout)
+            grad_weights *= dropout_factors(first_words, second_words, words[None, :], threshold, dropout_weight)
         grad_scores = weights * (grad_weights - delta)
         if MARKS != 0 or not IS_WHOLE:
             seen = has_grad & is_key[None, :]
@@ -116,28 +102,17 @@ def grad_query_kernel(
     tl.store(at + statistics.strides[1], delta, mask=rows < num_numbers)
     documents, first_words, second_words = load_pair_inputs(queries, here, begin, has_grad, MARKS, DROPOUT)
     own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
-    own_grads = (do, row_lse[:, None], delta[:, None], has_grad[:, None])
+    own = (own_rows, (do, row_lse[:, None], delta[:, None], has_grad[:, None]))
+    factors = (scale * LOG2_E, threshold, dropout_weight)
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         keys_here, is_causal, whole, stop = keys_of_link(
             owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
         )
         for is_whole in tl.static_range(1, -1, -1):
+            first_key, end = (0, whole) if is_whole else (whole, stop)
             grad = grad_of_queries(
-                grad,
-                own_rows,
-                own_grads,
-                keys_here,
-                is_causal,
-                0 if is_whole else whole,
-                whole if is_whole else stop,
-                scale * LOG2_E,
-                (threshold, dropout_weight),
-                HEAD_DIM,
-                BLOCK_K,
-                MARKS,
-                DROPOUT,
-                is_whole,
+                grad, own, keys_here, is_causal, first_key, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
             )
 
     add_rows(rows_at(grad_query, here), begin, is_row, grad * scale, opens, HEAD_DIM)
