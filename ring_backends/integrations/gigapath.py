@@ -13,6 +13,7 @@ are those of the published class. This module does not import ``gigapath``.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -21,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
+from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
-from ring_backends.integrations.gigapath_release import check_options, check_release, check_same_forward
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
@@ -46,8 +47,14 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
         TypeError: ``slide_encoder`` is not a LongNetViT.
         AdapterUnavailableError: this release of gigapath has changed a part that a ring needs. The message names it.
     """
-    _check_class(slide_encoder)
-    check_release(slide_encoder)
+    if not any(base.__name__ == "LongNetViT" for base in type(slide_encoder).__mro__):
+        inner = getattr(slide_encoder, "slide_encoder", None)
+        what = "give model.slide_encoder" if inner is not None else "pass it before it is wrapped or compiled"
+        raise TypeError(
+            f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
+        )
+    for change in _changes_of_release(slide_encoder):
+        raise _other_release(change)
     args: Any = slide_encoder.encoder.args  # type: ignore[union-attr]
     return DilatedPattern.torchscale([int(w) for w in args.segment_length], [int(r) for r in args.dilated_ratio])
 
@@ -87,9 +94,9 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
         pattern = pattern_of(slide_encoder)
         if "forward" in vars(slide_encoder):
             raise ValueError("slide_encoder is on a ring already, or its forward was replaced; call use_ring once.")
-        check_options(slide_encoder)
+        _check_options(slide_encoder)
         _check_attention(attention, pattern, slide_encoder)
-        check_same_forward(slide_encoder, _SlideEncoder(slide_encoder, Ring()))
+        _check_same_forward(slide_encoder)
     encoder: Any = slide_encoder.encoder
     for index, layer in enumerate(encoder.layers):
         self_attn = layer.self_attn
@@ -273,15 +280,6 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
         yield
 
 
-def _check_class(slide_encoder: Any) -> None:
-    if not any(base.__name__ == "LongNetViT" for base in type(slide_encoder).__mro__):
-        inner = getattr(slide_encoder, "slide_encoder", None)
-        what = "give model.slide_encoder" if inner is not None else "pass it before it is wrapped or compiled"
-        raise TypeError(
-            f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
-        )
-
-
 def _check_attention(attention: RingDilatedAttention, pattern: DilatedPattern, slide_encoder: Any) -> None:
     """Check that an attention computes what the slide encoder's own attention does."""
     self_attn = slide_encoder.encoder.layers[0].self_attn
@@ -296,3 +294,132 @@ def _check_attention(attention: RingDilatedAttention, pattern: DilatedPattern, s
         raise ValueError(f"attention has scale = {attention.scale}: expected 1 / sqrt(head_dim); {use}.")
     if attention.dropout_p != own_p:
         raise ValueError(f"attention has dropout_p = {attention.dropout_p}: the slide encoder has {own_p}; {use}.")
+
+
+# --- Checks that a release of gigapath has the parts that a ring needs, and that a slide encoder has no others.
+
+_ATTRIBUTES = {
+    "slide_encoder": "patch_embed cls_token pos_embed norm encoder coords_to_pos tile_size slide_ngrids global_pool",
+    "slide_encoder.patch_embed": "proj",
+    "slide_encoder.patch_embed.proj": "in_features weight",
+    "slide_encoder.encoder": "args layers embed_positions relative_position",
+    "slide_encoder.encoder.args": "segment_length dilated_ratio",
+    "slide_encoder.encoder.layers[0]": "self_attn",
+    "slide_encoder.encoder.layers[0].self_attn": (
+        "q_proj k_proj v_proj out_proj inner_attn_ln xpos num_heads head_dim dropout"
+    ),
+}
+"""The attributes that a ring reads."""
+
+_PARAMETERS = {
+    "slide_encoder.forward": ("x coords all_layer_embed", True),
+    "slide_encoder.coords_to_pos": ("coords tile_size", True),
+    "slide_encoder.encoder.forward": ("src_tokens token_embeddings return_all_hiddens incremental_state", False),
+    "slide_encoder.encoder.layers[0].self_attn.forward": (
+        "query key value incremental_state key_padding_mask attn_mask rel_pos is_first_step is_causal",
+        True,
+    ),
+}
+"""The parameters of the methods that a ring calls or replaces, and whether these are all parameters."""
+
+_OPTIONS = {
+    "xpos_rel_pos": "xPos counts positions within a shard",
+    "multiway": "the two sets of weights split the sequence at a position",
+    "moe_freq": "a mixture of experts routes the rows of a shard",
+    "rel_pos_buckets": "biases of scores are not supported",
+    "seq_parallel": "GigaPath's own sequence parallelism would cut the rows again",
+}
+"""Options of the encoder that must be off, and why."""
+
+_CHILDREN = {"q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln", "dropout_module", "xpos", "ring_attention"}
+"""The modules of a layer's attention."""
+
+
+def _other_release(change: str) -> AdapterUnavailableError:
+    return AdapterUnavailableError(f"{change}; use a release that docs/gigapath.md lists.")
+
+
+def _changes_of_release(slide_encoder: Any) -> Iterator[str]:
+    """The attributes and parameters that a ring needs and that are missing, and those that a ring does not know."""
+    for path, names in _ATTRIBUTES.items():
+        owner = _find(slide_encoder, path)
+        for name in names.split():
+            if not hasattr(owner, name):
+                yield f"{path}.{name}: this release of gigapath has no such attribute"
+    for path, (names, is_all) in _PARAMETERS.items():
+        owner, _, name = path.rpartition(".")
+        method = getattr(type(_find(slide_encoder, owner)), name)
+        expected, found = {*names.split()}, {*inspect.signature(method).parameters} - {"self"}
+        missing, unknown = expected - found, found - expected if is_all else set()
+        if missing or unknown:
+            what = f"has no parameter {min(missing)!r}" if missing else f"has a new parameter {min(unknown)!r}"
+            yield f"{path} {what} in this release of gigapath"
+    for index, layer in enumerate(slide_encoder.encoder.layers):
+        for name, _ in layer.self_attn.named_children():
+            if name not in _CHILDREN:
+                yield f"slide_encoder.encoder.layers[{index}].self_attn.{name}: a module that a ring does not know"
+
+
+def _find(slide_encoder: nn.Module, path: str) -> Any:
+    """The object at a path such as ``slide_encoder.encoder.layers[0]``."""
+    found: Any = slide_encoder
+    for name in path.split(".")[1:]:
+        found = found.layers[0] if name == "layers[0]" else getattr(found, name)
+    return found
+
+
+def _check_options(slide_encoder: Any) -> None:
+    """Check that all parts of the encoder outside of attention work row by row.
+
+    Raises:
+        ValueError: an option of the encoder is not supported.
+    """
+    encoder = slide_encoder.encoder
+    for name, why in _OPTIONS.items():
+        value = getattr(encoder.args, name, False)
+        if value:
+            raise ValueError(
+                f"slide_encoder.encoder.args.{name} = {value}: not supported by a ring, since {why}; use a slide "
+                "encoder without it."
+            )
+    for name in ("embed_positions", "relative_position"):
+        if getattr(encoder, name) is not None:
+            raise ValueError(
+                f"slide_encoder.encoder.{name} = {type(getattr(encoder, name)).__name__}: not supported by a ring; "
+                "use a slide encoder without it."
+            )
+
+
+@torch.no_grad()
+def _check_same_forward(slide_encoder: Any) -> None:
+    """Compare the class's own forward with the ring's on three tiles, with the same function in place of the encoder.
+
+    Raises:
+        AdapterUnavailableError: the results differ, so this release computes something else around its encoder.
+    """
+    weight, encoder = slide_encoder.patch_embed.proj.weight, slide_encoder.encoder
+    width = slide_encoder.patch_embed.proj.in_features
+    tiles = torch.linspace(-1, 1, 3 * width).view(1, 3, width).to(weight)
+    coords = torch.tensor([[[0, 0], [0, 1], [1, 0]]]).to(weight.device) % slide_encoder.slide_ngrids
+    coords = coords * slide_encoder.tile_size
+
+    def row_by_row(src_tokens: None, token_embeddings: Tensor, **options: Any) -> dict[str, Any]:
+        x = token_embeddings
+        return {"encoder_out": x.sin(), "encoder_states": [x, x.cos()]}
+
+    def are_close(own: Tensor, on_ring: Tensor) -> bool:
+        tolerance = 100 * torch.finfo(own.dtype).eps
+        return own.shape == on_ring.shape and torch.allclose(own, on_ring, rtol=tolerance, atol=tolerance)
+
+    encoder.forward = row_by_row
+    try:
+        for all_layer_embed in (False, True):
+            own = type(slide_encoder).forward(slide_encoder, tiles, coords, all_layer_embed)
+            on_ring = _SlideEncoder(slide_encoder, Ring())(tiles, coords, all_layer_embed)
+            if len(own) != len(on_ring) or not all(map(are_close, own, on_ring)):
+                raise _other_release(
+                    f"{type(slide_encoder).__name__}.forward(all_layer_embed={all_layer_embed}) of this release of "
+                    "gigapath does not return the embeddings that a ring returns"
+                )
+    finally:
+        del encoder.forward

@@ -12,6 +12,9 @@ the host would have to wait for the GPU.
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -64,50 +67,31 @@ class AtenCudaKernel(Kernel):
         return []
 
 
-class AtenCudaFlashKernel(AtenCudaKernel):
-    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
+class AtenCudaPartsKernel(AtenCudaKernel):
+    """Base of the kernels for grouped heads without a key mask. They run a tile in parts if it is too large."""
 
-    name = "aten_cuda_flash"
-    gathers_rows_outermost = True  # its backward would copy out and grad_out to this layout
+    gathers_rows_outermost = True  # the backward would copy out and grad_out to this layout
     dtypes = HALF
-    operators = ("flash_attention", "flash_attention_backward")
     min_capability = (8, 0)
+    max_head_dim: int
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
-        if inputs.head_dim % 8 or inputs.head_dim > 256:
-            reasons.append("head_dim must be a multiple of 8 and at most 256")
+        if inputs.head_dim % 8 or inputs.head_dim > self.max_head_dim:
+            reasons.append(f"head_dim must be a multiple of 8 and at most {self.max_head_dim}")
         if inputs.has_key_mask:
             reasons.append("it does not support a key mask")
         return reasons
 
-    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
-        reasons = super().device_reasons(inputs, capability)
-        if not torch.backends.cuda.is_flash_attention_available():
-            reasons.append(f"torch {torch.__version__} was built without FlashAttention")
-        small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-        if inputs.needs_grad and inputs.head_dim > 192 and small_shared_memory:
-            reasons.append(f"its backward supports head_dim up to 192 on compute capability {_dotted(capability)}")
-        return reasons
-
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-            return torch.ops.aten._scaled_dot_product_flash_attention(  # type: ignore[no-any-return]
-                aligned(query), aligned(key), aligned(value), 0.0, is_causal, False, scale=scale
-            )[:2]
-
+        other = self._kernel_instead(query, key)
+        if other is not None:
+            return other.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
+        attend = partial(self._attend, is_causal=is_causal, scale=scale)
         out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
         return out, lse
 
@@ -126,35 +110,77 @@ class AtenCudaFlashKernel(AtenCudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        unused = unused_dropout_state(query)
-
-        def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
-            *rows, lse = tensors
-            return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
-                *map(aligned, rows),
-                lse.contiguous(),  # the operator assumes a contiguous [B, H, S]
-                None,
-                None,
-                query.shape[2],
-                key.shape[2],
-                0.0,
-                is_causal,
-                unused,
-                unused,
-                scale=scale,
+        other = self._kernel_instead(query, key)
+        if other is not None:
+            return other.backward(
+                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
             )
-
+        differentiate = partial(self._differentiate, is_causal=is_causal, scale=scale)
         tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
         entries, kv_heads = self._size_of_backward(query, key)
         grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=entries, kv_heads=kv_heads)
         return grad_query, grad_key, grad_value
 
-    @staticmethod
-    def _size_of_backward(query: Tensor, key: Tensor) -> tuple[int, int]:
-        """How many batch entries and key/value heads one backward may have.
+    def _kernel_instead(self, query: Tensor, key: Tensor) -> Kernel | None:
+        """The kernel that runs a tile which the operator refuses; None if the operator runs it."""
+        return None
 
-        The operator sums dQ in a buffer with padded rows, and some releases compute the offsets in it in 32 bits.
-        """
+    @abstractmethod
+    def _size_of_backward(self, query: Tensor, key: Tensor) -> tuple[int, int]:
+        """How many batch entries and key/value heads one backward may have."""
+
+    @abstractmethod
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        """Out and LSE of one part, as :meth:`forward`."""
+
+    @abstractmethod
+    def _differentiate(self, *tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+        """The gradients of one part, as :meth:`backward`; LSE is +inf in rows that see no key."""
+
+
+class AtenCudaFlashKernel(AtenCudaPartsKernel):
+    """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask."""
+
+    name = "aten_cuda_flash"
+    operators = ("flash_attention", "flash_attention_backward")
+    max_head_dim = 256
+
+    def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
+        reasons = super().device_reasons(inputs, capability)
+        if not torch.backends.cuda.is_flash_attention_available():
+            reasons.append(f"torch {torch.__version__} was built without FlashAttention")
+        small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
+        if inputs.needs_grad and inputs.head_dim > 192 and small_shared_memory:
+            reasons.append(f"its backward supports head_dim up to 192 on compute capability {_dotted(capability)}")
+        return reasons
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        rows = map(aligned, (query, key, value))
+        return torch.ops.aten._scaled_dot_product_flash_attention(*rows, 0.0, is_causal, False, scale=scale)[:2]  # type: ignore[no-any-return]
+
+    def _differentiate(self, *tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+        grad_out, query, key, value, out, lse = tensors
+        unused = unused_dropout_state(query)
+        return torch.ops.aten._scaled_dot_product_flash_attention_backward(  # type: ignore[no-any-return]
+            *map(aligned, (grad_out, query, key, value, out)),
+            lse.contiguous(),  # the operator assumes a contiguous [B, H, S]
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            unused,
+            unused,
+            scale=scale,
+        )
+
+    def _size_of_backward(self, query: Tensor, key: Tensor) -> tuple[int, int]:
+        """The operator sums dQ in a buffer with padded rows, and some releases compute offsets in it in 32 bits."""
         _, num_heads, rows, head_dim = query.shape
         num_kv_heads = key.shape[1]
         per_head = num_heads // num_kv_heads * (rows + -rows % 128) * (head_dim + -head_dim % 64)
@@ -193,14 +219,7 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
         return reasons
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         num_heads, seq_q = query.shape[1:3]

@@ -9,22 +9,21 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.aten_cuda import (
-    HALF,
     AtenCudaFlashKernel,
-    AtenCudaKernel,
+    AtenCudaPartsKernel,
     aligned,
     unused_dropout_state,
     with_strides,
 )
-from ring_backends.kernels.base import Kernel, KernelInputs, check_tile, lse_for_backward
+from ring_backends.kernels.base import Kernel, KernelInputs
 from ring_backends.kernels.math import MathKernel
-from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
+from ring_backends.kernels.parts import MAX_ENTRIES
 from ring_backends.torch_internals import has_values
 
 _lse_dims: dict[tuple[torch.device, bool], int] = {}
 
 
-class AtenCudaCudnnKernel(AtenCudaKernel):
+class AtenCudaCudnnKernel(AtenCudaPartsKernel):
     """``aten::_scaled_dot_product_cudnn_attention``. It supports grouped heads, and rows of any strides.
 
     cuDNN refuses tiles of a single key, and on some GPUs those of a single query. Another kernel runs them. torch
@@ -34,21 +33,11 @@ class AtenCudaCudnnKernel(AtenCudaKernel):
     """
 
     name = "aten_cuda_cudnn"
-    gathers_rows_outermost = True  # usually the layout of the query, so that out and grad_out are not copied again
     reads_strided_rows = True
-    dtypes = HALF
     operators = ("cudnn_attention", "cudnn_attention_backward")
-    min_capability = (8, 0)
+    max_head_dim = 128
     min_version = 91501
     """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
-
-    def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
-        reasons = super().not_supported_reasons(inputs)
-        if inputs.head_dim % 8 or inputs.head_dim > 128:
-            reasons.append("head_dim must be a multiple of 8 and at most 128")
-        if inputs.has_key_mask:
-            reasons.append("it does not support a key mask")
-        return reasons
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
         reasons = super().device_reasons(inputs, capability)
@@ -61,79 +50,45 @@ class AtenCudaCudnnKernel(AtenCudaKernel):
             reasons.append("it does not support TORCH_CUDNN_SDPA_AVOID_RECOMPILE, with which the LSE has other strides")
         return reasons
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
-        if min(query.shape[2], key.shape[2]) == 1:
-            other = _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
-            return other.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
+    def _kernel_instead(self, query: Tensor, key: Tensor) -> Kernel | None:
+        if min(query.shape[2], key.shape[2]) > 1:
+            return None
+        return _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
 
-        def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-            out, lse = self._run_forward(query, key, value, is_causal, scale)
-            return out, lse.reshape(query.shape[:-1])
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
+    ) -> tuple[Tensor, ...]:
+        out, lse = self._run_forward(query, key, value, is_causal, scale)
+        return out, lse.reshape(query.shape[:-1])
 
-        out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
-        return out, lse
-
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
-        if min(query.shape[2], key.shape[2]) == 1:
-            other = _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
-            return other.backward(
-                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
-            )
+    def _differentiate(self, *tensors: Tensor, is_causal: bool, scale: float) -> tuple[Tensor, ...]:
+        grad_out, query, key, value, out, lse = tensors
         unused = unused_dropout_state(query)
+        query, key, value = map(aligned, (query, key, value))
+        if torch.__version__ >= "2.14":
+            query, key, value = (_in_layout_of(x, x) for x in (query, key, value))
+        row_lse = lse.contiguous()
+        return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+            _in_layout_of(query, grad_out),
+            query,
+            key,
+            value,
+            _in_layout_of(query, out),
+            row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
+            unused,
+            unused,
+            None,
+            None,
+            None,
+            query.shape[2],
+            key.shape[2],
+            0.0,
+            is_causal,
+            scale=scale,
+        )
 
-        def differentiate(*tensors: Tensor) -> tuple[Tensor, ...]:
-            grad_out, query, key, value, out, lse = tensors
-            query, key, value = map(aligned, (query, key, value))
-            if torch.__version__ >= "2.14":
-                query, key, value = (_in_layout_of(x, x) for x in (query, key, value))
-            row_lse = lse.contiguous()
-            return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-                _in_layout_of(query, grad_out),
-                query,
-                key,
-                value,
-                _in_layout_of(query, out),
-                row_lse.unsqueeze(-1) if self._lse_has_unit_dim(query) else row_lse,
-                unused,
-                unused,
-                None,
-                None,
-                None,
-                query.shape[2],
-                key.shape[2],
-                0.0,
-                is_causal,
-                scale=scale,
-            )
-
-        tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
-        grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=MAX_ENTRIES)
-        return grad_query, grad_key, grad_value
+    def _size_of_backward(self, query: Tensor, key: Tensor) -> tuple[int, int]:
+        return MAX_ENTRIES, key.shape[1]
 
     def _lse_has_unit_dim(self, query: Tensor) -> bool:
         """Whether the operator's LSE is [B, H, S, 1], and not [B, H, S]. This depends on the release of torch."""

@@ -13,6 +13,7 @@ math kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import groupby, pairwise
 
 import torch
@@ -52,14 +53,11 @@ def forward(
     stats = statistics_dtype(query.dtype)
     out = torch.zeros_like(query, dtype=stats, memory_format=torch.contiguous_format)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
-    for batch, rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
+    for batch, rows, keys, on_diagonal, some_rule in _parts(rule, is_causal):
         tensors = query[batch, :, rows], key[batch, :, keys], value[batch, :, keys]
         mask = None if key_mask is None else key_mask[batch, :, keys]
-        if is_mixed:
-            some_rule = rule.part(batch, rows, keys)
-            part = _MATH.forward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask, rule=some_rule)
-        else:
-            part = kernel.forward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
+        attend = kernel.forward if some_rule is None else partial(_MATH.forward, rule=some_rule)
+        part = attend(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
         merge_(out[batch, :, rows], lse[batch, :, rows], *part)
     return out, lse
 
@@ -86,32 +84,29 @@ def backward(
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in (query, key, value)
     )
-    for batch, rows, keys, on_diagonal, is_mixed in _parts(rule, is_causal):
+    for batch, rows, keys, on_diagonal, some_rule in _parts(rule, is_causal):
         of_rows = [x[batch, :, rows] for x in (grad_out, query, out, lse)]
         tensors = of_rows[0], of_rows[1], key[batch, :, keys], value[batch, :, keys], of_rows[2], of_rows[3]
         mask = None if key_mask is None else key_mask[batch, :, keys]
-        if is_mixed:
-            some_rule = rule.part(batch, rows, keys)
-            part = _MATH.backward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask, rule=some_rule)
-        else:
-            part = kernel.backward(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
+        differentiate = kernel.backward if some_rule is None else partial(_MATH.backward, rule=some_rule)
+        part = differentiate(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
         grad_query[batch, :, rows] += part[0]
         grad_key[batch, :, keys] += part[1]
         grad_value[batch, :, keys] += part[2]
     return grad_query, grad_key, grad_value
 
 
-def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, bool]]:
-    """Yield (batch, rows, keys, whether the causal diagonal crosses them, whether several documents meet there)."""
+def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, PairRule | None]]:
+    """Yield (batch, rows, keys, whether the causal diagonal crosses them, their rule if several documents meet)."""
     assert rule.query_documents is not None
     assert rule.key_documents is not None
     everything = slice(None)
     if rule.query_documents.device.type != "cpu" or not has_values(rule.query_documents):
-        yield everything, everything, everything, is_causal, True
+        yield everything, everything, everything, is_causal, rule
         return
     for batch, is_of_one in _batch_parts(rule.query_documents, rule.key_documents):
         if is_of_one:
-            yield batch, everything, everything, is_causal, False
+            yield batch, everything, everything, is_causal, None
             continue
         queries, keys = rule.query_documents[batch], rule.key_documents[batch]
         both = (queries, keys)
@@ -125,8 +120,9 @@ def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slic
         met = zip(where.tolist(), mixed[where[:, 0], where[:, 1]].tolist(), strict=True)
         blocks = ((row, is_causal and row == key, is_mixed, key_blocks[key]) for (row, key), is_mixed in met)
         for (row, on_diagonal, is_mixed), group in groupby(blocks, key=lambda block: block[:3]):
+            rows = row_blocks[row]
             for stretch in _joined([block for *_, block in group]):
-                yield batch, row_blocks[row], stretch, on_diagonal, is_mixed
+                yield batch, rows, stretch, on_diagonal, rule.part(batch, rows, stretch) if is_mixed else None
 
 
 def _batch_parts(queries: Tensor, keys: Tensor) -> list[tuple[slice, bool]]:

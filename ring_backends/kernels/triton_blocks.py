@@ -2,6 +2,13 @@
 
 This module imports Triton, so it is imported only when a kernel is launched. Offsets of rows are 64-bit integers, since
 a tensor may have more than 2^31 elements.
+
+Arguments in capitals are known when a kernel is compiled. Four tuples travel from function to function:
+
+- *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
+- *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
+- *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
+- *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
 from __future__ import annotations
@@ -17,67 +24,78 @@ NUMBER_ALIGNMENT = tl.constexpr(tile_table.NUMBER_ALIGNMENT)
 KEY_COLUMNS = tl.constexpr(tile_table.KEY_COLUMNS)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
+IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+"""Whether Triton's interpreter runs the kernels. It truncates to bf16, and its products of bf16 are wrong."""
 
 
 @triton.jit
-def owned_block(work, bounds, num_programs):
+def owned_block(owners, num_programs):
     """Batch entry, table entry, segment and block of this program, and the first and last link of its entry."""
     program = tl.program_id(0)
     batch = (program // num_programs).to(tl.int64)
-    at = work + (program % num_programs).to(tl.int64) * 3
+    at = owners.work + (program % num_programs).to(tl.int64) * 3
     entry = tl.load(at).to(tl.int64)
-    bound = bounds + entry * 3
+    bound = owners.bounds + entry * 3
     return batch, entry, tl.load(at + 1), tl.load(at + 2), tl.load(bound), tl.load(bound + 1), tl.load(bound + 2)
 
 
 @triton.jit
-def linked(links, link):
+def linked(owners, link):
     """The entry of a link, and whether the causal diagonal limits the pair."""
-    at = links + link * 2
+    at = owners.links + link * 2
     return tl.load(at).to(tl.int64), tl.load(at + 1) != 0
 
 
 @triton.jit
-def lattice(table, entry, segment, COLUMNS: tl.constexpr):
-    """Head, position of the first row, dilation rate, and number of rows of an entry in one segment."""
+def lattice(table, batch, entry, segment, COLUMNS):
+    """Batch entry, head, position of the first row and dilation rate of an entry in one segment; its number of rows."""
     at = table + entry * COLUMNS
     first = tl.load(at + 1) + segment * tl.load(at + 2)
-    return tl.load(at), first, tl.load(at + 3), tl.load(at + 4).to(tl.int32)
-
-
-@triton.jit
-def row_offsets(batch, head, positions, strides):
-    """Offsets of rows in a tensor [batch, seq, heads, ...]."""
-    return batch * strides[0] + positions * strides[1] + head * strides[2]
+    return (batch, tl.load(at), first, tl.load(at + 3)), tl.load(at + 4).to(tl.int32)
 
 
 @triton.jit
 def numbers(queries, entry, segment, num_rows):
     """The number of the first row of a query entry in one segment, and how many numbers the segment has."""
     padded = tl.cdiv(num_rows, NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
-    number = tl.load(queries + entry * QUERY_COLUMNS + ROW_COLUMNS) + segment * padded
+    number = tl.load(queries.table + entry * QUERY_COLUMNS + ROW_COLUMNS) + segment * padded
     return tl.multiple_of(number, NUMBER_ALIGNMENT), padded
 
 
 @triton.jit
-def rows_at(pointer, batch, head, first, rate, strides):
+def row_pointers(source, place):
+    """Pointers to rows of a tensor [batch, seq, heads, ...]; ``place`` is their batch entry, head and positions."""
+    batch, head, positions = place
+    strides = source.strides
+    return source.pointer + (batch * strides[0] + positions * strides[1] + head * strides[2])
+
+
+@triton.jit
+def rows_at(source, here):
     """Where the rows of an entry lie: a pointer to the first one, and the distances of rows and of their elements."""
-    return pointer + row_offsets(batch, head, first, strides), rate * strides[1], strides[3]
+    batch, head, first, rate = here
+    return row_pointers(source, (batch, head, first)), rate * source.strides[1], source.strides[3]
 
 
 @triton.jit
-def packed_rows_at(pointer, keys, entry, batch, first, SLICE: tl.constexpr, WIDTH: tl.constexpr, ALIGNED: tl.constexpr):
-    """As :func:`rows_at`, for rows of ``WIDTH`` elements in a slice [batch, streams, rows] of a parcel.
+def key_rows_at(source, keys, entry, here, SLICE, WIDTH, PACKED):
+    """As :func:`rows_at`, for rows of ``WIDTH`` elements of a key entry.
 
-    Slices begin at multiples of ``ALIGNED`` elements of the buffer.
+    With ``PACKED``, they lie in slice [batch, streams, rows] number ``SLICE`` of a parcel. Slices of vectors begin at
+    multiples of 16 bytes. Dropout words, in slice 3, are the same for every batch entry.
     """
-    offset = tl.multiple_of(tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS + 1 + SLICE), ALIGNED)
-    row = batch * tl.load(keys + entry * KEY_COLUMNS + ROW_COLUMNS) + first
-    return pointer + offset + row * WIDTH, tl.full([], WIDTH, tl.int64), 1
+    if not PACKED:
+        return rows_at(source, here)
+    aligned: tl.constexpr = 1 if WIDTH == 1 else 128 // source.pointer.dtype.element_ty.primitive_bitwidth
+    batch, _, first, _ = here
+    columns = keys.table + entry * KEY_COLUMNS + ROW_COLUMNS
+    offset = tl.multiple_of(tl.load(columns + 1 + SLICE), aligned)
+    row = (batch * 0 if SLICE == 3 else batch) * tl.load(columns) + first
+    return source.pointer + offset + row * WIDTH, tl.full([], WIDTH, tl.int64), 1
 
 
 @triton.jit
-def block_pointers(at, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+def block_pointers(at, start, BLOCK, BLOCK_D):
     """Pointers to the rows [BLOCK, BLOCK_D] from number ``start`` on. Only their common base depends on ``start``."""
     pointer, row_step, dim_step = at
     rows, dims = tl.arange(0, BLOCK).to(tl.int64), tl.arange(0, BLOCK_D).to(tl.int64)
@@ -85,20 +103,12 @@ def block_pointers(at, start, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(
-    at,
-    start,
-    is_row,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
+def load_rows(at, start, is_row, HEAD_DIM, BLOCK_D, IS_WHOLE):
     """Load rows [BLOCK, BLOCK_D] from number ``start`` on. Rows that are not wanted, and padding of D, are 0.
 
     With ``IS_WHOLE``, all rows are wanted.
     """
-    pointers = block_pointers(at, start, BLOCK, BLOCK_D)
+    pointers = block_pointers(at, start, is_row.shape[0], BLOCK_D)
     is_dim = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if IS_WHOLE and BLOCK_D == HEAD_DIM:
         return tl.load(pointers)
@@ -111,120 +121,100 @@ def load_rows(
 
 
 @triton.jit
-def load_numbers(at, start, is_row, other, BLOCK: tl.constexpr, IS_WHOLE: tl.constexpr):
+def load_numbers(at, start, is_row, other, IS_WHOLE):
     """Load the numbers [BLOCK] of rows from number ``start`` on; ``other`` for rows that are not wanted."""
     pointer, row_step, _ = at
-    pointers = pointer + row_step * start + tl.arange(0, BLOCK).to(tl.int64) * row_step
+    pointers = pointer + row_step * start + tl.arange(0, is_row.shape[0]).to(tl.int64) * row_step
     if IS_WHOLE:
         return tl.load(pointers)
     return tl.load(pointers, mask=is_row, other=other)
 
 
 @triton.jit
-def earlier_rows(at, start, is_row, opens, BLOCK: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """The sums [BLOCK, BLOCK_D] of earlier launches, in fp32; 0 if this launch opens the rows."""
-    rows = tl.zeros([BLOCK, BLOCK_D], tl.float32)
+def add_rows(at, start, is_row, rows, opens, HEAD_DIM):
+    """Add rows [BLOCK, BLOCK_D] to the sums of earlier launches. They are stored instead if this launch opens them."""
+    BLOCK_D: tl.constexpr = rows.shape[1]
+    earlier = tl.zeros(rows.shape, tl.float32)
     if opens == 0:
-        rows += load_rows(at, start, is_row, BLOCK, HEAD_DIM, BLOCK_D, False)
-    return rows
-
-
-@triton.jit
-def store_rows(
-    at,
-    start,
-    is_row,
-    rows,
-    BLOCK: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
-    """Store rows [BLOCK, BLOCK_D]."""
-    pointers = block_pointers(at, start, BLOCK, BLOCK_D)
+        earlier += load_rows(at, start, is_row, HEAD_DIM, BLOCK_D, False)
+    rows += earlier
+    pointers = block_pointers(at, start, rows.shape[0], BLOCK_D)
     is_dim = (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    tl.store(pointers, rounded(rows, pointers.dtype.element_ty, UPCAST), mask=is_row[:, None] & is_dim)
+    tl.store(pointers, rounded(rows, pointers.dtype.element_ty), mask=is_row[:, None] & is_dim)
 
 
 @triton.jit
-def keys_at(
-    key,
-    value,
-    key_marks,
-    key_words,
-    keys,
-    entry,
-    segment,
-    batch,
-    key_strides,
-    value_strides,
-    mark_strides,
-    word_strides,
-    HEAD_DIM: tl.constexpr,
-    MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    PACKED: tl.constexpr,
-):
+def keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED):
     """Where the keys of an entry lie in one segment, their values, marks and dropout words, and the number of keys.
 
-    Without marks or words, the keys stand in their place. :func:`load_key_block` takes the result as a whole.
+    Without marks or words, the keys stand in their place.
     """
-    head, first, rate, num_keys = lattice(keys, entry, segment, KEY_COLUMNS)
-    if PACKED:
-        aligned: tl.constexpr = 128 // key.dtype.element_ty.primitive_bitwidth
-        key_at = packed_rows_at(key, keys, entry, batch, first, 0, HEAD_DIM, aligned)
-        value_at = packed_rows_at(value, keys, entry, batch, first, 1, HEAD_DIM, aligned)
-    else:
-        key_at = rows_at(key, batch, head, first, rate, key_strides)
-        value_at = rows_at(value, batch, head, first, rate, value_strides)
+    here, num_keys = lattice(keys.table, batch, entry, segment, KEY_COLUMNS)
+    key_at = key_rows_at(keys.key, keys, entry, here, 0, HEAD_DIM, PACKED)
+    value_at = key_rows_at(keys.value, keys, entry, here, 1, HEAD_DIM, PACKED)
     mark_at, word_at = key_at, key_at
     if MARKS != 0:
-        if PACKED:
-            mark_at = packed_rows_at(key_marks, keys, entry, batch, first, 2, 1, 1)
-        else:
-            mark_at = rows_at(key_marks, batch, head, first, rate, mark_strides)
+        mark_at = key_rows_at(keys.marks, keys, entry, here, 2, 1, PACKED)
     if DROPOUT:
-        if PACKED:  # the words are the same for every batch entry
-            word_at = packed_rows_at(key_words, keys, entry, batch * 0, first, 3, 1, 1)
-        else:
-            word_at = rows_at(key_words, batch, head, first, rate, word_strides)
+        word_at = key_rows_at(keys.words, keys, entry, here, 3, 1, PACKED)
     return key_at, value_at, mark_at, word_at, num_keys
 
 
 @triton.jit
-def load_key_block(
-    at,
-    start,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-):
+def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED):
+    """The keys of a link, as :func:`keys_at`, for a block of queries from number ``begin`` on.
+
+    Also whether the causal diagonal limits the pair, the end of the blocks of keys that every query may see, and the
+    end of the keys that any of them may see.
+    """
+    entry, is_causal = linked(owners, link)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
+    num_keys = keys_here[4]
+    whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
+    stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
+    return keys_here, is_causal, whole, stop
+
+
+@triton.jit
+def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
     """Load a block of keys from number ``start`` on: keys, values, marks, dropout words, and which of them exist.
 
     Ignored keys are not read, so that a NaN in one of them reaches nothing. They count as keys that do not exist.
     """
-    key_at, value_at, mark_at, word_at, num_keys = at
+    key_at, value_at, mark_at, word_at, num_keys = keys_here
     is_key = start + tl.arange(0, BLOCK_K) < num_keys
     marks = tl.zeros([BLOCK_K], tl.int64)
     if MARKS == 1:
-        is_key &= load_numbers(mark_at, start, is_key, 1, BLOCK_K, IS_WHOLE) == 0
+        is_key &= load_numbers(mark_at, start, is_key, 1, IS_WHOLE) == 0
     if MARKS == 2:
-        marks = load_numbers(mark_at, start, is_key, -1, BLOCK_K, IS_WHOLE)
+        marks = load_numbers(mark_at, start, is_key, -1, IS_WHOLE)
         is_key &= marks >= 0
     words = tl.zeros([BLOCK_K], tl.int32)
     if DROPOUT:
-        words = load_numbers(word_at, start, is_key, 0, BLOCK_K, IS_WHOLE)
+        words = load_numbers(word_at, start, is_key, 0, IS_WHOLE)
     reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
-    k = load_rows(key_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
-    v = load_rows(value_at, start, is_key, BLOCK_K, HEAD_DIM, BLOCK_D, reads_all)
+    k = load_rows(key_at, start, is_key, HEAD_DIM, BLOCK_D, reads_all)
+    v = load_rows(value_at, start, is_key, HEAD_DIM, BLOCK_D, reads_all)
     return k, v, marks, words, is_key
 
 
 @triton.jit
-def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS: tl.constexpr, IS_WHOLE: tl.constexpr):
+def load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT):
+    """The document number and the two dropout words of each query; zeros without documents, or without dropout."""
+    documents = tl.zeros(is_row.shape, tl.int64)
+    if MARKS == 2:
+        documents = load_numbers(rows_at(queries.documents, here), start, is_row, -2, False)
+    first_words = tl.zeros(is_row.shape, tl.int32)
+    second_words = first_words
+    if DROPOUT:
+        pointer, row_step, word_step = rows_at(queries.words, here)
+        first_words = load_numbers((pointer, row_step, word_step), start, is_row, 0, False)
+        second_words = load_numbers((pointer + word_step, row_step, word_step), start, is_row, 0, False)
+    return documents, first_words, second_words
+
+
+@triton.jit
+def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS, IS_WHOLE):
     """The pairs of ``seen`` that the causal mask and the documents leave.
 
     All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. Rows
@@ -236,30 +226,6 @@ def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS: tl
     if MARKS == 2:
         seen = seen & (row_documents == key_documents)
     return seen
-
-
-@triton.jit
-def load_documents(pointer, batch, head, first, rate, start, is_row, strides, BLOCK: tl.constexpr, MARKS: tl.constexpr):
-    """The document number of each query; zeros without documents."""
-    documents = tl.zeros([BLOCK], tl.int64)
-    if MARKS == 2:
-        documents = load_numbers(rows_at(pointer, batch, head, first, rate, strides), start, is_row, -2, BLOCK, False)
-    return documents
-
-
-@triton.jit
-def load_query_words(
-    pointer, batch, head, first, rate, start, is_row, strides, BLOCK: tl.constexpr, DROPOUT: tl.constexpr
-):
-    """The two dropout words of each query; zeros without dropout."""
-    first_words = tl.zeros([BLOCK], tl.int32)
-    second_words = first_words
-    if DROPOUT:
-        at = rows_at(pointer, batch, head, first, rate, strides)
-        first_words = load_numbers(at, start, is_row, 0, BLOCK, False)
-        at = rows_at(pointer + strides[3], batch, head, first, rate, strides)
-        second_words = load_numbers(at, start, is_row, 0, BLOCK, False)
-    return first_words, second_words
 
 
 @triton.jit
@@ -275,9 +241,9 @@ def dropout_factors(first_words, second_words, key_words, threshold, weight):
 
 
 @triton.jit
-def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
-    """fp32 rounded to another dtype. ``UPCAST`` is for Triton's interpreter, which truncates to bf16."""
-    if UPCAST and dtype == tl.bfloat16:
+def rounded(x, dtype):
+    """fp32 rounded to another dtype."""
+    if IS_INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
         x = bits.to(tl.float32, bitcast=True)
@@ -285,9 +251,9 @@ def rounded(x, dtype: tl.constexpr, UPCAST: tl.constexpr):
 
 
 @triton.jit
-def product(a, b, UPCAST: tl.constexpr):
-    """Matrix product with fp32 sums. ``UPCAST`` is for Triton's interpreter, whose products of bf16 are wrong."""
-    if UPCAST:
+def product(a, b):
+    """Matrix product with fp32 sums."""
+    if IS_INTERPRETED:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
     return tl.dot(a, b, input_precision="ieee")
 

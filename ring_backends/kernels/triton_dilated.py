@@ -22,7 +22,7 @@ from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.steps import GradSums, PackedParcels, StepKernel, StepRows
-from ring_backends.kernels.triton_launch import Launch, strides
+from ring_backends.kernels.triton_launch import Launch
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values
@@ -65,14 +65,7 @@ class TritonDilatedKernel(StepKernel):
         return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
 
     def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
@@ -114,9 +107,8 @@ class TritonDilatedKernel(StepKernel):
     ) -> None:
         if not has_values(out):
             return
-        sums = {"out": out, "out_strides": strides(out), "lse": lse, "lse_strides": strides(lse)}
         for launch in Launch.of_step(tiles, rows, arrived, None):
-            launch.run("forward", rows, sums, scale)
+            launch.run("forward", rows, {"out": out, "lse": lse}, scale)
 
     def backward_into(
         self,
@@ -133,31 +125,11 @@ class TritonDilatedKernel(StepKernel):
     ) -> None:
         if not has_values(grad_out):
             return
-        of_query = {
-            "out": out,
-            "out_strides": strides(out),
-            "lse": lse,
-            "lse_strides": strides(lse),
-            "grad_query": sums.query,
-            "grad_query_strides": strides(sums.query),
-        }
         for launch in Launch.of_step(tiles, rows, arrived, passed_on):
-            statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
-            of_both = {
-                "grad_out": grad_out,
-                "grad_out_strides": strides(grad_out),
-                "statistics": statistics,
-                "statistics_strides": strides(statistics),
-            }
-            launch.run("grad_query", rows, of_both | of_query, scale)
+            of_both = {"grad_out": grad_out, "statistics": lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)}
+            launch.run("grad_query", rows, {**of_both, "out": out, "lse": lse, "grad_query": sums.query}, scale)
             grad_key, grad_value = launch.key_grads(sums, passed_on)
-            of_keys = {
-                "grad_key": grad_key,
-                "grad_key_strides": strides(grad_key),
-                "grad_value": grad_value,
-                "grad_value_strides": strides(grad_value),
-            }
-            launch.run("grad_key_value", rows, of_both | of_keys, scale)
+            launch.run("grad_key_value", rows, {**of_both, "grad_key": grad_key, "grad_value": grad_value}, scale)
 
 
 @dataclass(frozen=True)

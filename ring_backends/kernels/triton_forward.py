@@ -16,68 +16,41 @@ from ring_backends.kernels.triton_blocks import (
     QUERY_COLUMNS,
     block_pointers,
     dropout_factors,
-    keys_at,
+    keys_of_link,
     lattice,
-    linked,
-    load_documents,
     load_key_block,
     load_numbers,
-    load_query_words,
+    load_pair_inputs,
     load_rows,
     merged_result,
     owned_block,
     product,
     rounded,
-    row_offsets,
+    row_pointers,
     rows_at,
     visible,
 )
 
 
 @triton.jit
-def attend(
-    maximum,
-    total,
-    weighted,
-    own_rows,
-    keys_here,
-    is_causal,
-    begin,
-    end,
-    score_scale,
-    threshold,
-    dropout_weight,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+def attend(sums, own_rows, keys_here, is_causal, begin, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
     """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them.
 
-    ``own_rows`` holds the queries of the block, the numbers of their rows, their documents, and their dropout words.
-    ``score_scale`` is positive, so the largest product of a row gives its largest score.
+    ``sums`` holds the largest score of each row, and the sums of its weights and of its weighted values. ``own_rows``
+    holds the queries of the block, and as columns their numbers, documents and dropout words. The scale of
+    scores is positive, so the largest product of a row gives its largest score.
     """
+    maximum, total, weighted = sums
     q, rows, documents, first_words, second_words = own_rows
+    score_scale, threshold, dropout_weight = factors
     for start in range(begin, end, BLOCK_K):
-        indices = start + tl.arange(0, BLOCK_K)
+        keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
-            keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, IS_WHOLE
+            keys_here, start, HEAD_DIM, q.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
-        products = product(q, tl.trans(k), UPCAST)
+        products = product(q, tl.trans(k))
         if MARKS != 0 or not IS_WHOLE:
-            seen = visible(
-                is_key[None, :],
-                rows[:, None],
-                indices[None, :],
-                documents[:, None],
-                marks[None, :],
-                is_causal,
-                MARKS,
-                IS_WHOLE,
-            )
+            seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], is_causal, MARKS, IS_WHOLE)
             products = tl.where(seen, products, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(products, 1) * score_scale)
         # For a row that has seen no key yet, -inf + inf would be NaN.
@@ -86,39 +59,19 @@ def attend(
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)
         if DROPOUT:
-            weights *= dropout_factors(
-                first_words[:, None], second_words[:, None], words[None, :], threshold, dropout_weight
-            )
-        weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v, UPCAST)
+            weights *= dropout_factors(first_words, second_words, words[None, :], threshold, dropout_weight)
+        weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v)
         maximum = new_maximum
     return maximum, total, weighted
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
 def forward_kernel(
-    query,
-    key,
-    value,
-    out,
-    lse,
-    query_documents,
-    key_marks,
-    query_words,
-    key_words,
     queries,
     keys,
-    bounds,
-    links,
-    work,
-    query_strides,
-    key_strides,
-    value_strides,
-    out_strides,
-    lse_strides,
-    document_strides,
-    mark_strides,
-    query_word_strides,
-    key_word_strides,
+    out,
+    lse,
+    owners,
     num_programs,
     scale,
     threshold,
@@ -130,80 +83,50 @@ def forward_kernel(
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    batch, entry, segment, block, first_link, end_link, opens = owned_block(work, bounds, num_programs)
-    head, first, rate, num_rows = lattice(queries, entry, segment, QUERY_COLUMNS)
+    batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
+    here, num_rows = lattice(queries.table, batch, entry, segment, QUERY_COLUMNS)
+    _, head, first, rate = here
     begin = block * BLOCK_Q
     rows = begin + tl.arange(0, BLOCK_Q)
     is_row = rows < num_rows
-    at = rows_at(query, batch, head, first, rate, query_strides)
-    q = load_rows(at, begin, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, False)
-    documents = load_documents(
-        query_documents, batch, head, first, rate, begin, is_row, document_strides, BLOCK_Q, MARKS
-    )
-    first_words, second_words = load_query_words(
-        query_words, batch, head, first, rate, begin, is_row, query_word_strides, BLOCK_Q, DROPOUT
-    )
-    own_rows = (q, rows, documents, first_words, second_words)
-    maximum = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_Q], tl.float32)
-    weighted = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    q = load_rows(rows_at(queries.query, here), begin, is_row, HEAD_DIM, BLOCK_D, False)
+    documents, first_words, second_words = load_pair_inputs(queries, here, begin, is_row, MARKS, DROPOUT)
+    own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
+    factors = (scale * LOG2_E, threshold, dropout_weight)
+    no_key = tl.full([BLOCK_Q], float("-inf"), tl.float32)
+    sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
-        key_entry, is_causal = linked(links, link)
-        keys_here = keys_at(
-            key,
-            value,
-            key_marks,
-            key_words,
-            keys,
-            key_entry,
-            segment,
-            batch,
-            key_strides,
-            value_strides,
-            mark_strides,
-            key_word_strides,
-            HEAD_DIM,
-            MARKS,
-            DROPOUT,
-            PACKED,
+        keys_here, is_causal, whole, stop = keys_of_link(
+            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
         )
-        _, _, _, _, num_keys = keys_here
-        stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
-        whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
         for is_whole in tl.static_range(1, -1, -1):
-            maximum, total, weighted = attend(
-                maximum,
-                total,
-                weighted,
+            first_key, end = (0, whole) if is_whole else (whole, stop)
+            sums = attend(
+                sums,
                 own_rows,
                 keys_here,
                 is_causal,
-                0 if is_whole else whole,
-                whole if is_whole else stop,
-                scale * LOG2_E,
-                threshold,
-                dropout_weight,
+                first_key,
+                end,
+                factors,
                 HEAD_DIM,
-                BLOCK_D,
                 BLOCK_K,
                 MARKS,
                 DROPOUT,
                 is_whole,
-                UPCAST,
             )
 
+    maximum, total, weighted = sums
     is_blind = total == 0.0
     tile_out = tl.where(is_blind[:, None], 0.0, weighted / tl.where(is_blind, 1.0, total)[:, None])
     tile_lse = tl.where(is_blind, float("-inf"), (maximum + tl.log2(tl.where(is_blind, 1.0, total))) * LN_2)
 
     # Merge. Memory that this launch opens holds no numbers yet, so it is not read.
-    lse_at = rows_at(lse, batch, head, first, rate, lse_strides)
-    pointers = block_pointers(rows_at(out, batch, head, first, rate, out_strides), begin, BLOCK_Q, BLOCK_D)
+    pointers = block_pointers(rows_at(out, here), begin, BLOCK_Q, BLOCK_D)
     wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
-    old_lse = load_numbers(lse_at, begin, is_row & (opens == 0), float("-inf"), BLOCK_Q, False)
+    old_lse = load_numbers(rows_at(lse, here), begin, is_row & (opens == 0), float("-inf"), False)
     old_out = tl.load(pointers, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
     merged, merged_lse = merged_result(old_out, old_lse, tile_out, tile_lse)
-    tl.store(pointers, rounded(merged, out.dtype.element_ty, UPCAST), mask=wanted)
-    tl.store(lse + row_offsets(batch, head, first + rows * rate, lse_strides), merged_lse, mask=is_row)
+    tl.store(pointers, rounded(merged, pointers.dtype.element_ty), mask=wanted)
+    tl.store(row_pointers(lse, (batch, head, first + rows * rate)), merged_lse, mask=is_row)

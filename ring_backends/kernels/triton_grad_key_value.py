@@ -13,64 +13,42 @@ from ring_backends.kernels.triton_blocks import (
     KEY_COLUMNS,
     LOG2_E,
     QUERY_COLUMNS,
+    add_rows,
     dropout_factors,
-    earlier_rows,
+    key_rows_at,
     keys_at,
     lattice,
     linked,
-    load_documents,
     load_key_block,
-    load_query_words,
+    load_pair_inputs,
     load_rows,
     numbers,
     owned_block,
-    packed_rows_at,
     product,
     rows_at,
-    store_rows,
     visible,
 )
 
 
 @triton.jit
 def grads_of_keys(
-    key_grad,
-    value_grad,
-    own_keys,
-    indices,
-    rows_here,
-    query_documents,
-    query_words,
-    document_strides,
-    word_strides,
-    batch,
-    lattice_here,
-    is_causal,
-    begin,
-    num_diagonal,
-    later,
-    num_blocks,
-    score_scale,
-    threshold,
-    dropout_weight,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
-    IS_WHOLE: tl.constexpr,
-    UPCAST: tl.constexpr,
+    grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, IS_WHOLE
 ):
-    """Add the gradients from blocks of query rows: ``num_diagonal`` from number ``begin`` on, the rest from ``later``.
+    """Add the gradients from blocks of query rows.
 
-    ``own_keys`` holds the block's keys as :func:`load_key_block` returns them, and ``indices`` their numbers.
-    ``rows_here`` says where the queries, grad_out, LSE and delta of the rows lie. Scores, weights and their gradients
-    are transposed here: [keys, rows]. With marks, a row that sees no key is not read. Without marks, every row sees a
-    key, and loads do not wait for the LSE.
+    ``own`` holds the block's keys as :func:`load_key_block` returns them, and their numbers. ``rows_here`` says how
+    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` holds where the blocks of rows
+    begin on the diagonal, how many are there, where the others begin, and how many all are.
+
+    Scores, weights and their gradients are transposed here: [keys, rows]. With marks, a row that sees no key is not
+    read. Without marks, every row sees a key, and loads do not wait for the LSE.
     """
-    k, v, marks, words, is_key = own_keys
-    query_at, grad_out_at, lse_at, delta_at = rows_here
-    head, first, rate, num_rows = lattice_here
+    key_grad, value_grad = grads
+    k, v, marks, words, is_key = own[0]
+    indices = own[1]
+    here, num_rows, query_at, grad_out_at, lse_at, delta_at = rows_here
+    begin, num_diagonal, later, num_blocks = blocks
+    score_scale, threshold, dropout_weight = factors
     for number in range(0, num_blocks):
         start = later + (number - num_diagonal) * BLOCK_Q
         if not IS_WHOLE:  # whole blocks have no diagonal
@@ -83,15 +61,10 @@ def grads_of_keys(
         delta = tl.load(delta_at + rows)
         if MARKS != 0:
             is_row = row_lse != float("inf")
-        q = load_rows(query_at, start, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, reads_all)
-        do = load_rows(grad_out_at, start, is_row, BLOCK_Q, HEAD_DIM, BLOCK_D, reads_all)
-        documents = load_documents(
-            query_documents, batch, head, first, rate, start, is_row, document_strides, BLOCK_Q, MARKS
-        )
-        first_words, second_words = load_query_words(
-            query_words, batch, head, first, rate, start, is_row, word_strides, BLOCK_Q, DROPOUT
-        )
-        scores = product(k, tl.trans(q), UPCAST) * score_scale
+        q = load_rows(query_at, start, is_row, HEAD_DIM, k.shape[1], reads_all)
+        do = load_rows(grad_out_at, start, is_row, HEAD_DIM, k.shape[1], reads_all)
+        documents, first_words, second_words = load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT)
+        scores = product(k, tl.trans(q)) * score_scale
         weights = tl.exp2(scores - row_lse[None, :])
         if MARKS != 0 or not IS_WHOLE:
             # Distances from ``start``, since the pipeline would keep ``rows`` of the next blocks in registers.
@@ -101,60 +74,32 @@ def grads_of_keys(
             seen = is_row[None, :]
             if MARKS == 1:
                 seen = seen & is_key[:, None]
-            seen = visible(
-                seen,
-                distances[None, :],
-                (indices - start)[:, None],
-                documents[None, :],
-                marks[:, None],
-                is_causal,
-                MARKS,
-                IS_WHOLE,
-            )
+            keys = (indices - start)[:, None]
+            distances, documents = distances[None, :], documents[None, :]
+            seen = visible(seen, distances, keys, documents, marks[:, None], is_causal, MARKS, IS_WHOLE)
             weights = tl.where(seen, weights, 0.0)
-        grad_weights = product(v, tl.trans(do), UPCAST)
+        grad_weights = product(v, tl.trans(do))
         kept = weights
         if DROPOUT:
-            factors = dropout_factors(
-                first_words[None, :], second_words[None, :], words[:, None], threshold, dropout_weight
-            )
-            kept = weights * factors
-            grad_weights *= factors
-        value_grad += product(kept.to(do.dtype), do, UPCAST)
+            first_words, second_words = first_words[None, :], second_words[None, :]
+            dropped = dropout_factors(first_words, second_words, words[:, None], threshold, dropout_weight)
+            kept = weights * dropped
+            grad_weights *= dropped
+        value_grad += product(kept.to(do.dtype), do)
         grad_scores = weights * (grad_weights - delta[None, :])
-        key_grad += product(grad_scores.to(q.dtype), q, UPCAST)
+        key_grad += product(grad_scores.to(q.dtype), q)
     return key_grad, value_grad
 
 
 @triton.jit(do_not_specialize=["num_programs", "threshold"])
 def grad_key_value_kernel(
-    query,
-    key,
-    value,
+    queries,
+    keys,
     grad_out,
     statistics,
     grad_key,
     grad_value,
-    query_documents,
-    key_marks,
-    query_words,
-    key_words,
-    queries,
-    keys,
-    bounds,
-    links,
-    work,
-    query_strides,
-    key_strides,
-    value_strides,
-    grad_out_strides,
-    statistics_strides,
-    grad_key_strides,
-    grad_value_strides,
-    document_strides,
-    mark_strides,
-    query_word_strides,
-    key_word_strides,
+    owners,
     num_programs,
     scale,
     threshold,
@@ -166,38 +111,18 @@ def grad_key_value_kernel(
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
-    UPCAST: tl.constexpr,
 ):
-    batch, entry, segment, block, first_link, end_link, opens = owned_block(work, bounds, num_programs)
-    head, first, rate, _ = lattice(keys, entry, segment, KEY_COLUMNS)
-    keys_here = keys_at(
-        key,
-        value,
-        key_marks,
-        key_words,
-        keys,
-        entry,
-        segment,
-        batch,
-        key_strides,
-        value_strides,
-        mark_strides,
-        key_word_strides,
-        HEAD_DIM,
-        MARKS,
-        DROPOUT,
-        PACKED,
-    )
+    batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
     first_key = block * BLOCK_K
-    indices = first_key + tl.arange(0, BLOCK_K)
     own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
-    _, _, _, _, num_keys = keys_here
-    key_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    value_grad = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    num_keys = keys_here[4]
+    own = (own_keys, first_key + tl.arange(0, BLOCK_K))
+    factors = (scale * LOG2_E, threshold, dropout_weight)
+    grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
-        query_entry, is_causal = linked(links, link)
-        lattice_here = lattice(queries, query_entry, segment, QUERY_COLUMNS)
-        query_head, first_query, query_rate, num_rows = lattice_here
+        query_entry, is_causal = linked(owners, link)
+        here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
         # Blocks of rows on the diagonal, then whole blocks, then a block with the last rows.
         begin = tl.where(is_causal, first_key // BLOCK_Q * BLOCK_Q, 0)
         whole = tl.where(is_causal, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
@@ -205,52 +130,23 @@ def grad_key_value_kernel(
         num_diagonal = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
         has_rest = tl.where(num_rows > end, 1, 0)
         number = numbers(queries, query_entry, segment, num_rows)[0]
-        statistics_at = statistics + batch * statistics_strides[0] + number
-        rows_here = (
-            rows_at(query, batch, query_head, first_query, query_rate, query_strides),
-            rows_at(grad_out, batch, query_head, first_query, query_rate, grad_out_strides),
-            statistics_at,
-            statistics_at + statistics_strides[1],
-        )
+        lse_at = statistics.pointer + batch * statistics.strides[0] + number
+        delta_at = lse_at + statistics.strides[1]
+        rows_here = (here, num_rows, rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
         for is_whole in tl.static_range(2):
-            key_grad, value_grad = grads_of_keys(
-                key_grad,
-                value_grad,
-                own_keys,
-                indices,
-                rows_here,
-                query_documents,
-                query_words,
-                document_strides,
-                query_word_strides,
-                batch,
-                lattice_here,
-                is_causal,
-                begin,
-                0 if is_whole else num_diagonal,
-                whole if is_whole else end,
-                (end - whole) // BLOCK_Q if is_whole else num_diagonal + has_rest,
-                scale * LOG2_E,
-                threshold,
-                dropout_weight,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_Q,
-                MARKS,
-                DROPOUT,
-                is_whole,
-                UPCAST,
+            if is_whole:
+                blocks = (begin, 0, whole, (end - whole) // BLOCK_Q)
+            else:
+                blocks = (begin, num_diagonal, end, num_diagonal + has_rest)
+            grads = grads_of_keys(
+                grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, is_whole
             )
 
-    # A difference, since the compiler would keep ``indices < num_keys`` in registers during the loops.
+    key_grad, value_grad = grads
+    # A difference, since the compiler would keep which numbers are below ``num_keys`` in registers during the loops.
     is_row = tl.arange(0, BLOCK_K) < num_keys - first_key
-    if PACKED:
-        key_at = packed_rows_at(grad_key, keys, entry, batch, first, 4, HEAD_DIM, 4)
-        value_at = packed_rows_at(grad_value, keys, entry, batch, first, 5, HEAD_DIM, 4)
-    else:
-        key_at = rows_at(grad_key, batch, head, first, rate, grad_key_strides)
-        value_at = rows_at(grad_value, batch, head, first, rate, grad_value_strides)
-    value_grad += earlier_rows(value_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
-    store_rows(value_at, first_key, is_row, value_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)
-    key_grad = key_grad * scale + earlier_rows(key_at, first_key, is_row, opens, BLOCK_K, HEAD_DIM, BLOCK_D)
-    store_rows(key_at, first_key, is_row, key_grad, BLOCK_K, HEAD_DIM, BLOCK_D, UPCAST)
+    here, _ = lattice(keys.table, batch, entry, segment, KEY_COLUMNS)
+    key_at = key_rows_at(grad_key, keys, entry, here, 4, HEAD_DIM, PACKED)
+    value_at = key_rows_at(grad_value, keys, entry, here, 5, HEAD_DIM, PACKED)
+    add_rows(value_at, first_key, is_row, value_grad, opens, HEAD_DIM)
+    add_rows(key_at, first_key, is_row, key_grad * scale, opens, HEAD_DIM)

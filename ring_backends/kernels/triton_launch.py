@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_backends.kernels.constants import keep_if_captured
 from ring_backends.kernels.steps import GradSums, PackedParcels, StepRows, parcel_key_words
-from ring_backends.kernels.tile_table import Offsets, Owners, TileTable, launches, parcels, tile_table
+from ring_backends.kernels.tile_table import Offsets, TileTable, launches, parcels, tile_table
 from ring_backends.schedule.rank_plan import Parcel, Tile
 
 NO_MARKS, MASK, DOCUMENTS = range(3)
@@ -81,6 +81,48 @@ def device_reasons(device: torch.device) -> list[str]:
     if found < MIN_CAPABILITY:
         return [f"it needs compute capability 8.0, this is {found[0]}.{found[1]}"]
     return []
+
+
+class Source(NamedTuple):
+    """A tensor as an argument of a kernel, with four strides, so that all tensors of a dtype have the same type."""
+
+    pointer: Tensor | None
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> Source:
+        """Strides are 0 for dims that the tensor lacks, and without a tensor."""
+        if tensor is None:
+            return cls(None, (0,) * 4)
+        strides = (*tensor.stride(), *(0,) * (4 - tensor.dim()))
+        return cls(tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor, strides)
+
+
+class QuerySources(NamedTuple):
+    """What a launch reads of queries."""
+
+    table: Tensor
+    query: Source
+    documents: Source
+    words: Source
+
+
+class KeySources(NamedTuple):
+    """What a launch reads of keys."""
+
+    table: Tensor
+    key: Source
+    value: Source
+    marks: Source
+    words: Source
+
+
+class OwnerTables(NamedTuple):
+    """Which blocks of rows the programs own: :class:`~ring_backends.kernels.tile_table.Owners` for one block size."""
+
+    work: Tensor
+    bounds: Tensor
+    links: Tensor
 
 
 class Blocks(NamedTuple):
@@ -183,8 +225,8 @@ class Launch:
             table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
             yield cls(table, key, value, marks, words)
 
-    def run(self, name: str, rows: StepRows, arguments: dict[str, Any], scale: float) -> None:
-        """Run the kernel called ``name``, a field of :class:`Kernels`, with ``arguments`` that others do not have."""
+    def run(self, name: str, rows: StepRows, tensors: dict[str, Tensor], scale: float) -> None:
+        """Run the kernel called ``name``, a field of :class:`Kernels`, with ``tensors`` that others do not have."""
         found = kernels()
         kernel = getattr(found, name)
         head_dim = rows.query.shape[3]
@@ -192,11 +234,13 @@ class Launch:
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
+        of_queries = map(Source.of, (rows.query, rows.query_documents, rows.query_words))
+        of_keys = map(Source.of, (self.key, self.value, self.key_marks, self.key_words))
         arguments = {
-            **arguments,
-            **self._inputs(rows),
-            **self._tables(owners),
-            "work": work,
+            **{argument: Source.of(tensor) for argument, tensor in tensors.items()},
+            "queries": QuerySources(self.table.queries, *of_queries),
+            "keys": KeySources(self.table.keys, *of_keys),
+            "owners": OwnerTables(work, owners.bounds, owners.links),
             "num_programs": len(work),
             "scale": scale,
             "threshold": 0 if rows.dropout is None else rows.dropout.threshold,
@@ -208,7 +252,6 @@ class Launch:
             "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
             "DROPOUT": rows.dropout is not None,
             "PACKED": self.table.is_packed,
-            "UPCAST": found.is_interpreted,
         }
         with on_device(rows.query):
             grid = (len(work) * rows.query.shape[0],)
@@ -221,42 +264,6 @@ class Launch:
         assert passed_on is not None
         grads = passed_on.buffer.view(torch.float32)
         return grads, grads
-
-    def _inputs(self, rows: StepRows) -> dict[str, Any]:
-        marks = self.key_marks
-        tensors = {
-            "query": rows.query,
-            "key": self.key,
-            "value": self.value,
-            "query_documents": rows.query_documents,
-            "key_marks": marks.view(torch.uint8) if marks is not None and marks.dtype == torch.bool else marks,
-            "query_words": rows.query_words,
-            "key_words": self.key_words,
-        }
-        of_strides = {
-            "query_strides": rows.query,
-            "key_strides": self.key,
-            "value_strides": self.value,
-            "document_strides": rows.query_documents,
-            "mark_strides": marks,
-            "query_word_strides": rows.query_words,
-            "key_word_strides": self.key_words,
-        }
-        return tensors | {name: strides(tensor) for name, tensor in of_strides.items()}
-
-    def _tables(self, owners: Owners) -> dict[str, Tensor]:
-        return {
-            "queries": self.table.queries,
-            "keys": self.table.keys,
-            "bounds": owners.bounds,
-            "links": owners.links,
-        }
-
-
-def strides(tensor: Tensor | None) -> tuple[int, ...]:
-    """The strides as a tuple of four, which is the same type for every tensor; 0 for dims that the tensor lacks."""
-    own = () if tensor is None else tensor.stride()
-    return (*own, *(0,) * (4 - len(own)))
 
 
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ring_backends.kernels import triton_rows_launch
-from ring_backends.kernels.triton_blocks import merged_result, row_offsets
+from ring_backends.kernels.triton_blocks import merged_result, row_pointers
 
 HEADER = tl.constexpr(triton_rows_launch.HEADER)
 GATHER = tl.constexpr(triton_rows_launch.GATHER)
@@ -18,8 +18,11 @@ ADD = tl.constexpr(triton_rows_launch.ADD)
 
 
 @triton.jit
-def owned_rows(table, program, BLOCK_ROWS: tl.constexpr):
-    """The rows of this program: in gathered rows (group, head and numbers), and in the tensor."""
+def owned_rows(table, program, BLOCK_ROWS, SAME_ROWS):
+    """Where the rows of this program are in the tensor and in ``values``; which of them exist.
+
+    With ``SAME_ROWS``, the rows of ``values`` have the same places as those of the tensor.
+    """
     num_rows, rate = tl.load(table), tl.load(table + 1)
     segments, segment_stride = tl.load(table + 2), tl.load(table + 3)
     num_heads = tl.load(table + 4)
@@ -29,52 +32,35 @@ def owned_rows(table, program, BLOCK_ROWS: tl.constexpr):
     indices = rest % num_blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     entry = table + HEADER + number * 2
     positions = tl.load(entry + 1) + group % segments * segment_stride + indices * rate
-    return group, number, indices, group // segments, tl.load(entry), positions, indices < num_rows
+    place = (group // segments, tl.load(entry), positions)
+    if SAME_ROWS:
+        return place, place, indices < num_rows
+    return place, (group, indices, number), indices < num_rows  # gathered rows have their heads before their rows
 
 
 @triton.jit
-def move_block(
-    tensor,
-    values,
-    table,
-    program,
-    tensor_strides,
-    value_strides,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    MOVE: tl.constexpr,
-    SAME_ROWS: tl.constexpr,
-):
-    group, number, indices, batch, head, positions, is_row = owned_rows(table, program, BLOCK_ROWS)
+def element_pointers(source, place, BLOCK_D):
+    """Pointers to the elements [BLOCK_ROWS, BLOCK_D] of rows; ``place`` is their batch entry, head and positions."""
     dims = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    wanted = is_row[:, None] & (dims < HEAD_DIM)
-    at = tensor + row_offsets(batch, head, positions, tensor_strides)[:, None] + dims * tensor_strides[3]
-    if SAME_ROWS:
-        value_rows = row_offsets(batch, head, positions, value_strides)
-    else:  # gathered rows have their heads before their rows
-        value_rows = row_offsets(group, indices, number, value_strides)
-    value_at = values + value_rows[:, None] + dims * value_strides[3]
+    return row_pointers(source, place)[:, None] + dims * source.strides[3]
+
+
+@triton.jit
+def move_block(source, values, table, program, HEAD_DIM, BLOCK_D, BLOCK_ROWS, MOVE, SAME_ROWS):
+    place, value_place, is_row = owned_rows(table, program, BLOCK_ROWS, SAME_ROWS)
+    at, value_at = element_pointers(source, place, BLOCK_D), element_pointers(values, value_place, BLOCK_D)
+    wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
     if MOVE == GATHER:
-        tl.store(value_at, tl.load(at, mask=wanted).to(values.dtype.element_ty), mask=wanted)
+        tl.store(value_at, tl.load(at, mask=wanted).to(value_at.dtype.element_ty), mask=wanted)
     else:
         rows = tl.load(value_at, mask=wanted)
         if MOVE == ADD:
             rows = rows.to(tl.float32) + tl.load(at, mask=wanted).to(tl.float32)
-        tl.store(at, rows.to(tensor.dtype.element_ty), mask=wanted)
+        tl.store(at, rows.to(at.dtype.element_ty), mask=wanted)
 
 
 @triton.jit(do_not_specialize=["num_programs"])
-def move_rows_kernel(
-    tensors,
-    values,
-    tables,
-    tensor_strides,
-    value_strides,
-    num_programs,
-    BLOCKS: tl.constexpr,
-    SAME_ROWS: tl.constexpr,
-):
+def move_rows_kernel(sources, values, tables, num_programs, BLOCKS: tl.constexpr, SAME_ROWS: tl.constexpr):
     """Gather or scatter the rows of several tensors. Arguments are tuples with an element for each tensor.
 
     ``BLOCKS`` holds the head dim, the padded head dim, the rows per program, and whether to gather, store or add.
@@ -82,19 +68,8 @@ def move_rows_kernel(
     program = tl.program_id(0).to(tl.int64)
     for i in tl.static_range(len(BLOCKS)):
         if (program >= 0) & (program < num_programs[i]):
-            move_block(
-                tensors[i],
-                values[i],
-                tables[i],
-                program,
-                tensor_strides[i],
-                value_strides[i],
-                BLOCKS[i][0],
-                BLOCKS[i][1],
-                BLOCKS[i][2],
-                BLOCKS[i][3],
-                SAME_ROWS,
-            )
+            block: tl.constexpr = BLOCKS[i]
+            move_block(sources[i], values[i], tables[i], program, block[0], block[1], block[2], block[3], SAME_ROWS)
         program -= num_programs[i]
 
 
@@ -105,10 +80,6 @@ def merge_rows_kernel(
     tile_out,
     tile_lse,
     table,
-    out_strides,
-    lse_strides,
-    tile_out_strides,
-    tile_lse_strides,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -116,23 +87,15 @@ def merge_rows_kernel(
 ):
     """Merge a tile's out and LSE into the rows of ``out`` and ``lse``."""
     program = tl.program_id(0).to(tl.int64)
-    group, number, indices, batch, head, positions, is_row = owned_rows(table, program, BLOCK_ROWS)
-    dims = tl.arange(0, BLOCK_D).to(tl.int64)[None, :]
-    wanted = is_row[:, None] & (dims < HEAD_DIM)
-    lse_at = lse + row_offsets(batch, head, positions, lse_strides)
-    out_at = out + row_offsets(batch, head, positions, out_strides)[:, None] + dims * out_strides[3]
-    if SAME_ROWS:
-        new_lse_at = tile_lse + row_offsets(batch, head, positions, tile_lse_strides)
-        new_rows = tile_out + row_offsets(batch, head, positions, tile_out_strides)
-    else:
-        new_lse_at = tile_lse + row_offsets(group, indices, number, tile_lse_strides)
-        new_rows = tile_out + row_offsets(group, indices, number, tile_out_strides)
-    new_out_at = new_rows[:, None] + dims * tile_out_strides[3]
+    place, tile_place, is_row = owned_rows(table, program, BLOCK_ROWS, SAME_ROWS)
+    wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    out_at = element_pointers(out, place, BLOCK_D)
+    lse_at = row_pointers(lse, place)
     merged_out, merged_lse = merged_result(
         tl.load(out_at, mask=wanted, other=0.0).to(tl.float32),
         tl.load(lse_at, mask=is_row, other=float("-inf")),
-        tl.load(new_out_at, mask=wanted, other=0.0).to(tl.float32),
-        tl.load(new_lse_at, mask=is_row, other=float("-inf")),
+        tl.load(element_pointers(tile_out, tile_place, BLOCK_D), mask=wanted, other=0.0).to(tl.float32),
+        tl.load(row_pointers(tile_lse, tile_place), mask=is_row, other=float("-inf")),
     )
-    tl.store(out_at, merged_out.to(out.dtype.element_ty), mask=wanted)
+    tl.store(out_at, merged_out.to(out_at.dtype.element_ty), mask=wanted)
     tl.store(lse_at, merged_lse, mask=is_row)

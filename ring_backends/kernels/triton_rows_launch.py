@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.constants import keep_if_captured
-from ring_backends.kernels.triton_launch import on_device, strides
+from ring_backends.kernels.triton_launch import Source, on_device
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import has_values, untraced
 
@@ -77,11 +77,9 @@ def _move_rows(moves: Sequence[tuple[Rows, int]], same_rows: bool) -> None:
     )
     with on_device(moves[0][0].tensor):
         triton_launch.kernels().move_rows[(sum(num_programs),)](
-            tuple(_as_number(part.tensor) for part, _ in moves),
-            tuple(_as_number(part.values) for part, _ in moves),
+            tuple(Source.of(part.tensor) for part, _ in moves),
+            tuple(Source.of(part.values) for part, _ in moves),
             tuple(rows_table(part.rows, part.tensor.device) for part, _ in moves),
-            tuple(strides(part.tensor) for part, _ in moves),
-            tuple(strides(part.values) for part, _ in moves),
             num_programs,
             BLOCKS=tuple(blocks),
             SAME_ROWS=same_rows,
@@ -102,15 +100,8 @@ def merge_rows(
         return
     with on_device(out):
         triton_launch.kernels().merge_rows[(_num_programs(out, rows, block),)](
-            out,
-            lse,
-            tile_out,
-            tile_lse,
+            *map(Source.of, (out, lse, tile_out, tile_lse)),
             rows_table(rows, out.device),
-            strides(out),
-            strides(lse),
-            strides(tile_out),
-            strides(tile_lse),
             HEAD_DIM=head_dim,
             BLOCK_D=padded,
             BLOCK_ROWS=block,
@@ -142,7 +133,3 @@ def _block(tensor: Tensor) -> tuple[int, int, int]:
 
 def _num_programs(tensor: Tensor, rows: DilatedRows, block: int) -> int:
     return tensor.shape[0] * rows.segments * rows.num_heads * -(-rows.rows // block)
-
-
-def _as_number(tensor: Tensor) -> Any:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

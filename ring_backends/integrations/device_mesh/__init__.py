@@ -9,8 +9,7 @@
 The first style on an axis makes the ring of the axis. All modules of the axis and ``context_parallel`` use that ring.
 """
 
-from ring_backends.integrations.device_mesh.axis import ring_of
-from ring_backends.integrations.device_mesh.buffers import context_parallel
+from ring_backends.integrations.device_mesh.axis import context_parallel, ring_of
 from ring_backends.integrations.device_mesh.style import RingDilated
 
 __all__ = ["RingDilated", "context_parallel", "ring_of"]

@@ -13,10 +13,16 @@ batches instead, and :func:`generate` continues a text.
 
 from __future__ import annotations
 
-import ring_backends.integrations.transformers.calls  # noqa: F401, checks calls of models
-from ring_backends.integrations.transformers.attention import register
-from ring_backends.integrations.transformers.generation import generate
-from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs
-from ring_backends.integrations.transformers.whole_batches import use_ring
+from ring_backends.errors import AdapterUnavailableError
+
+try:  # importing a module of this package imports the package first, so this covers all of them
+    from ring_backends.integrations.transformers.attention import register
+    from ring_backends.integrations.transformers.generation import generate
+    from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs
+    from ring_backends.integrations.transformers.whole_batches import use_ring
+except ImportError as error:
+    raise AdapterUnavailableError(
+        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
+    ) from error
 
 __all__ = ["IGNORED", "generate", "register", "shard_inputs", "use_ring"]

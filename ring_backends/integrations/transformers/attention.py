@@ -9,21 +9,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
-from ring_backends.errors import AdapterUnavailableError
 from ring_backends.ring.ring import Ring
-
-try:
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 _REFUSED = {
     "sliding_window": "a window is not a dilated pattern; use segment lengths instead",
@@ -195,15 +188,13 @@ def register_as(name: str, registration: Registration) -> None:
         step = current_step.get()
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
-            _check_options(options)
-            _check_scaling(scaling, attention.scale, query.shape[-1])
-            _check_layer(module, query.shape[2], key.shape[2])
+            _check_layer(module, query, key, scaling, attention.scale, options)
             if step is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if is_probing.get():
-            query, key, value = autocast(query), autocast(key), autocast(value)
-            check_tensors(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), None)
+            query, key, value = map(autocast, rows)
+            check_tensors(query, key, value, None)
             if seq_len is None:
                 raise ValueError(
                     f"{type(module).__name__} does not pass the arguments of the model on to its attention, which "
@@ -275,14 +266,14 @@ def register_as(name: str, registration: Registration) -> None:
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """A stand-in for attention, in which every row depends on its own query, key and value alone.
 
-    q, k and v are [batch, heads, rows, head_dim]; the result is [batch, rows, heads, head_dim of v].
+    q, k and v are [batch, rows, heads, head_dim]; the result is [batch, rows, heads, head_dim of v].
     """
-    groups = query.shape[1] // key.shape[1]
+    groups = query.shape[2] // key.shape[2]
     weights = torch.linspace(-1, 1, query.shape[-1], dtype=query.dtype, device=query.device)
     # Unlike a softmax or a sigmoid, asinh shows every change of a large query or key.
     of_query, of_key = (torch.asinh(rows @ weights) for rows in (query, key))
-    factors = of_query + of_key.repeat_interleave(groups, 1)
-    return (factors.unsqueeze(-1) * value.repeat_interleave(groups, 1)).transpose(1, 2).contiguous()
+    factors = of_query + of_key.repeat_interleave(groups, 2)
+    return (factors.unsqueeze(-1) * value.repeat_interleave(groups, 2)).contiguous()
 
 
 def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
@@ -300,7 +291,23 @@ def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
     return attention_mask
 
 
-def _check_layer(module: nn.Module, num_queries: int, num_keys: int) -> None:
+def _check_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    scaling: float | None,
+    scale: float | None,
+    options: dict[str, Any],
+) -> None:
+    if options.get("output_attentions"):
+        raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
+    for name, instead in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is given: {instead}.")
+    own = query.shape[-1] ** -0.5 if scale is None else scale
+    if scaling is not None and abs(scaling - own) > 1e-9 * abs(own):
+        raise ValueError(f"scaling = {scaling}: the attention has scale = {own}; make it with scale={scaling}.")
+    num_queries, num_keys = query.shape[2], key.shape[2]
     if num_keys != num_queries:
         raise ValueError(
             f"key has {num_keys} rows and query {num_queries}: key/value caches and cross-attention are not "
@@ -348,20 +355,6 @@ def first_position_of(config: Any) -> int:
     """The position id of the first token in models of this configuration."""
     counts_after_padding = getattr(config, "model_type", None) in _POSITIONS_AFTER_PADDING
     return int(config.pad_token_id) + 1 if counts_after_padding else 0
-
-
-def _check_options(options: dict[str, Any]) -> None:
-    if options.get("output_attentions"):
-        raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
-    for name, instead in _REFUSED.items():
-        if options.get(name) is not None:
-            raise ValueError(f"{name} is given: {instead}.")
-
-
-def _check_scaling(scaling: float | None, scale: float | None, head_dim: int) -> None:
-    own = head_dim**-0.5 if scale is None else scale
-    if scaling is not None and abs(scaling - own) > 1e-9 * abs(own):
-        raise ValueError(f"scaling = {scaling}: the attention has scale = {own}; make it with scale={scaling}.")
 
 
 def _check_positions(

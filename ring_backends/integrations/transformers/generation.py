@@ -8,22 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ring_backends.engine.cache import KeyValueCache
-from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import Step, check_config, current_step, registered
-from ring_backends.integrations.transformers.calls import probe_once
+from ring_backends.integrations.transformers.probe import probe_once
 from ring_backends.integrations.transformers.whole_batches import inner_model
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
-
-try:
-    from transformers.cache_utils import Cache, CacheLayerMixin
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 _REFUSED = {
     "cache": "the ring has caches of its own",
@@ -148,7 +141,7 @@ class _Generation:
         if self.step.seq_len is not None:  # base_model of a model without a head is the model itself
             return args, kwargs
         input_ids: Any = kwargs.get("input_ids")
-        num_cached = self._num_cached()
+        num_cached = max((cache.seq_len for caches in self.step.caches for cache in caches), default=0)
         self._check(input_ids, kwargs, num_cached)
         self.step.begin()
         if num_cached or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
@@ -171,9 +164,6 @@ class _Generation:
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]
         return args, {**kwargs, **last}
-
-    def _num_cached(self) -> int:
-        return max((cache.seq_len for caches in self.step.caches for cache in caches), default=0)
 
     def _check(self, input_ids: object, kwargs: dict[str, Any], num_cached: int) -> None:
         """Check that the loop passes only what follows the tokens in the caches."""
@@ -228,11 +218,10 @@ class _RingLayer(CacheLayerMixin):
         """(number of keys, 0). ``new`` is the number of new tokens, or their positions in older releases."""
         return self.get_seq_length() + (new if isinstance(new, int) else len(new)), 0
 
-    def get_max_length(self) -> int:
-        return -1
-
     def get_max_cache_shape(self) -> int:
         return -1
+
+    get_max_length = get_max_cache_shape
 
     def reset(self) -> None:
         self.crop(0)
@@ -246,8 +235,7 @@ class _RingLayer(CacheLayerMixin):
         for cache in self.caches:
             cache.select_batch(beam_idx)
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.reorder_cache(indices)
+    batch_select_indices = reorder_cache
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         for cache in self.caches:

@@ -4,12 +4,18 @@ The ring gives every rank some rows of the sequence. Layers outside of the atten
 and its position alone. The probe runs the model with three short random sequences, whole and cut as on two ranks. It
 replaces the attention by a function of each row alone, so that both runs must give the same rows. If they differ,
 another layer has mixed rows or numbered them.
+
+Only the model sees that it is called with this rank's rows. So importing this module adds a check to the calls of
+transformers' ``PreTrainedModel``: a model whose attention is not a registered one would ignore the arguments of
+:func:`shard_inputs`, and each rank would attend within its own rows. The check also probes the model, once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +25,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
-from ring_backends.integrations.transformers.attention import first_position_of, is_probing
-from ring_backends.integrations.transformers.inputs import IGNORED, next_labels, shard_inputs
+from ring_backends.integrations.transformers.attention import Registration, first_position_of, is_probing, registered
+from ring_backends.integrations.transformers.inputs import IGNORED, PADDED_BEFORE, next_labels, shard_inputs
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of
 
@@ -77,16 +85,92 @@ def probe(model: Any, without: str, outer: nn.Module | None = None) -> Findings:
     return _Probe(model, without, outer or model).findings()
 
 
+_found: weakref.WeakKeyDictionary[Any, Findings] = weakref.WeakKeyDictionary()
+"""The findings about the models that have been probed, and about the models within them."""
+
+_call = PreTrainedModel.__call__
+
+
+def _checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if "seq_len" in kwargs:
+        _check(self, kwargs)
+    return _call(self, *args, **kwargs)
+
+
+PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign, unused-ignore]
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _check(model: Any, arguments: dict[str, Any]) -> None:
+    implementation = model.config._attn_implementation
+    registration = registered.get(implementation)
+    if registration is None:
+        # Only a part of a model may be on the ring, such as its text model.
+        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+        is_on_ring = any(part.config._attn_implementation in registered for part in parts)
+        if not is_on_ring and "seq_len" not in inspect.signature(model.forward).parameters:
+            raise ValueError(
+                f"attn_implementation of {type(model).__name__} = {implementation!r}: the arguments are this rank's "
+                f"rows (seq_len = {arguments['seq_len']}), and only a registered attention sees those of the other "
+                "ranks; call register(attention) and model.set_attn_implementation('ring_dilated')."
+            )
+        return
+    if is_probing.get() or registration.takes_whole_batches:
+        return
+    with registration.attention.ring.report_refusals():
+        for cache in ("cache", "past_key_values"):
+            if arguments.get(cache) is not None:
+                raise ValueError(
+                    f"{cache} is given: key/value caches are not supported by a ring, except those of generate(); "
+                    "leave it out."
+                )
+        findings = probe_once(model, registration)
+        if findings is not None:
+            _check_arguments(model, arguments, findings)
+
+
+def _check_arguments(model: Any, arguments: dict[str, Any], findings: Findings) -> None:
+    is_shifted = "shift_labels" in arguments
+    if "labels" in arguments and findings.labels_of and ("next" if is_shifted else "own") not in findings.labels_of:
+        raise ValueError(
+            f"labels are {'shifted' if is_shifted else 'not shifted'}, and the loss of {type(model).__name__} is not "
+            f"that of such labels; call shard_inputs(…, next_token_labels={not is_shifted})."
+        )
+    if findings.skips_padding and PADDED_BEFORE in arguments:
+        raise ValueError(
+            f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first token "
+            "that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
+        )
+
+
+def probe_once(model: Any, registration: Registration) -> Findings | None:
+    """Probe a model before its first call on several ranks, unless the registration or ``use_ring`` decides otherwise.
+
+    Returns:
+        The findings; None without a probe.
+
+    Raises:
+        ValueError: as :func:`probe`.
+    """
+    if not registration.probes or registration.attention.ring.size == 1:
+        return None
+    if model not in _found:
+        findings = probe(model, "register(attention, probe=False) skips this check")
+        _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
+    return _found[model]
+
+
 class _Probe:
     def __init__(self, model: Any, without: str, outer: nn.Module) -> None:
         self.model, self.without, self.outer = model, without, outer
         self.parameters = inspect.signature(model.forward).parameters
-        self.batch = _batch(model)
+        self.batch: dict[str, Any] = _batch(model)
         self.is_real = self.batch["attention_mask"].bool()
 
     def findings(self) -> Findings:
         first_position = first_position_of(self.model.config)
-        whole_rows, *shards = (self._rows_of(ring, first_position) for ring in (Ring(), *_RANKS))
+        rings = (Ring(), *_RANKS)
+        whole_rows, *shards = (shard_inputs(ring, **self.batch, first_position=first_position) for ring in rings)
         with _at_rest(self.outer), _with_whole_parameters(self.model):
             whole = self._run(lambda: self._call(whole_rows))
             if not any(value.isfinite().any() for value in whole.values() if value.is_floating_point()):
@@ -127,22 +211,16 @@ class _Probe:
     def _run(self, call: Callable[[], Any]) -> Any:
         try:
             return call()
-        except ValueError as error:
-            if "ring_backends" in _origin(error):
-                raise
-            failure: Exception = error
         except Exception as error:
-            failure = error
-        self._refuse(f"its forward raised {type(failure).__name__}: {failure}", failure)
+            origin = traceback.extract_tb(error.__traceback__)[-1].filename
+            if isinstance(error, ValueError) and "ring_backends" in origin:
+                raise
+            self._refuse(f"its forward raised {type(error).__name__}: {error}", error)
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
         outputs = self.outer(**arguments, **options, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
-
-    def _rows_of(self, ring: Ring, first_position: int) -> dict[str, Any]:
-        input_ids, attention_mask = self.batch["input_ids"], self.batch["attention_mask"]
-        return shard_inputs(ring, input_ids=input_ids, attention_mask=attention_mask, first_position=first_position)
 
     def _call_twice(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """One rank's rows, twice in one batch, so that matrix products have as many rows as those of the whole."""
@@ -330,26 +408,22 @@ def _with_whole_parameters(model: nn.Module) -> Iterator[None]:
 
             stack.callback(lambda: [context.close() for context in gathered.values()])
             for part in partitioned:
-                stack.callback(part.register_forward_pre_hook(gather).remove)
-                stack.callback(part.register_forward_hook(partition).remove)
+                stack.enter_context(part.register_forward_pre_hook(gather))
+                stack.enter_context(part.register_forward_hook(partition))
         yield
 
 
 def _record(model: nn.Module, call: Callable[[], Any]) -> list[tuple[str, nn.Module, Tensor]]:
     """One number for each row that a module returns in a call, in the order in which the modules return."""
+    names = {module: name for name, module in model.named_modules()}
     records: list[tuple[str, nn.Module, Tensor]] = []
 
-    def record(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            first = output[0] if isinstance(output, (tuple, list)) and output else output
-            if isinstance(first, Tensor) and first.dim() == 3 and first.is_floating_point():
-                records.append((name, module, first.abs().float().sum(-1)))
+    def record(module: nn.Module, args: Any, output: Any) -> None:
+        first = output[0] if isinstance(output, (tuple, list)) and output else output
+        if module in names and isinstance(first, Tensor) and first.dim() == 3 and first.is_floating_point():
+            records.append((names[module], module, first.abs().float().sum(-1)))
 
-        return hook
-
-    with contextlib.ExitStack() as stack:
-        for name, module in model.named_modules():
-            stack.callback(module.register_forward_hook(record(name)).remove)
+    with register_module_forward_hook(record):
         call()
     return records
 
@@ -389,18 +463,10 @@ def _tolerance(rows: Tensor) -> float:
 def _labels_of(outputs: Outputs, labels: Tensor) -> list[LabelOf]:
     """Which labels the loss of a model may have compared its logits with."""
     logits, loss = outputs["logits"].float(), float(outputs["loss"])
+    tolerance = _tolerance(outputs["loss"]) * max(1.0, abs(loss))
     candidates: dict[LabelOf, Tensor] = {"next": next_labels(labels), "own": labels}
-
-    def is_loss_of(candidate: Tensor) -> bool:
-        expected = float(F.cross_entropy(logits.flatten(0, 1), candidate.flatten(), ignore_index=IGNORED))
-        return abs(loss - expected) <= _tolerance(outputs["loss"]) * max(1.0, abs(loss))
-
-    return [name for name, candidate in candidates.items() if is_loss_of(candidate)]
-
-
-def _origin(error: BaseException) -> str:
-    """The file that raised an error."""
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    return "" if place is None else place.tb_frame.f_code.co_filename
+    expected = {
+        name: float(F.cross_entropy(logits.flatten(0, 1), candidate.flatten(), ignore_index=IGNORED))
+        for name, candidate in candidates.items()
+    }
+    return [name for name, own in expected.items() if abs(loss - own) <= tolerance]
