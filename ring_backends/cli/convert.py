@@ -67,8 +67,7 @@ def convert_command(
     force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
 ) -> None:
     """Rewrite a torchscale LongNet checkpoint for LongNetEncoder.from_checkpoint or LongNetDecoder.from_checkpoint."""
-    names = ("source", "target", "num_heads", "prefix", "kind", "segment_lengths", "dilation_rates", "seq_len")
-    with reported_errors("convert", (*names, "activation", "layer_norm_eps")):
+    with reported_errors("convert", (*locals(),)):
         lengths, rates = parse_branches(segment_lengths, dilation_rates) or (None, None)
         _check_paths(source, target, force)
         from ring_backends.longnet.convert import convert_checkpoint

@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.cli.generate_options import GenerateOptions
+from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.language_model import LongNetLM, make_model, make_optimizer, training_dtype
-from ring_backends.cli.train_options import TrainOptions
+from ring_backends.cli.train import TrainOptions
 from ring_backends.cli.trainer import options_path
 from ring_backends.cost.machine import device_name, select_device
 from ring_backends.registry import load_adapter

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.cli.train_options import TrainOptions
+from ring_backends.cli.train import TrainOptions
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.kernels import resolve_dtype
 from ring_backends.multihead import RingDilatedMultiheadAttention
