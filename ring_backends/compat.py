@@ -12,7 +12,8 @@ gradients are exact. Some earlier classes differed from this definition, and fro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -120,10 +121,8 @@ class RingDilatedAttentionV2(nn.Module):
             gradients are those of this loss, not of the sum over the ranks.
         """
         seq_len = query.shape[1]
-        local = (_Part.apply(x, self.ring) for x in (query, key, value))  # type: ignore[no-untyped-call]
-        out = self.attention(*local, is_causal=is_causal, seq_len=seq_len)
-        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
-        return whole
+        local = (_part(self.ring, x) for x in (query, key, value))
+        return _whole(self.ring, self.attention(*local, is_causal=is_causal, seq_len=seq_len), seq_len)
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttentionV2):
@@ -165,10 +164,8 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
     def __init__(self, config: Any) -> None:
         known = ("segment_lengths", "dilation_rates", "dropout", "ring_size", "ring", "use_flash_attention")
-        if isinstance(config, Mapping):
-            values = {name: config[name] for name in known if name in config}
-        else:
-            values = {name: getattr(config, name) for name in known if hasattr(config, name)}
+        given = config if isinstance(config, Mapping) else {n: getattr(config, n) for n in known if hasattr(config, n)}
+        values = {name: given[name] for name in known if name in given}
         missing = [name for name in known[:2] if name not in values]
         if missing:
             raise ValueError(f"config = {config!r}: has no {' and no '.join(missing)}; add what is missing.")
@@ -267,14 +264,9 @@ class _WholeSelfAttention(nn.Module):
                     "out."
                 )
         seq_len = query.shape[1]
-        local = _Part.apply(query, self.ring)  # type: ignore[no-untyped-call]
-        parameters = {
-            name: _Shared.apply(parameter, self.ring)  # type: ignore[no-untyped-call]
-            for name, parameter in self.layer.named_parameters()
-        }
-        out = functional_call(self.layer, parameters, (local,), {"is_causal": is_causal, "seq_len": seq_len})
-        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
-        return whole
+        parameters = {name: _shared(self.ring, parameter) for name, parameter in self.layer.named_parameters()}
+        options = {"is_causal": is_causal, "seq_len": seq_len}
+        return _whole(self.ring, functional_call(self.layer, parameters, (_part(self.ring, query),), options), seq_len)
 
 
 class _Scaled(nn.Module):
@@ -294,45 +286,38 @@ class _Scaled(nn.Module):
 # ring.unshard.
 
 
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ring: Ring) -> Tensor:
-        ctx.ring, ctx.seq_len = ring, whole.shape[1]
-        part = ring.shard(whole)
-        return part.view_as(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole: Tensor = ctx.ring.unshard(grad, seq_len=ctx.seq_len)
-        return whole, None
+def _part(ring: Ring, whole: Tensor) -> Tensor:
+    return _apply(whole, ring.shard, partial(ring.unshard, seq_len=whole.shape[1]))
 
 
-class _Whole(torch.autograd.Function):
+def _whole(ring: Ring, part: Tensor, seq_len: int) -> Tensor:
+    return _apply(part, partial(ring.unshard, seq_len=seq_len), ring.shard)
+
+
+def _shared(ring: Ring, parameter: Tensor) -> Tensor:
+    """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
+    return _apply(parameter, lambda tensor: tensor, partial(all_reduce, ring, "gradient of a parameter"))
+
+
+def _apply(tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function. ``backward`` maps the gradient of the result to that of ``tensor``."""
+    result: Tensor = _WithBackward.apply(tensor, function, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ring: Ring, seq_len: int) -> Tensor:
-        ctx.ring = ring
-        whole: Tensor = ring.unshard(part, seq_len=seq_len)
-        return whole.view_as(whole)
+    def forward(
+        ctx: Any, tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.map_gradient = backward
+        result = function(tensor)
+        return result.view_as(result)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.ring.shard(grad), None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, ring: Ring) -> Tensor:
-        ctx.ring = ring
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(ctx.ring, "gradient of a parameter", grad), None
+        return ctx.map_gradient(grad), None, None
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:
@@ -340,16 +325,12 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
 
     Like the earlier classes, a module makes no connections of its own.
     """
-
-    def world() -> object:
-        return dist.group.WORLD if dist.is_initialized() else None
-
-    ring = _rings.get((adapter, ring_size, world()))
+    ring = _rings.get((adapter, ring_size, dist.group.WORLD))
     if ring is None or (ring.agreement is not None and ring.agreement.has_failed):
-        for key in [key for key in _rings if key[2] is not world()]:
+        for key in [key for key in _rings if key[2] is not dist.group.WORLD]:
             del _rings[key]  # its process group was destroyed
         ring = load_adapter(adapter).initialize(ring_size)
-        _rings[adapter, ring_size, world()] = ring  # initialize() may have started the world
+        _rings[adapter, ring_size, dist.group.WORLD] = ring  # initialize() may have started the world
     return ring
 
 
