@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.machine import synchronize, synchronize_ranks
+from ring_backends.cost.machine import median_seconds, synchronize, synchronize_ranks
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
@@ -35,9 +35,6 @@ TILE_ROWS = 2048
 
 _LAUNCHES = 20  # few enough that the device's queue does not fill up, which would stop the host
 
-_HEADS = {"cuda": 32}
-_HEADS_ELSEWHERE = 2
-_CALLS_AT_ONCE = {"cuda": 16}  # calls per clock reading, which waits for the device
 _DILATION_RATE = 4  # of the rows that _copies gathers
 _HOP_TIMEOUT = timedelta(seconds=60)
 
@@ -87,7 +84,7 @@ class RankProbe:
 
     @property
     def _num_heads(self) -> int:
-        return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
+        return 32 if self.device.type == "cuda" else 2
 
     def _measure_tiles_and_copies(self) -> dict[object, float]:
         """Measure the seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
@@ -138,8 +135,9 @@ class RankProbe:
         tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
         tile = self._randn(1, heads, rows, self.head_dim)
         statistics_of = statistics_dtype(self.dtype)
-        out, lse = tensor.to(statistics_of), tensor[..., 0].to(statistics_of, copy=True)
-        tile_out, tile_lse = tile.to(statistics_of), tile[..., 0].to(statistics_of, copy=True)
+        (out, lse), (tile_out, tile_lse) = (
+            (x.to(statistics_of), x[..., 0].to(statistics_of, copy=True)) for x in (tensor, tile)
+        )
         runs = head_runs(range(heads), [head % _DILATION_RATE for head in range(heads)])
         lattice = DilatedRows(0, 1, 0, _DILATION_RATE, rows, runs)
 
@@ -242,22 +240,7 @@ class RankProbe:
         return self._seconds_per_call(calls)
 
     def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Measure the median seconds of each call, for ``self.seconds`` per call and for at least three rounds."""
-        for call in calls.values():
-            call()
-        synchronize(self.device)
-        at_once = _CALLS_AT_ONCE.get(self.device.type, 1)
-        seconds: dict[object, list[float]] = {name: [] for name in calls}
-        started, rounds = time.perf_counter(), 0
-        while rounds < 3 or time.perf_counter() - started < self.seconds * len(calls):
-            for name, call in calls.items():
-                begun = time.perf_counter()
-                for _ in range(at_once):
-                    call()
-                synchronize(self.device)
-                seconds[name].append((time.perf_counter() - begun) / at_once)
-            rounds += 1
-        return {name: statistics.median(found) for name, found in seconds.items()}
+        return median_seconds(calls, self.device, rounds=3, seconds=self.seconds, calls_on_gpu=16)
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:
