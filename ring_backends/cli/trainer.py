@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -41,11 +41,9 @@ WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
 
 # Options that may differ between a run and its continuation.
-_MAY_DIFFER_ON_RESUME = frozenset(
-    (
-        *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
-        *("save", "save_every", "resume", "json"),
-    )
+_MAY_DIFFER_ON_RESUME = (
+    *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
+    *("save", "save_every", "resume", "json"),
 )
 
 
@@ -93,26 +91,31 @@ class Trainer:
         self._resume()
         self.ring.traffic.reset()
         steps: list[dict[str, Any]] = []
-        with self._progress() as show:
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.description}"))
+        is_bar = self.is_first and self.console.is_terminal
+        progress = Progress(*columns, console=self.console, disable=not is_bar)
+        with progress if is_bar else contextlib.nullcontext():
+            progress.add_task("", total=options.steps, completed=self.state.step_count)
             for step in range(self.state.step_count, options.steps):
                 record = self._step(step)
                 steps.append(record)
-                show(record)
+                self._show(record, progress)
                 if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
                     self._save()
-        traffic = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
+        sent = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
+        bytes_sent, messages_sent = zip(*sent, strict=True)
         if options.save is not None and steps:
             self._save()
         evaluation_loss = self._evaluate()
-        peaks = [int(peak) for (peak,) in self._all_gather(peak_memory_bytes(self.device))]
+        (peaks,) = zip(*self._all_gather(peak_memory_bytes(self.device)), strict=True)
         timed = steps[1:] or steps  # the first step also computes plans and opens connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
             "steps": steps,
             "evaluation_loss": evaluation_loss,
-            "bytes_sent": [int(sent) for sent, _ in traffic],
-            "messages_sent": [int(messages) for _, messages in traffic],
-            "peak_memory_bytes": peaks,
+            "bytes_sent": [*map(int, bytes_sent)],
+            "messages_sent": [*map(int, messages_sent)],
+            "peak_memory_bytes": [*map(int, peaks)],
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
             "parameters_sha256": None if options.json is None else parameters_sha256(self.state.full_state_dict()),
@@ -151,12 +154,14 @@ class Trainer:
         loss = self.state.loss(local_sum, count)
         self.state.backward(loss)
         self.state.step()
-        sums = self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device))
+        sums, counts, peaks = zip(
+            *self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device)), strict=True
+        )
         return {
             "step": step + 1,
-            "loss": sum(row[0] for row in sums) / sum(row[1] for row in sums),
+            "loss": sum(sums) / sum(counts),
             "seconds": time.perf_counter() - started,
-            "peak_memory_bytes": [int(row[2]) for row in sums],
+            "peak_memory_bytes": [*map(int, peaks)],
         }
 
     def _evaluate(self) -> float:
@@ -164,8 +169,8 @@ class Trainer:
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
-        sums = self._all_gather(local_sum.item(), count)
-        return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
+        sums, counts = zip(*self._all_gather(local_sum.item(), count), strict=True)
+        return float(sum(sums) / sum(counts))
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
         """Return the sum of the cross-entropy over this rank's labels, and the number of these labels."""
@@ -267,34 +272,17 @@ class Trainer:
                 "the ranks."
             )
 
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[Any]:
-        """Yield a function that shows one step.
-
-        On a terminal it updates a progress bar. Otherwise it prints a line every few steps.
-        """
-        if not (self.is_first and self.console.is_terminal):
-            every = min(50, max(1, self.options.steps // _LINES_OFF_TERMINAL))
-
-            def line(record: dict[str, Any]) -> None:
-                if record["step"] % every == 0 or record["step"] == self.options.steps:
-                    self.console.print(f"step {record['step']}/{self.options.steps}  {self._describe(record)}")
-
-            yield line
-            return
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.description}"))
-        with Progress(*columns, console=self.console) as progress:
-            task = progress.add_task("", total=self.options.steps, completed=self.state.step_count)
-
-            def bar(record: dict[str, Any]) -> None:
-                progress.update(task, completed=record["step"], description=self._describe(record))
-
-            yield bar
+    def _show(self, record: dict[str, Any], progress: Progress) -> None:
+        """Show one step: in the progress bar on a terminal, otherwise in a line every few steps."""
+        step, steps = record["step"], self.options.steps
+        if not progress.disable:
+            progress.update(progress.task_ids[0], completed=step, description=self._describe(record))
+        elif step % min(50, max(1, steps // _LINES_OFF_TERMINAL)) == 0 or step == steps:
+            self.console.print(f"step {step}/{steps}  {self._describe(record)}")
 
     def _describe(self, record: dict[str, Any]) -> str:
         speed = self._tokens_per_step / record["seconds"]
-        peak = _per_rank([_mebibytes(size) for size in record["peak_memory_bytes"]])
-        return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {peak} MiB"
+        return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {_mebibytes(record['peak_memory_bytes'])} MiB"
 
     def _print_summary(self, result: dict[str, Any]) -> None:
         steps = result["steps"]
@@ -305,7 +293,7 @@ class Trainer:
         self.console.print(
             f"{reached}; evaluation loss {result['evaluation_loss']:.4f}; "
             + (f"{speed:,.0f} tokens/s; " if speed else "")
-            + f"peak memory {_per_rank([_mebibytes(size) for size in result['peak_memory_bytes']])} MiB per rank; "
+            + f"peak memory {_mebibytes(result['peak_memory_bytes'])} MiB per rank; "
             f"sent {_per_rank([f'{sent:,}' for sent in result['bytes_sent']])} bytes per rank."
         )
 
@@ -329,8 +317,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.0f}"
+def _mebibytes(sizes: list[int]) -> str:
+    return _per_rank([f"{size / 2**20:,.0f}" for size in sizes])
 
 
 def _per_rank(values: list[str]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -44,10 +44,12 @@ class _FeedForward(nn.Module):
         return cast(Tensor, self.fc2(x))
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     """x + attention(norm(x)), then x + FFN(norm(x))."""
 
-    def __init__(self, self_attn: RingDilatedMultiheadAttention, ffn: _FeedForward, eps: float, factory: Any) -> None:
+    def __init__(
+        self, self_attn: RingDilatedMultiheadAttention, ffn: nn.Module, eps: float = 1e-5, **factory: Any
+    ) -> None:
         super().__init__()
         self.self_attn = self_attn
         if self_attn.inner_attn_ln is not None:
@@ -151,13 +153,13 @@ class LongNet(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.scale = math.sqrt(embed_dim) if scale_embedding else 1.0
         self.layers = nn.ModuleList(
-            _Layer(
+            Layer(
                 RingDilatedMultiheadAttention(
                     embed_dim, num_heads, copy.deepcopy(attention), sub_layer_norm=sub_layer_norm, **factory
                 ),
                 _FeedForward(embed_dim, ffn_dim, activation, sub_layer_norm, layer_norm_eps, factory),
                 layer_norm_eps,
-                factory,
+                **factory,
             )
             for _ in range(num_layers)
         )
@@ -217,7 +219,7 @@ class LongNet(nn.Module):
             ValueError, TypeError: x has the wrong shape or dtype, or the sequence is too long for embed_positions.
             RingMismatchError, RingPeerError: as in a call of the attention.
         """
-        ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
+        ring = cast(Ring, cast(Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
             self._check_caches(caches)
             num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
@@ -256,7 +258,7 @@ class LongNet(nn.Module):
             )
         if not is_tokens and not x.is_floating_point():
             raise TypeError(f"x is {x.dtype}: expected floating embeddings, or token ids as int64; convert it.")
-        embed_dim = cast(_Layer, self.layers[0]).self_attn.embed_dim
+        embed_dim = cast(Layer, self.layers[0]).self_attn.embed_dim
         if x.dim() != 2 if is_tokens else x.dim() != 3 or x.shape[2] != embed_dim:
             expected = f"[batch, local seq] of token ids, or [batch, local seq, embed_dim = {embed_dim}]"
             raise ValueError(f"x has shape {tuple(x.shape)} and is {x.dtype}: expected {expected}; reshape it.")
@@ -366,5 +368,10 @@ class LongNetDecoder(LongNet):
         Args:
             max_len: as in :meth:`ring_backends.RingDilatedAttention.new_cache`.
         """
-        attentions = (cast(_Layer, layer).self_attn.attention for layer in self.layers)
-        return [cast(RingDilatedAttention, attention).new_cache(max_len) for attention in attentions]
+        return new_caches(self.layers, max_len)
+
+
+def new_caches(layers: Iterable[nn.Module], max_len: int | None) -> list[KeyValueCache]:
+    """Make an empty cache of keys and values for each layer."""
+    attentions = (cast(Layer, layer).self_attn.attention for layer in layers)
+    return [cast(RingDilatedAttention, attention).new_cache(max_len) for attention in attentions]
