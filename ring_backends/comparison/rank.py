@@ -21,7 +21,7 @@ from ring_backends.attention import dilated_attention
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.comparison.exact import exact_attention
 from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
-from ring_backends.comparison.timeline import Span, record_spans
+from ring_backends.comparison.timeline import record_spans
 from ring_backends.cost.machine import (
     device_name,
     peak_memory_bytes,
@@ -97,7 +97,11 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     del out, results
 
     seconds = [call.seconds() for _ in range(setup.repeats)]
-    spans = call.spans() if setup.timeline and name not in (ALL_GATHER, ONE_RANK) else []
+    spans = (
+        record_spans(call.forward, call.backward, device)
+        if setup.timeline and name not in (ALL_GATHER, ONE_RANK)
+        else []
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -145,20 +149,6 @@ class _Call:
         self.backward(out)
         synchronize(self.device)
         return forward, time.perf_counter() - started
-
-    def spans(self) -> list[Span]:
-        """Record the timeline of one call."""
-        outs = []
-
-        def forward() -> None:
-            outs.append(self.forward())
-            synchronize(self.device)
-
-        def backward() -> None:
-            self.backward(outs.pop())
-            synchronize(self.device)
-
-        return record_spans({"forward": forward, "backward": backward}, lambda: synchronize_ranks(self.device))
 
 
 def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
