@@ -223,7 +223,9 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     group: dist.ProcessGroup
     options = {"timeout": timeout, "group_desc": name}
     over_nccl = "cuda:nccl" in dist.get_backend_config(world)
-    with _unbound(world), _errors_leave_process() if over_nccl else contextlib.nullcontext():
+    # Unless the user chose, the watchdog of torch aborts a group after an error of NCCL, and does not end the process.
+    user_chose = not over_nccl or "NCCL_ASYNC_ERROR_HANDLING" in os.environ
+    with _unbound(world), contextlib.nullcontext() if user_chose else _default_environment(_ERROR_HANDLING, "2"):
         backend_options = _nccl_options(timeout) if over_nccl else None  # other backends in the group ignore them
         group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, backend_options, **options)
     group.bound_device_id = world.bound_device_id
@@ -250,13 +252,6 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _errors_leave_process() -> contextlib.AbstractContextManager[None]:
-    """Unless the user chose, let the watchdog of torch abort a group after an error of NCCL, not end the process."""
-    if "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
-        return contextlib.nullcontext()
-    return _default_environment(_ERROR_HANDLING, "2")
 
 
 def _default_environment(name: str, value: str) -> contextlib.AbstractContextManager[None]:
