@@ -43,12 +43,10 @@ __all__ = [
     "create_ring_dilated_attention_v2_collective",
 ]
 
-_NO_EFFECT = frozenset(
-    (
-        *("device", "dtype", "enable_memory_pool", "enable_profiling", "lightweight_pool", "use_pattern_cache"),
-        *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
-    )
-)
+_NO_EFFECT = {
+    *("device", "dtype", "enable_memory_pool", "enable_profiling", "lightweight_pool", "use_pattern_cache"),
+    *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
+}
 """Arguments that are accepted and ignored. Device and dtype are those of the inputs, and there are no pools."""
 
 _warned: set[str] = set()
@@ -86,14 +84,22 @@ class RingDilatedAttentionV2(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        _check_ignored(name, ignored)
-        _warn_once(
-            name,
-            f"from ring_backends.adapters import {self.adapter}; {self.adapter}.RingDilatedAttention(segment_lengths, "
-            f"dilation_rates, ring={self.adapter}.initialize(ring_size), head_mode='grouped', offset='branch') on "
-            "ring.shard(x), and its output divided by the number of branches",
-            ignored,
-        )
+        unknown = sorted(set(ignored) - _NO_EFFECT)
+        if unknown:
+            raise TypeError(
+                f"{name} has no argument {', '.join(unknown)}; leave it out. It accepts those of the earlier classes."
+            )
+        if name not in _warned:
+            _warned.add(name)
+            without = f" Arguments without effect: {', '.join(sorted(ignored))}." if ignored else ""
+            warnings.warn(
+                f"{name} is an earlier name that takes whole tensors; use from ring_backends.adapters import "
+                f"{self.adapter}; {self.adapter}.RingDilatedAttention(segment_lengths, dilation_rates, "
+                f"ring={self.adapter}.initialize(ring_size), head_mode='grouped', offset='branch') on "
+                f"ring.shard(x), and its output divided by the number of branches.{without}",
+                FutureWarning,
+                stacklevel=3,
+            )
         self.ring = _ring(self.adapter, ring_size) if ring is None else ring
         self.attention = _Scaled(
             create_attention(
@@ -276,9 +282,8 @@ class _Scaled(nn.Module):
         super().__init__()
         self.attention, self.ring = attention, attention.ring
 
-    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
-        out: Tensor = self.attention(*tensors, **options)
-        return out / self.attention.pattern.num_branches
+    def forward(self, *tensors: Tensor, **options: Any) -> Any:
+        return self.attention(*tensors, **options) / self.attention.pattern.num_branches
 
 
 # The functions below convert between whole tensors, which are equal on all ranks, and each rank's part. All ranks
@@ -332,23 +337,3 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
         ring = load_adapter(adapter).initialize(ring_size)
         _rings[adapter, ring_size, dist.group.WORLD] = ring  # initialize() may have started the world
     return ring
-
-
-def _check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
-    unknown = sorted(set(arguments) - _NO_EFFECT)
-    if unknown:
-        raise TypeError(
-            f"{name} has no argument {', '.join(unknown)}; leave it out. It accepts those of the earlier classes."
-        )
-
-
-def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None:
-    if name in _warned:
-        return
-    _warned.add(name)
-    without = f" Arguments without effect: {', '.join(sorted(ignored))}." if ignored else ""
-    warnings.warn(
-        f"{name} is an earlier name that takes whole tensors; use {new_spelling}.{without}",
-        FutureWarning,
-        stacklevel=4,
-    )
