@@ -3,6 +3,8 @@
 This module imports no torch. The measurement is in :mod:`ring_backends.comparison.compare`.
 """
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 import dataclasses
@@ -10,14 +12,15 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import Options, check_files, check_kv_heads, files_option, ranks_option, wide_console
+from ring_backends.cli.options import Options, check_kv_heads, files, ranks
+from ring_backends.cli.output import wide_console
 from ring_backends.cli.parsing import describe_branches
 from ring_backends.comparison.compare import compare
 from ring_backends.comparison.setup import TENSORS, Setup
-from ring_backends.plotting import check_plot, draw_comparison
+from ring_backends.plotting import draw_comparison
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -57,31 +60,27 @@ class CompareOptions(Options):
     in one more call.
     """
 
-    seq_len: options.SeqLen = 65536
-    segment_lengths: options.SegmentLengths = ()
-    dilation_rates: options.DilationRates = ()
-    num_heads: options.NumHeads = 8
-    num_kv_heads: options.NumKvHeads = None
-    head_dim: options.HeadDim = 64
-    dtype: options.Dtype = "fp32"
-    causal: options.Causal = True
-    nproc_per_node: Annotated[int, ranks_option(min=1, help="Ranks of the ring, all on this machine.")] = 2
-    layout: options.Layout = "contiguous"
-    device: options.Device = "auto"
-    repeats: Annotated[int, ranks_option(min=1, help="Timed calls, after one warm-up call.")] = 3
-    json: options.Json = None
-    plot: Annotated[
-        Path | None,
-        files_option(metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."),
-    ] = None
+    seq_len: int = options.seq_len(65536)
+    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    dilation_rates: tuple[int, ...] = options.dilation_rates()
+    num_heads: int = options.num_heads(8)
+    num_kv_heads: int | None = options.num_kv_heads()
+    head_dim: int = options.head_dim()
+    dtype: options.Dtype = options.dtype("fp32")
+    causal: bool = options.causal()
+    nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
+    layout: options.Layout = options.layout()
+    device: options.Device = options.device()
+    repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
+    json: Path | None = options.json()
+    plot: Path | None = files(
+        None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
+    )
 
     def check(self) -> None:
         self.setup().pattern.check(seq_len=self.seq_len, num_heads=self.num_heads)
         check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
         super().check()
-        check_files(json=self.json, plot=self.plot)
-        if self.plot is not None:
-            check_plot(self.plot)
 
     def setup(self) -> Setup:
         return Setup(

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ring_backends.cli.options import check_files
+from ring_backends.cli.options import check_directory
+from ring_backends.cli.output import print_table
 from ring_backends.cli.parsing import describe_branches, parse_branches
 from ring_backends.cli.report import reported_errors
 
@@ -91,7 +92,7 @@ def convert_command(
 def _check_paths(source: Path, target: Path, force: bool) -> None:
     if not source.is_file():
         raise ValueError(f"source = {str(source)!r}: not a file; give a checkpoint that torch.save wrote.")
-    check_files(target=target)
+    check_directory("target", target)
     if target.exists() and (target.is_dir() or source.samefile(target)):
         raise ValueError(f"target = {str(target)!r}: is a directory or SOURCE itself; give another file.")
     if target.exists() and not force:
@@ -99,10 +100,6 @@ def _check_paths(source: Path, target: Path, force: bool) -> None:
 
 
 def _show(target: Path, converted: ConvertedCheckpoint) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     settings, tensors = converted.settings, converted.state_dict.values()
     branches = "not given; pass the attention the branches of the training run"
     if settings["segment_lengths"] is not None:
@@ -120,16 +117,9 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
         "branches": branches,
         "class": "LongNetEncoder" if settings["kind"] == "encoder" else "LongNetDecoder",
     }
-    console = Console(highlight=False)
-    table = Table("property", "value", title=f"In {escape(str(target))}", title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    console.print(table)
+    print_table(f"In {target}", ("property", "value"), rows.items())
     if converted.left_out:
         groups = Counter(name.split(".")[0] for name in converted.left_out)
-        table = Table("name", "entries", title="Left out", title_justify="left")
-        for name, count in groups.most_common(_MOST_ROWS):
-            table.add_row(escape(name), f"{count:,}")
-        console.print(table)
+        print_table("Left out", ("name", "entries"), ((n, f"{count:,}") for n, count in groups.most_common(_MOST_ROWS)))
         if len(groups) > _MOST_ROWS:
-            console.print(f"and {len(groups) - _MOST_ROWS:,} more")
+            print(f"and {len(groups) - _MOST_ROWS:,} more")

@@ -1,19 +1,18 @@
 """The options of ``generate``. This module imports no torch. :mod:`ring_backends.cli.generator` generates."""
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ring_backends.cli import options
-from ring_backends.cli.options import Options, check_files, check_positive, ranks_option
+from ring_backends.cli.options import Options, argument, check_positive, option, ranks
 
-_text_option = partial(typer.Option, rich_help_panel="Text")
+_text = partial(option, panel="Text")
 
 
 @dataclass(frozen=True)
@@ -25,21 +24,19 @@ class GenerateOptions(Options):
     rounding changes a draw.
     """
 
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `train --save` wrote.")]
-    prompt: Annotated[str | None, _text_option(metavar="TEXT", help="The text to continue.")] = None
-    prompt_file: Annotated[Path | None, _text_option(metavar="FILE", help="A file to continue instead.")] = None
-    max_new_tokens: Annotated[int, _text_option(min=1, help="Bytes to add.")] = 256
-    temperature: Annotated[float, _text_option(help="Divides the logits. 0 takes the likeliest byte.")] = 0.8
-    top_p: Annotated[float, _text_option(help="Draw from the likeliest bytes with this probability in total.")] = 1.0
-    seed: Annotated[int, _text_option(min=0, max=2**63 - 1, help="Random seed of the draws.")] = 0
-    backend: Annotated[str, ranks_option(metavar="NAME", help="Adapter that carries the hops.")] = "native"
-    nproc_per_node: options.StartedRanks = 1
-    layout: options.Layout = "contiguous"
-    device: options.Device = "auto"
-    timeout: Annotated[float, ranks_option(metavar="SECONDS", help="Longest time that a rank waits for another.")] = (
-        300.0
-    )
-    json: options.Json = None
+    checkpoint: Path = argument(metavar="CHECKPOINT", help="What `train --save` wrote.")
+    prompt: str | None = _text(None, metavar="TEXT", help="The text to continue.")
+    prompt_file: Path | None = _text(None, metavar="FILE", help="A file to continue instead.")
+    max_new_tokens: int = _text(256, min=1, help="Bytes to add.")
+    temperature: float = _text(0.8, help="Divides the logits. 0 takes the likeliest byte.")
+    top_p: float = _text(1.0, help="Draw from the likeliest bytes with this probability in total.")
+    seed: int = _text(0, min=0, max=2**63 - 1, help="Random seed of the draws.")
+    backend: str = ranks("native", metavar="NAME", help="Adapter that carries the hops.")
+    nproc_per_node: int = options.started_ranks()
+    layout: options.Layout = options.layout()
+    device: options.Device = options.device()
+    timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for another.")
+    json: Path | None = options.json()
 
     def check(self) -> None:
         super().check()
@@ -55,7 +52,6 @@ class GenerateOptions(Options):
         check_positive("timeout", self.timeout)
         if not self.checkpoint.exists():
             raise ValueError(f"checkpoint = {str(self.checkpoint)!r}: does not exist; give the PATH of train --save.")
-        check_files(json=self.json)
 
     def prompt_bytes(self) -> bytes:
         """The bytes of the prompt.

@@ -40,26 +40,25 @@ def run(options: GenerateOptions) -> None:
     trained = read_options(options.checkpoint)
     ring = backend.initialize(layout=options.layout, timeout=timedelta(seconds=options.timeout))
     model = load_model(options.checkpoint, trained, backend, ring, device)
-    prompt = options.prompt_bytes()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def write(text: str) -> None:
+        if is_first:
+            print(text, end="", flush=True)
+
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     started, seconds, new = time.perf_counter(), 0.0, bytearray()
-    for token in generate(model, ring, prompt, options, device):
+    for token in generate(model, ring, options.prompt_bytes(), options, device):
         new.append(token)
-        if is_first:
-            sys.stdout.write(decoder.decode(bytes([token])))
-            sys.stdout.flush()
+        write(decoder.decode(bytes([token])))
         if len(new) == 1:
             started = time.perf_counter()  # the first byte also waits for the prompt
         seconds = time.perf_counter() - started
+    write(decoder.decode(b"", final=True) + "\n")
     if is_first:
         speed = (len(new) - 1) / seconds if seconds else None
-        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
-        sys.stdout.flush()
-        print(
-            f"{len(new)} bytes{f', {speed:,.0f} per second' if speed else ''}, on {device_name(device)}.",
-            file=sys.stderr,
-        )
+        rate = f", {speed:,.0f} per second" if speed else ""
+        print(f"{len(new)} bytes{rate}, on {device_name(device)}.", file=sys.stderr)
         if options.json is not None:
             result = {
                 "text": bytes(new).decode("utf-8", "replace"),
@@ -68,9 +67,9 @@ def run(options: GenerateOptions) -> None:
                 "ring_size": ring.size,
                 "device": device_name(device),
                 "versions": versions(),
-                "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
+                "options": dataclasses.asdict(options),
             }
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+            options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -89,8 +88,8 @@ def generate(
             model(ring.shard(tokens), tokens.shape[1], caches)
         for _ in range(options.max_new_tokens):
             logits = model(last, None, caches)[0, -1]
-            token = draw(logits, options.temperature, options.top_p, random)
-            (token,) = (int(number) for number in agree(ring, "generate", None, [token])[0])
+            drawn = draw(logits, options.temperature, options.top_p, random)
+            token = int(agree(ring, "generate", None, [drawn])[0][0])
             yield token
             last = torch.full_like(last, token)
 

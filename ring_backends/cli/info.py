@@ -1,16 +1,17 @@
 """``info``: versions, devices, adapters, kernels and dtype advice for this machine."""
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import typer
-
-from ring_backends.cli.options import Options, check_files
+from ring_backends.cli import options
+from ring_backends.cli.options import Options, option
+from ring_backends.cli.output import print_table
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
 
@@ -32,31 +33,16 @@ HOPS = (
 class InfoOptions(Options):
     """Show versions, devices, adapters, kernels, dtype advice, and how hops are transported."""
 
-    probe: Annotated[
-        bool,
-        typer.Option(
-            "--probe",
-            help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
-            "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
-            "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
-        ),
-    ] = False
-    nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2
-    dtype: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16", "fp64"],
-        typer.Option(
-            metavar="auto|fp32|bf16|fp16|fp64", help="Dtype of the measurement. auto: recommended for the device."
-        ),
-    ] = "auto"
-    device: Annotated[
-        Literal["auto", "cpu", "cuda"],
-        typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU."),
-    ] = "auto"
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None
-
-    def check(self) -> None:
-        super().check()
-        check_files(json=self.json)
+    probe: bool = option(
+        False,
+        help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
+        "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
+        "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
+    )
+    nproc_per_node: int = option(2, min=2, help="Ranks to measure on.")
+    dtype: options.Dtype = option("auto", help="Dtype of the measurement. auto: recommended for the device.")
+    device: options.Device = options.device(panel=None)
+    json: Path | None = options.json(panel=None)
 
 
 def run(chosen: InfoOptions) -> None:
@@ -90,7 +76,7 @@ def choices(device_name: str) -> list[dict[str, str]]:
     from ring_backends.kernels import KernelInputs, explain_choice
 
     device, rows = torch.device(device_name), []
-    for dtype, head_dim, options in (
+    for dtype, head_dim, flags in (
         (torch.bfloat16, 64, ()),
         (torch.bfloat16, 128, ()),
         (torch.bfloat16, 128, ("is_dilated",)),
@@ -100,10 +86,10 @@ def choices(device_name: str) -> list[dict[str, str]]:
         (torch.bfloat16, 128, ("has_documents",)),
         (torch.bfloat16, 128, ("has_dropout",)),
     ):
-        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(options, True))
+        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(flags, True))
         name, why = explain_choice(inputs)
         call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
-        call += "".join(f", {option.partition('_')[2].replace('_', ' ')}" for option in options)
+        call += "".join(f", {flag.partition('_')[2].replace('_', ' ')}" for flag in flags)
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 
@@ -142,47 +128,35 @@ def collect() -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console(highlight=False)
-
-    def show(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[object]]) -> None:
-        table = Table(*columns, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*(escape(str(cell)) for cell in row))
-        console.print(table)
-
     untested = found["untested"]
     versions = (
         (name, number or "not installed", untested.get(name, "-")) for name, number in found["versions"].items()
     )
-    show("Versions", ("package", "version", "tests"), versions)
+    print_table("Versions", ("package", "version", "tests"), versions)
     devices = ((device["device"], device["name"], device["dtype"]) for device in found["devices"])
-    show("Devices", ("device", "name", "recommended dtype"), devices)
+    print_table("Devices", ("device", "name", "recommended dtype"), devices)
     adapters = ((name, _usable(why)) for name, why in found["adapters"].items())
-    show("Adapters", ("adapter", "usable here"), adapters)
+    print_table("Adapters", ("adapter", "usable here"), adapters)
     kernels = ((name, _usable(row["unusable"]), row["unverified"] or "-") for name, row in found["kernels"].items())
-    show("Kernels", ("kernel", "usable here", "not covered by the tests"), kernels)
+    print_table("Kernels", ("kernel", "usable here", "not covered by the tests"), kernels)
     choices = (row.values() for row in found["kernel_choice"])
-    show("What kernel='auto' takes here", ("device", "call", "kernel", "why"), choices)
+    print_table("What kernel='auto' takes here", ("device", "call", "kernel", "why"), choices)
     advice = (row.values() for row in found["dtype_advice"])
-    show("Which dtype", ("device (compute capability)", "dtype", "why"), advice)
-    show("How a hop travels", ("transport", "path"), found["hops"].items())
+    print_table("Which dtype", ("device (compute capability)", "dtype", "why"), advice)
+    print_table("How a hop travels", ("transport", "path"), found["hops"].items())
     if "probe" in found:
         probe = found["probe"]
         hops = [
-            (f"{local_probe.LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+            (f"{local_probe.SMALL_HOP_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
             ("16 MiB both ways", f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
         ]
         ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
-        show(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
+        print_table(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
         title = (
             f"Constants for plan, measured on all ranks at once: {probe['dtype']}, head dim {probe['head_dim']}, "
             f"{probe['kernel']}"
         )
-        show(title, ("constant", "measured"), _constants(probe))
+        print_table(title, ("constant", "measured"), _constants(probe))
     if "kernel_times" in found:
         columns = ("dtype", "head dim", "rows", "rate", "kernel", "forward", "backward")
         times = (
@@ -192,7 +166,7 @@ def _show(found: dict[str, Any]) -> None:
             )
             for time in found["kernel_times"]["times"]
         )
-        show(f"Kernels with their copies and merges, {found['kernel_times']['device']}", columns, times)
+        print_table(f"Kernels with their copies and merges, {found['kernel_times']['device']}", columns, times)
 
 
 def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import MISSING, dataclass, fields
+from collections.abc import Callable
+from copy import copy
+from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 from typer.models import OptionInfo
@@ -20,83 +20,72 @@ from typer.models import OptionInfo
 from ring_backends.cli.parsing import BranchesCommand, parse_branches
 from ring_backends.cli.report import reported_errors
 from ring_backends.cost.default_branches import default_branches
-from ring_backends.schedule import pattern
+from ring_backends.plotting import check_plot
 
-if TYPE_CHECKING:
-    from rich.console import Console
+Dtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
+Layout = Literal["contiguous", "zigzag"]
+Device = Literal["auto", "cpu", "cuda"]
 
-attention_option, ranks_option, files_option = (
-    partial(typer.Option, rich_help_panel=panel) for panel in ("Attention", "Ranks", "Files")
+
+def option(default: Any = MISSING, *, panel: str | None = None, **details: Any) -> Any:
+    """Declare an option: the default of a field of a subclass of :class:`Options`.
+
+    A bool whose default is False has no ``--no-…`` option. The values of a ``Literal`` are shown in ``--help``.
+
+    Args:
+        panel: heading of the option's group in ``--help``.
+        details: as in ``typer.Option``.
+    """
+    return field(default=default, metadata={"typer": typer.Option(rich_help_panel=panel, **details)})
+
+
+def argument(**details: Any) -> Any:
+    """Declare an argument: the default of a field of a subclass of :class:`Options`."""
+    return field(metadata={"typer": typer.Argument(**details)})
+
+
+attention, ranks, files = (partial(option, panel=panel) for panel in ("Attention", "Ranks", "Files"))
+
+segment_lengths = partial(
+    attention,
+    (),
+    metavar="N,N,…",
+    help="Segment length of each branch, in tokens. Default: three branches whose cost is nearly linear in the "
+    "sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
 )
-"""``typer.Option`` for the groups of options in ``--help``."""
-
-_WIDTH = 120  # columns of output that does not go to a terminal
-
-SegmentLengths = Annotated[
-    tuple[int, ...],
-    attention_option(
-        metavar="N,N,…",
-        help="Segment length of each branch, in tokens. Default: three branches whose cost is nearly linear in the "
-        "sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
-    ),
-]
-DilationRates = Annotated[tuple[int, ...], attention_option(metavar="N,N,…", help="Dilation rate of each branch.")]
-HeadMode = Annotated[
-    pattern.HeadMode,
-    attention_option(
-        metavar="all|grouped",
-        help="all: every head runs every branch. grouped: each branch has its own group of heads.",
-    ),
-]
-Offset = Annotated[
-    pattern.Offset | None,
-    attention_option(
-        metavar="mod|block|branch",
-        help="Offset of head j in branch i: j % r, j // ceil(H / r), or i % r. Default: mod, or branch when grouped.",
-    ),
-]
-Padding = Annotated[
-    pattern.Padding,
-    attention_option(
-        metavar="masked|zeros",
-        help="masked: no query sees the padding of the last segment. zeros: queries see it as zero keys, as in "
-        "torchscale.",
-    ),
-]
-SeqLen = Annotated[int, attention_option(min=1, help="Length of the whole sequence, in tokens.")]
-NumHeads = Annotated[int, attention_option(min=1, help="Query heads.")]
-NumKvHeads = Annotated[
-    int | None, attention_option(min=1, help="Key and value heads. Default: as many as query heads.")
-]
-HeadDim = Annotated[int, attention_option(min=1, help="Width of a head.")]
-Causal = Annotated[
-    bool, attention_option("--causal/--no-causal", help="Whether a query sees only keys up to its own position.")
-]
-Dtype = Annotated[
-    Literal["auto", "fp32", "bf16", "fp16", "fp64"],
-    attention_option(
-        metavar="auto|fp32|bf16|fp16|fp64",
-        help="Dtype of the tensors. auto: the dtype that `ring-backends info` recommends for the device.",
-    ),
-]
-Layout = Annotated[
-    Literal["contiguous", "zigzag"],
-    ranks_option(metavar="contiguous|zigzag", help="How the sequence is sharded over the ring."),
-]
-Device = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    ranks_option(metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU."),
-]
-StartedRanks = Annotated[int, ranks_option(min=1, help="Ranks to start on this machine. Ignored under torchrun.")]
-Json = Annotated[Path | None, files_option(metavar="FILE", help="Write all results to this file.")]
+dilation_rates = partial(attention, (), metavar="N,N,…", help="Dilation rate of each branch.")
+head_mode = partial(
+    attention, "all", help="all: every head runs every branch. grouped: each branch has its own group of heads."
+)
+offset = partial(
+    attention,
+    None,
+    help="Offset of head j in branch i: j % r, j // ceil(H / r), or i % r. Default: mod, or branch when grouped.",
+)
+padding = partial(
+    attention,
+    "masked",
+    help="masked: no query sees the padding of the last segment. zeros: queries see it as zero keys, as in torchscale.",
+)
+seq_len = partial(attention, min=1, help="Length of the whole sequence, in tokens.")
+num_heads = partial(attention, min=1, help="Query heads.")
+num_kv_heads = partial(attention, None, min=1, help="Key and value heads. Default: as many as query heads.")
+head_dim = partial(attention, 64, min=1, help="Width of a head.")
+causal = partial(attention, True, help="Whether a query sees only keys up to its own position.")
+dtype = partial(
+    attention, help="Dtype of the tensors. auto: the dtype that `ring-backends info` recommends for the device."
+)
+layout = partial(ranks, "contiguous", help="How the sequence is sharded over the ring.")
+device = partial(ranks, "auto", help="auto: a GPU per rank if there are enough, else the CPU.")
+started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. Ignored under torchrun.")
+json = partial(files, None, metavar="FILE", help="Write all results to this file.")
 
 
 @dataclass(frozen=True)
 class Options:
     """The base of a command's options: plain values that can be sent to the ranks.
 
-    A subclass is a dataclass. The type of a field is an ``Annotated`` with a ``typer.Option`` or ``typer.Argument``.
-    Its docstring is the help of the command.
+    A subclass is a dataclass whose fields are made by :func:`option`. Its docstring is the help of the command.
     """
 
     @classmethod
@@ -118,9 +107,14 @@ class Options:
         Raises:
             ValueError: an option is invalid. The message names it.
         """
-        for name, (declared, _) in _declarations(type(self)).items():
-            if get_origin(declared) is Literal:
-                check_choice(name, getattr(self, name), get_args(declared))
+        for name, kind in get_type_hints(type(self)).items():
+            value, choices = getattr(self, name), _choices(kind)
+            if choices and value not in (None, *choices):
+                raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(choices)}.")
+            if name in ("json", "plot", "save") and value is not None:
+                check_directory(name, value)
+            if name == "plot" and value is not None:
+                check_plot(value)
 
 
 _Options = TypeVar("_Options", bound=Options)
@@ -133,9 +127,21 @@ def add_command(app: typer.Typer, name: str, options: type[_Options], run: Calla
         options: the class of the command's options.
         run: called with the checked options. Its errors are reported too.
     """
-    declarations = _declarations(options)
-    # Messages show the name of an argument as it is.
-    names = [name for name, (_, declared) in declarations.items() if isinstance(declared, OptionInfo)]
+    kinds, parameters, names = get_type_hints(options), [], []
+    for declared in fields(options):
+        kind, default, info = kinds[declared.name], declared.default, copy(declared.metadata["typer"])
+        if isinstance(info, OptionInfo):
+            names.append(declared.name)  # messages show the name of an argument as it is
+        if default is False:
+            info.param_decls = (f"--{declared.name.replace('_', '-')}",)
+        if _choices(kind):
+            kind, info.metavar = str | None, "|".join(_choices(kind))
+        if get_origin(kind) is tuple:
+            kind, default = list[str] | None, None
+        parameter = inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY)
+        if default is not MISSING:
+            parameter = parameter.replace(default=default)
+        parameters.append(parameter.replace(annotation=Annotated[kind, info]))
 
     def call(**given: Any) -> None:
         with reported_errors(name, names):
@@ -143,39 +149,13 @@ def add_command(app: typer.Typer, name: str, options: type[_Options], run: Calla
             made.check()
             run(made)
 
-    parameters = []
-    for field in fields(options):
-        kind, declared = declarations[field.name]
-        default = {MISSING: inspect.Parameter.empty, (): None}.get(field.default, field.default)
-        parameter = inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default)
-        parameters.append(parameter.replace(annotation=Annotated[_parsed_type(kind), declared]))
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     app.command(name, cls=BranchesCommand, help=inspect.getdoc(options))(call)
 
 
-def _declarations(options: type[Options]) -> dict[str, tuple[Any, Any]]:
-    """Map the name of each field to its type and its ``typer.Option`` or ``typer.Argument``."""
-    hints = get_type_hints(options, include_extras=True)
-    return {field.name: get_args(hints[field.name]) for field in fields(options)}
-
-
-def _parsed_type(kind: Any) -> Any:
-    """Return the type as which Typer parses an option: lists and names are parsed and checked later."""
-    if get_origin(kind) is tuple:
-        return list[str] | None
-    if get_origin(kind) is Literal:
-        return str
-    return str | None if any(get_origin(part) is Literal for part in get_args(kind)) else kind
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Check that an option has one of its values.
-
-    Raises:
-        ValueError: the value is unknown. The message names the option.
-    """
-    if value not in choices:
-        raise ValueError(f"{name} = {value!r}: unknown; choose one of {', '.join(choices)}.")
+def _choices(kind: Any) -> tuple[str, ...]:
+    """Return the values of a ``Literal``, which may be optional; () for other types."""
+    return next((get_args(part) for part in (kind, *get_args(kind)) if get_origin(part) is Literal), ())
 
 
 def check_positive(name: str, value: float | None) -> None:
@@ -198,27 +178,13 @@ def check_kv_heads(name: str, num_kv_heads: int | None, num_heads: int) -> None:
         raise ValueError(f"{name} = {num_kv_heads}: must divide the {num_heads} query heads; use a divisor.")
 
 
-def check_files(**paths: Path | None) -> None:
-    """Check that the directory of each output file exists.
-
-    Args:
-        paths: the file of each option, by the name of the option. None: the option is not given.
+def check_directory(name: str, path: Path) -> None:
+    """Check that the directory of an output file exists.
 
     Raises:
-        ValueError: a directory does not exist. The message names the option.
+        ValueError: it does not. The message names the option.
     """
-    for name, path in paths.items():
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(
-                f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it, or give another path."
-            )
-
-
-def wide_console() -> Console:
-    """Make a console. Without a terminal, its tables are 120 columns wide instead of 80."""
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _WIDTH
-    return console
+    if not path.absolute().parent.is_dir():
+        raise ValueError(
+            f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it, or give another path."
+        )

@@ -3,6 +3,8 @@
 This module imports torch only when the command runs. The numbers come from :mod:`ring_backends.cost.estimate`.
 """
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 import dataclasses
@@ -11,27 +13,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import (
-    Options,
-    attention_option,
-    check_files,
-    check_kv_heads,
-    check_positive,
-    files_option,
-    ranks_option,
-    wide_console,
-)
+from ring_backends.cli.options import Options, attention, check_kv_heads, check_positive, files, option, ranks
+from ring_backends.cli.output import wide_console
 from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
-from ring_backends.plotting import check_plot, draw_ring_sizes
+from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.launch import num_cores
-from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 if TYPE_CHECKING:
     import torch
@@ -41,7 +33,7 @@ if TYPE_CHECKING:
     from ring_backends.cost.estimate import Estimate
     from ring_backends.cost.model import RingCost
 
-_constant_option = partial(typer.Option, rich_help_panel="Constants of the estimate")
+_constant = partial(option, panel="Constants of the estimate")
 
 
 @dataclass(frozen=True)
@@ -60,80 +52,62 @@ class PlanOptions(Options):
     command measures them on local ranks in a few seconds.
     """
 
-    seq_len: options.SeqLen
-    ring_size: Annotated[int, ranks_option(min=1, help="Ranks of the ring.")]
-    heads: options.NumHeads = 8
-    kv_heads: options.NumKvHeads = None
-    head_dim: options.HeadDim = 64
-    batch: Annotated[int, attention_option(min=1, help="Sequences per call.")] = 1
-    dtype: options.Dtype = "auto"
-    segment_lengths: options.SegmentLengths = ()
-    dilation_rates: options.DilationRates = ()
-    head_mode: options.HeadMode = "all"
-    offset: options.Offset = None
-    padding: options.Padding = "masked"
-    causal: options.Causal = True
-    layout: options.Layout = "contiguous"
-    memory: Annotated[
-        str | None,
-        ranks_option(
-            metavar="SIZE",
-            help="Memory per rank, for example 80GB. The command prints the smallest ring size that fits into it. "
-            "Default: the memory that the measurement found.",
-        ),
-    ] = None
-    hosts: Annotated[
-        str | None,
-        ranks_option(
-            metavar="NAME,NAME,…",
-            help="The host of each rank. The command prints the bytes between hosts, with the ranks in rank order and "
-            "in topology order.",
-        ),
-    ] = None
-    ranks_per_host: Annotated[int | None, ranks_option(min=1, help="Ranks per host, as an alternative to --hosts.")] = (
-        None
+    seq_len: int = options.seq_len()
+    ring_size: int = ranks(min=1, help="Ranks of the ring.")
+    heads: int = options.num_heads(8)
+    kv_heads: int | None = options.num_kv_heads()
+    head_dim: int = options.head_dim()
+    batch: int = attention(1, min=1, help="Sequences per call.")
+    dtype: options.Dtype = options.dtype("auto")
+    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    dilation_rates: tuple[int, ...] = options.dilation_rates()
+    head_mode: HeadMode = options.head_mode()
+    offset: Offset | None = options.offset()
+    padding: Padding = options.padding()
+    causal: bool = options.causal()
+    layout: options.Layout = options.layout()
+    memory: str | None = ranks(
+        None,
+        metavar="SIZE",
+        help="Memory per rank, for example 80GB. The command prints the smallest ring size that fits into it. "
+        "Default: the memory that the measurement found.",
     )
-    probe: Annotated[
-        Path | None,
-        _constant_option(
-            metavar="FILE",
-            help="File with constants, from `ring-backends info --probe --json FILE`. Default: measure them now, "
-            "unless --latency, --bandwidth and --flops are given.",
-        ),
-    ] = None
-    latency: Annotated[
-        float | None,
-        _constant_option(metavar="SECONDS", help="Latency of a hop. Replaces the measured latency."),
-    ] = None
-    bandwidth: Annotated[
-        float | None,
-        _constant_option(metavar="BYTES/S", help="Bandwidth in each direction. Replaces the measured bandwidth."),
-    ] = None
-    flops: Annotated[
-        float | None,
-        _constant_option(
-            metavar="FLOP/S",
-            help="Rate of the attention kernel on one rank, in forward and in backward. Replaces the measured rates. "
-            "The estimate then ignores the time to gather and merge rows.",
-        ),
-    ] = None
-    nproc_per_node: Annotated[
-        int | None,
-        _constant_option(
-            min=2,
-            help="Local ranks that measure. Default: the ring size, or 2 if the ring size is 1 or is more than the "
-            "machine's GPUs or cores.",
-        ),
-    ] = None
-    device: options.Device = "auto"
-    json: options.Json = None
-    plot: Annotated[
-        Path | None,
-        files_option(
-            metavar="FILE",
-            help="Draw time and memory per rank against the ring size into this file (needs matplotlib).",
-        ),
-    ] = None
+    hosts: str | None = ranks(
+        None,
+        metavar="NAME,NAME,…",
+        help="The host of each rank. The command prints the bytes between hosts, with the ranks in rank order and "
+        "in topology order.",
+    )
+    ranks_per_host: int | None = ranks(None, min=1, help="Ranks per host, as an alternative to --hosts.")
+    probe: Path | None = _constant(
+        None,
+        metavar="FILE",
+        help="File with constants, from `ring-backends info --probe --json FILE`. Default: measure them now, "
+        "unless --latency, --bandwidth and --flops are given.",
+    )
+    latency: float | None = _constant(None, metavar="SECONDS", help="Latency of a hop. Replaces the measured latency.")
+    bandwidth: float | None = _constant(
+        None, metavar="BYTES/S", help="Bandwidth in each direction. Replaces the measured bandwidth."
+    )
+    flops: float | None = _constant(
+        None,
+        metavar="FLOP/S",
+        help="Rate of the attention kernel on one rank, in forward and in backward. Replaces the measured rates. "
+        "The estimate then ignores the time to gather and merge rows.",
+    )
+    nproc_per_node: int | None = _constant(
+        None,
+        min=2,
+        help="Local ranks that measure. Default: the ring size, or 2 if the ring size is 1 or is more than the "
+        "machine's GPUs or cores.",
+    )
+    device: options.Device = options.device()
+    json: Path | None = options.json()
+    plot: Path | None = files(
+        None,
+        metavar="FILE",
+        help="Draw time and memory per rank against the ring size into this file (needs matplotlib).",
+    )
 
     def check(self) -> None:
         self.memory_bytes()
@@ -152,9 +126,6 @@ class PlanOptions(Options):
             raise ValueError(
                 "nproc_per_node: has no effect with --probe, which replaces the measurement; leave one of the two out."
             )
-        check_files(json=self.json, plot=self.plot)
-        if self.plot is not None:
-            check_plot(self.plot)
 
     def pattern(self) -> DilatedPattern:
         return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)
@@ -216,6 +187,8 @@ def run(chosen: PlanOptions) -> None:
 
 def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tuple[Hardware, dict[str, Any] | None, str]:
     """Return the constants, their measurement (None if options give all constants), and a sentence on their source."""
+    import torch
+
     latency, bandwidth, flops = chosen.latency, chosen.bandwidth, chosen.flops
     if chosen.probe is not None:
         probe = local_probe.read(chosen.probe, _name(dtype))
@@ -223,15 +196,14 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
     elif latency is not None and bandwidth is not None and flops is not None:
         return Hardware(latency, bandwidth, flops, flops), None, "Constants as given."
     else:
-        num_ranks = chosen.nproc_per_node or _num_local_ranks(chosen)
+        gpus = torch.cuda.device_count() if chosen.device != "cpu" else 0
+        fits = 2 <= chosen.ring_size <= (gpus or num_cores())
+        num_ranks = chosen.nproc_per_node or (chosen.ring_size if fits else 2)
         with console.status(f"measuring on {num_ranks} local ranks"):
             probe = local_probe.measure(num_ranks, _name(dtype), chosen.device, chosen.head_dim)
         source = "Constants measured just now"
-    changes: dict[str, Any] = {}
-    if latency is not None:
-        changes["latency_seconds"] = latency
-    if bandwidth is not None:
-        changes["bytes_per_second"] = bandwidth
+    links = {"latency_seconds": latency, "bytes_per_second": bandwidth}
+    changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if flops is not None:
         changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
         changes |= {"causal_forward_flops_per_second": None, "causal_backward_flops_per_second": None}
@@ -242,13 +214,6 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
         f"{probe['head_dim']}, kernel {probe['kernel']}" + (f", {' and '.join(given)} as given." if given else ".")
     )
     return dataclasses.replace(Hardware.of(probe["hardware"]), **changes), probe, source
-
-
-def _num_local_ranks(chosen: PlanOptions) -> int:
-    import torch
-
-    gpus = torch.cuda.device_count() if chosen.device != "cpu" else 0
-    return chosen.ring_size if 2 <= chosen.ring_size <= (gpus or num_cores()) else 2
 
 
 def _table(estimate: Estimate) -> Table:

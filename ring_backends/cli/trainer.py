@@ -102,12 +102,11 @@ class Trainer:
                 self._show(record, progress)
                 if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
                     self._save()
-        sent = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
-        bytes_sent, messages_sent = zip(*sent, strict=True)
+        bytes_sent, messages_sent = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
         if options.save is not None and steps:
             self._save()
         evaluation_loss = self._evaluate()
-        (peaks,) = zip(*self._all_gather(peak_memory_bytes(self.device)), strict=True)
+        (peaks,) = self._all_gather(peak_memory_bytes(self.device))
         timed = steps[1:] or steps  # the first step also computes plans and opens connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
@@ -131,7 +130,7 @@ class Trainer:
         self._print_summary(result)
 
     def _check_documents_are_equal(self) -> None:
-        fingerprints = [int(fingerprint) for (fingerprint,) in self._all_gather(self.document.fingerprint())]
+        (fingerprints,) = self._all_gather(self.document.fingerprint())
         if len(set(fingerprints)) > 1:
             different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
             raise ValueError(
@@ -154,9 +153,7 @@ class Trainer:
         loss = self.state.loss(local_sum, count)
         self.state.backward(loss)
         self.state.step()
-        sums, counts, peaks = zip(
-            *self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device)), strict=True
-        )
+        sums, counts, peaks = self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device))
         return {
             "step": step + 1,
             "loss": sum(sums) / sum(counts),
@@ -169,8 +166,8 @@ class Trainer:
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
-        sums, counts = zip(*self._all_gather(local_sum.item(), count), strict=True)
-        return float(sum(sums) / sum(counts))
+        sums, counts = self._all_gather(local_sum.item(), count)
+        return sum(sums) / sum(counts)
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
         """Return the sum of the cross-entropy over this rank's labels, and the number of these labels."""
@@ -180,15 +177,13 @@ class Trainer:
         labels = self.ring.shard(window[:, 1:], dim=1).to(self.device, torch.int64)
         logits = self.state.model(tokens, self.options.seq_len)
         local_sum = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-            labels.flatten(),
-            reduction="sum",
+            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), labels.flatten(), reduction="sum"
         )
         return local_sum, labels.numel()
 
-    def _all_gather(self, *values: float) -> list[list[float]]:
-        """Gather the values of all ranks, by global rank. They are sent as fp64, exact for integers up to 2⁵³."""
-        return agree(self.world, "train", None, values)
+    def _all_gather(self, *values: float) -> list[tuple[float, ...]]:
+        """Gather each value from all ranks, by global rank. It is sent as fp64, exact for integers up to 2⁵³."""
+        return [*zip(*agree(self.world, "train", None, values), strict=True)]
 
     # A checkpoint is the adapter's checkpoint, and a file beside it with the options of the run.
 

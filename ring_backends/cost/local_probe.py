@@ -15,7 +15,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.ring.launch import launch, num_cores, refuse_launcher
 
 _SECONDS = 0.3
-LATENCY_BYTES = 64 * 2**10
+SMALL_HOP_BYTES = 64 * 2**10
 """Size of the hop whose time :func:`measure` reports in addition to the constants of the model."""
 
 
@@ -84,7 +84,7 @@ def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) ->
         "dtype": str(resolved).removeprefix("torch."),
         "head_dim": head_dim,
         "kernel": select_kernel("auto", KernelInputs(here, resolved, head_dim)).name,
-        "latency_seconds": probe.hop_seconds(LATENCY_BYTES, 21),
+        "latency_seconds": probe.hop_seconds(SMALL_HOP_BYTES, 21),
         "torch": str(torch.__version__),
         "hardware": dataclasses.replace(hardware, memory_bytes=memory),
     }
