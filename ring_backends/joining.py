@@ -17,12 +17,7 @@ from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
 def check_options(
-    ring_size: object,
-    layout: Any,
-    timeout: object,
-    group: object,
-    ring_order: object,
-    auto: Mapping[str, Any],
+    ring_size: object, layout: Any, timeout: object, group: object, ring_order: object, auto: Mapping[str, Any]
 ) -> None:
     """Check the options of ``initialize``, without communication.
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
+from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
@@ -85,8 +86,6 @@ class RingDilatedMultiheadAttention(nn.Module):
         if not rotary_base > 0:
             raise ValueError(f"rotary_base = {rotary_base}: must be above 0; 10000.0 is usual.")
         if isinstance(dtype, str):
-            from ring_backends.kernels import resolve_dtype
-
             dtype = resolve_dtype(dtype, torch.get_default_device() if device is None else torch.device(device))
         self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, kv_heads, head_dim
         self.rotary, self.rotary_base = rotary, float(rotary_base)
