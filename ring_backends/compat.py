@@ -14,7 +14,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -101,18 +101,17 @@ class RingDilatedAttentionV2(nn.Module):
                 stacklevel=3,
             )
         self.ring = _ring(self.adapter, ring_size) if ring is None else ring
-        self.attention = _Scaled(
-            create_attention(
-                self.adapter,
-                segment_lengths,
-                dilation_rates,
-                ring=self.ring,
-                head_mode="grouped",
-                offset="branch",
-                dropout_p=dropout,
-                kernel="auto" if use_flash_attention else "math",
-            )
+        self.attention = create_attention(
+            self.adapter,
+            segment_lengths,
+            dilation_rates,
+            ring=self.ring,
+            head_mode="grouped",
+            offset="branch",
+            dropout_p=dropout,
+            kernel="auto" if use_flash_attention else "math",
         )
+        self.attention.register_forward_hook(_divide)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """Attend.
@@ -275,15 +274,9 @@ class _WholeSelfAttention(nn.Module):
         return _whole(self.ring, functional_call(self.layer, parameters, (_part(self.ring, query),), options), seq_len)
 
 
-class _Scaled(nn.Module):
-    """An attention whose output is divided by the number of branches."""
-
-    def __init__(self, attention: RingDilatedAttention) -> None:
-        super().__init__()
-        self.attention, self.ring = attention, attention.ring
-
-    def forward(self, *tensors: Tensor, **options: Any) -> Any:
-        return self.attention(*tensors, **options) / self.attention.pattern.num_branches
+def _divide(attention: nn.Module, args: object, out: Tensor) -> Tensor:
+    """Divide the output of an attention by its number of branches."""
+    return out / cast(RingDilatedAttention, attention).pattern.num_branches
 
 
 # The functions below convert between whole tensors, which are equal on all ranks, and each rank's part. All ranks
