@@ -137,7 +137,7 @@ class RingDilatedMultiheadAttention(nn.Module):
             self._check_rows(x)
             _check_cache(cache, document_ids, dropout_seed)
             if not is_step:
-                seq_len = self._check_length(x, attention.ring, seq_len)
+                seq_len = whole_length(x, attention.ring, seq_len)
         batch, local_len = x.shape[:2]
         query, key, value = [
             projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
@@ -175,21 +175,7 @@ class RingDilatedMultiheadAttention(nn.Module):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
             )
-        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x is {x.dtype}: the parameters are {self.q_proj.weight.dtype}; convert x, or the module with .to()."
-            )
-
-    def _check_length(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
-        """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
-        seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
-        expected = ring.layout(seq_len).local_len(ring.rank)
-        if x.shape[1] != expected:
-            raise ValueError(
-                f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
-                "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
-            )
-        return seq_len
+        check_dtype(x, self.q_proj.weight)
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -219,6 +205,24 @@ class RingDilatedMultiheadAttention(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rotary_tables": {}}
+
+
+def check_dtype(x: Tensor, weight: Tensor) -> None:
+    """Check that ``x`` has the dtype of the parameters, unless autocast converts it."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to().")
+
+
+def whole_length(x: Tensor, ring: Ring, seq_len: int | None) -> int:
+    """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
+    seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+    expected = ring.layout(seq_len).local_len(ring.rank)
+    if x.shape[1] != expected:
+        raise ValueError(
+            f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
+            "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
+        )
+    return seq_len
 
 
 def _check_cache(cache: object, document_ids: object, dropout_seed: object) -> None:

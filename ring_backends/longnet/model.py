@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.longnet.torchscale import OPTIONS, load_parameters, read_checkpoint, sizes_of
-from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.multihead import RingDilatedMultiheadAttention, check_dtype, whole_length
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.pattern import DilatedPattern
@@ -68,12 +68,8 @@ class Layer(nn.Module):
     ) -> Tensor:
         # The dtype is checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its
         # inputs.
-        weight = self.self_attn_layer_norm.weight
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            with cast(Ring, self.self_attn.attention.ring).report_refusals():
-                raise TypeError(
-                    f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
-                )
+        with cast(Ring, self.self_attn.attention.ring).report_refusals():
+            check_dtype(x, self.self_attn_layer_norm.weight)
         x = x + self.self_attn(
             self.self_attn_layer_norm(x),
             is_causal=is_causal,
@@ -266,13 +262,8 @@ class LongNet(nn.Module):
             seq_len = num_cached + x.shape[1]
             positions = torch.arange(num_cached, seq_len)
         else:
-            seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+            seq_len = whole_length(x, ring, seq_len)
             positions = ring.positions(seq_len)
-        if x.shape[1] != len(positions):
-            raise ValueError(
-                f"x has {x.shape[1]} local rows, but this rank holds {len(positions)} rows of seq_len = {seq_len}; "
-                "shard the sequence with ring.shard(x, dim=1), and pass its length as seq_len."
-            )
         if is_tokens:
             assert self.embed_tokens is not None
             x = self.embed_tokens(x)
