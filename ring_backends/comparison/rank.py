@@ -74,7 +74,8 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
         directory: the directory with the fp64 values.
     """
     device = select_device(setup.device)
-    module = load_adapter("native" if name in (ALL_GATHER, ONE_RANK) else name)
+    is_adapter = name not in (ALL_GATHER, ONE_RANK)
+    module = load_adapter(name if is_adapter else "native")
     ring: Ring = module.initialize(layout=setup.layout)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
@@ -92,16 +93,13 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     peak = peak_memory_bytes(device) - before
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
-        bytes_sent = _all_gather_bytes(setup, ring, call)
+        inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
+        bytes_sent = AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(inputs.key)
     largest_error, largest = _compare_with_exact(directory, results, ring, setup.seq_len)
     del out, results
 
     seconds = [call.seconds() for _ in range(setup.repeats)]
-    spans = (
-        record_spans(call.forward, call.backward, device)
-        if setup.timeline and name not in (ALL_GATHER, ONE_RANK)
-        else []
-    )
+    spans = record_spans(call.forward, call.backward, device) if setup.timeline and is_adapter else []
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -160,11 +158,6 @@ def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tenso
         return lambda query, key, value: all_gather_attention(query, key, value, setup.pattern, ring, **sharded)
     attention = module.RingDilatedAttention(*branches, ring=ring)
     return lambda *inputs: cast(Tensor, attention(*inputs, **sharded))
-
-
-def _all_gather_bytes(setup: Setup, ring: Ring, call: _Call) -> dict[str, int]:
-    inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
-    return AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(call.inputs[1])
 
 
 def _inputs(setup: Setup, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -25,8 +25,7 @@ from ring_backends.cost.machine import median_seconds, synchronize, synchronize_
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.ring.stream_hops import Buffers
-from ring_backends.ring.transfer import post_works
+from ring_backends.ring.transfer import post_batch, post_works
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 LATENCY_BYTES = 1024
@@ -220,15 +219,9 @@ class RankProbe:
         to, source = self.order[(place + 1) % len(self.order)], self.order[place - 1]
         outgoing = {to: torch.zeros(size, dtype=torch.uint8, device=self.device)}
         incoming = {source: torch.empty(size, dtype=torch.uint8, device=self.device)}
-
-        def post(outgoing: Buffers, incoming: Buffers) -> list[dist.Work]:
-            operations = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in incoming]
-            operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in outgoing]
-            return dist.batch_isend_irecv(operations)
-
         synchronize_ranks(self.device)
         started = time.perf_counter()
-        transfer = post_works(group, post, outgoing, incoming)
+        transfer = post_works(group, lambda out, into: post_batch(group, out, into, tag=0), outgoing, incoming)
         meanwhile()
         transfer.wait(_HOP_TIMEOUT)
         synchronize(self.device)
