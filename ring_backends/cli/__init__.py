@@ -13,11 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from ring_backends import __version__
-from ring_backends.cli import compare, info, plan
-from ring_backends.cli.convert import convert_command
+from ring_backends.cli import compare, convert, info, plan
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.options import add_command
-from ring_backends.cli.parsing import BranchesCommand
 from ring_backends.cli.train import TrainOptions
 from ring_backends.ring.launch import TRACEBACK_VARIABLE, launch, under_launcher
 
@@ -64,7 +62,7 @@ add_command(app, "generate", GenerateOptions, _on_ranks(_generate))
 add_command(app, "compare", compare.CompareOptions, compare.run)
 add_command(app, "plan", plan.PlanOptions, plan.run)
 add_command(app, "info", info.InfoOptions, info.run)
-app.command("convert", cls=BranchesCommand)(convert_command)
+add_command(app, "convert", convert.ConvertOptions, convert.run)
 
 
 def _print_version(wanted: bool) -> None:

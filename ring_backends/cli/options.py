@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
-from typer.models import OptionInfo
 
 from ring_backends.cli.parsing import BranchesCommand, parse_branches
 from ring_backends.cli.report import reported_errors
@@ -39,9 +38,14 @@ def option(default: Any = MISSING, *, panel: str | None = None, **details: Any) 
     return field(default=default, metadata={"typer": typer.Option(rich_help_panel=panel, **details)})
 
 
-def argument(**details: Any) -> Any:
-    """Declare an argument: the default of a field of a subclass of :class:`Options`."""
-    return field(metadata={"typer": typer.Argument(**details)})
+def argument(*, is_named: bool = False, **details: Any) -> Any:
+    """Declare an argument: the default of a field of a subclass of :class:`Options`.
+
+    Args:
+        is_named: whether messages name it like an option.
+        details: as in ``typer.Argument``.
+    """
+    return field(metadata={"typer": typer.Argument(**details), "is_named": is_named})
 
 
 attention, ranks, files = (partial(option, panel=panel) for panel in ("Attention", "Ranks", "Files"))
@@ -130,13 +134,13 @@ def add_command(app: typer.Typer, name: str, options: type[_Options], run: Calla
     kinds, parameters, names = get_type_hints(options), [], []
     for declared in fields(options):
         kind, default, info = kinds[declared.name], declared.default, copy(declared.metadata["typer"])
-        if isinstance(info, OptionInfo):
-            names.append(declared.name)  # messages show the name of an argument as it is
+        if declared.metadata.get("is_named", True):
+            names.append(declared.name)
         if default is False:
             info.param_decls = (f"--{declared.name.replace('_', '-')}",)
         if _choices(kind):
             kind, info.metavar = str | None, "|".join(_choices(kind))
-        if get_origin(kind) is tuple:
+        if any(get_origin(part) is tuple for part in (kind, *get_args(kind))):
             kind, default = list[str] | None, None
         parameter = inspect.Parameter(declared.name, inspect.Parameter.KEYWORD_ONLY)
         if default is not MISSING:
