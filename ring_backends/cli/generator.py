@@ -19,7 +19,7 @@ from torch import Tensor
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.language_model import LongNetLM, make_model, make_optimizer, training_dtype
 from ring_backends.cli.train import TrainOptions
-from ring_backends.cli.trainer import options_path
+from ring_backends.cli.trainer import options_path, read_saved
 from ring_backends.cost.machine import device_name, select_device
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
@@ -109,25 +109,14 @@ def read_options(checkpoint: Path) -> TrainOptions:
     Raises:
         ValueError: ``train`` did not write the checkpoint.
     """
-    path = options_path(checkpoint)
-    if not path.exists():
-        raise ValueError(
-            f"checkpoint = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; give the "
-            "PATH of train --save."
-        )
-    try:
-        saved: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"checkpoint = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again."
-        ) from None
+    saved = read_saved(checkpoint, "checkpoint", "give the PATH of train --save")
     names = [field.name for field in dataclasses.fields(TrainOptions)]
     missing = [name for name in names if name not in saved]
     if missing:
+        path = options_path(checkpoint)
         raise ValueError(f"checkpoint = {str(checkpoint)!r}: {path} lacks {', '.join(missing)}; train the model again.")
-    values: dict[str, Any] = {name: saved[name] for name in names}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return TrainOptions(**{**values, **lists})
+    values: dict[str, Any] = {n: tuple(saved[n]) if isinstance(saved[n], list) else saved[n] for n in names}
+    return TrainOptions(**values)
 
 
 def load_model(checkpoint: Path, trained: TrainOptions, backend: Any, ring: Ring, device: torch.device) -> LongNetLM:

@@ -218,12 +218,7 @@ class Trainer:
         if not self.state.has_checkpoint(path):
             self.console.print(f"{path} does not exist; training starts at step 1.")
             return
-        if not options_path(path).exists():
-            raise ValueError(
-                f"save = {str(path)!r}: {options_path(path)} is missing, so `train` did not write this checkpoint; "
-                "give another --save, or leave --resume out."
-            )
-        saved = json.loads(options_path(path).read_text())
+        saved = read_saved(path, "save", "give another --save, or leave --resume out")
         for name, value in self._plain_options().items():
             if name not in _MAY_DIFFER_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
@@ -296,6 +291,27 @@ class Trainer:
 def options_path(checkpoint: Path) -> Path:
     """The file beside a checkpoint that holds the options of the run."""
     return checkpoint.with_name(checkpoint.name + ".options.json")
+
+
+def read_saved(checkpoint: Path, name: str, advice: str) -> dict[str, Any]:
+    """Read the options of the run that saved a checkpoint.
+
+    Args:
+        name, advice: the option that names the checkpoint, and what to do if ``train`` did not write it.
+
+    Raises:
+        ValueError: the file with the options is missing or is no JSON.
+    """
+    path = options_path(checkpoint)
+    try:
+        saved: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{name} = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; {advice}."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again.") from None
+    return saved
 
 
 def parameters_sha256(state: Mapping[str, Tensor]) -> str:

@@ -165,9 +165,7 @@ class LongNet(nn.Module):
         self.output_projection = None if output_size is None else nn.Linear(embed_dim, output_size, False, **factory)
         self._scale_initial_weights(sub_layer_norm)
         if tied:
-            assert self.output_projection is not None
-            assert self.embed_tokens is not None
-            self.output_projection.weight = self.embed_tokens.weight
+            cast(nn.Linear, self.output_projection).weight = cast(nn.Embedding, self.embed_tokens).weight
 
     def _scale_initial_weights(self, sub_layer_norm: bool) -> None:
         """Initialize weights as torchscale does.
@@ -265,8 +263,7 @@ class LongNet(nn.Module):
             seq_len = whole_length(x, ring, seq_len)
             positions = ring.positions(seq_len)
         if is_tokens:
-            assert self.embed_tokens is not None
-            x = self.embed_tokens(x)
+            x = cast(nn.Embedding, self.embed_tokens)(x)
         x = x * self.scale
         if self.embed_positions is not None:
             longest = self.embed_positions.num_embeddings - _FIRST_POSITION
