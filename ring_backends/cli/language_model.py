@@ -64,7 +64,6 @@ class LongNetLM(nn.Module):
         embed_dim, num_heads, num_kv_heads: as in RingDilatedMultiheadAttention.
         num_layers: number of layers.
         make_attention: called once per layer; returns a RingDilatedAttention of any adapter.
-        mlp_ratio: hidden width of the MLP divided by embed_dim.
         tied: whether the output layer shares the weight of the embedding.
         activation_checkpointing: whether to keep only the input of each layer, and recompute the layer in the backward.
 
@@ -79,23 +78,21 @@ class LongNetLM(nn.Module):
         make_attention: Callable[[], nn.Module],
         *,
         num_kv_heads: int | None = None,
-        mlp_ratio: int = 2,
         tied: bool = False,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(VOCABULARY, embed_dim)
-        hidden = mlp_ratio * embed_dim
-        self.layers = nn.ModuleList(
-            Layer(
-                RingDilatedMultiheadAttention(
-                    embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, rotary=True
-                ),
-                nn.Sequential(nn.Linear(embed_dim, hidden), nn.GELU("tanh"), nn.Linear(hidden, embed_dim)),
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            attention = RingDilatedMultiheadAttention(
+                embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, rotary=True
             )
-            for _ in range(num_layers)
-        )
+            mlp = nn.Sequential(
+                nn.Linear(embed_dim, 2 * embed_dim), nn.GELU("tanh"), nn.Linear(2 * embed_dim, embed_dim)
+            )
+            self.layers.append(Layer(attention, mlp))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, VOCABULARY, bias=False)
         self.reset_parameters()

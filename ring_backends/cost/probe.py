@@ -62,7 +62,14 @@ class RankProbe:
             alone_threads: number of threads of a rank that runs alone, to measure ``speed_alone``. None: every rank
                 has its own device, and ``speed_alone`` is 1.
         """
-        seconds = self._measure_tiles_and_copies()
+        # The measurements are interleaved, so background load affects all of them equally.
+        tiles: dict[object, Callable[[], object]] = {
+            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for backward in (False, True)
+            for is_causal in (False, True)
+        }
+        seconds = self._seconds_of({**tiles, "copies": self._copies()})
         forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
         causal_forward, causal_backward, causal_row_keys = self._tile_rate(seconds, is_causal=True)
         hop = self.hop_seconds(BANDWIDTH_BYTES, 7)
@@ -85,21 +92,10 @@ class RankProbe:
     def _num_heads(self) -> int:
         return 32 if self.device.type == "cuda" else 2
 
-    def _measure_tiles_and_copies(self) -> dict[object, float]:
-        """Measure the seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
-
-        The measurements are interleaved, so background load affects all of them equally.
-        """
-        calls: dict[object, Callable[[], object]] = {
-            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
-            for rows in (TILE_ROWS, TILE_ROWS // 8)
-            for backward in (False, True)
-            for is_causal in (False, True)
-        }
-        return self._seconds_of({**calls, "copies": self._copies()})
-
     def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
         """Compute the FLOP/s in forward and backward, and ``row_keys``, from the seconds of long and short tiles.
+
+        The key of a kind of tile is (rows, backward, is_causal).
 
         The model of a tile is seconds = rows × (keys that a row sees + row_keys) × seconds per pair. Both kinds of tile
         have the same number of rows in all.
