@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -218,34 +217,38 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
 
 def _table(estimate: Estimate) -> Table:
     """Make a table of the largest value over all ranks of the ring, and of the value on one device."""
-    from rich.filesize import decimal
     from rich.table import Table
-
-    from ring_backends.cost.estimate import format_seconds
 
     table = Table(title="largest value over all ranks", title_justify="left")
     table.add_column("")
     table.add_column(f"ring of {estimate.ring.ring_size:,}", justify="right")
     table.add_column("one device", justify="right")
-    costs = (estimate.ring, estimate.alone)
-    sizes: tuple[tuple[str, Callable[[RingCost], Any]], ...] = (
-        ("query, key, value, out and their gradients", lambda cost: cost.tensor_bytes.max()),
-        ("LSE", lambda cost: cost.lse_bytes.max()),
-        ("wire buffers, at most", lambda cost: cost.communication_bytes),
-        ("rows and sums of the largest tiles", lambda cost: cost.tile_bytes.max()),
-        ("total memory", lambda cost: cost.memory_bytes.max()),
-        ("sent forward", lambda cost: cost.sent_bytes().max()),
-        ("sent backward", lambda cost: cost.sent_bytes(backward=True).max()),
-    )
-    for label, size in sizes:
-        table.add_row(label, *(decimal(int(size(cost))) for cost in costs))
-    for backward, direction in ((False, "forward"), (True, "backward")):
-        flops = (f"{float(cost.flops(backward=backward).max()) / 1e9:,.2f}" for cost in costs)
-        table.add_row(f"GFLOP {direction}", *flops)
-    for direction in ("forward", "backward"):
-        seconds = (format_seconds(estimate.seconds[name][direction]) for name in ("ring", "alone"))
-        table.add_row(f"{direction}, estimated", *seconds)
+    ring, alone = _column(estimate.ring, estimate.seconds["ring"]), _column(estimate.alone, estimate.seconds["alone"])
+    for label in ring:
+        table.add_row(label, ring[label], alone[label])
     return table
+
+
+def _column(cost: RingCost, seconds: dict[str, float]) -> dict[str, str]:
+    from rich.filesize import decimal
+
+    from ring_backends.cost.estimate import format_seconds
+
+    sizes: dict[str, Any] = {
+        "query, key, value, out and their gradients": cost.tensor_bytes.max(),
+        "LSE": cost.lse_bytes.max(),
+        "wire buffers, at most": cost.communication_bytes,
+        "rows and sums of the largest tiles": cost.tile_bytes.max(),
+        "total memory": cost.memory_bytes.max(),
+        "sent forward": cost.sent_bytes().max(),
+        "sent backward": cost.sent_bytes(backward=True).max(),
+    }
+    flops = {"forward": cost.flops().max(), "backward": cost.flops(backward=True).max()}
+    return {
+        **{label: decimal(int(size)) for label, size in sizes.items()},
+        **{f"GFLOP {direction}": f"{float(number) / 1e9:,.2f}" for direction, number in flops.items()},
+        **{f"{direction}, estimated": format_seconds(seconds[direction]) for direction in flops},
+    }
 
 
 def _name(dtype: torch.dtype) -> str:
