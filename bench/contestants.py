@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ import torch.nn.functional as F
 from bare_kernels import BareKernels
 from case import ALL_GATHER, BARE_KERNELS, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
 from dense_ring import dense_ring_attention
+from gpu_replay import Finished
 from torch import Tensor
 
 from ring_backends import available_adapters, dilated_attention
@@ -114,9 +114,4 @@ class SynchronousRingDilatedAttention(NativeRingDilatedAttention):
         started = time.perf_counter()
         super().ring_pass(outgoing, incoming, tag).wait(self.ring.timeout)
         self.ring.traffic.wait_seconds += time.perf_counter() - started
-        return _FinishedTransfer()
-
-
-class _FinishedTransfer(Transfer):
-    def wait(self, timeout: timedelta) -> None:
-        pass
+        return Finished()

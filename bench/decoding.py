@@ -6,8 +6,6 @@ scaled_dot_product_attention over the whole cache, without dilation, on one devi
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -18,6 +16,7 @@ from options import Json
 from report import Row, report
 
 from ring_backends.adapters import native
+from ring_backends.cost.machine import median_seconds
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
 
@@ -73,13 +72,7 @@ def measure(ring: Ring, context: int, dtype: torch.dtype, steps: int) -> Row:
 
 def timed(step: Callable[[], object], steps: int) -> float:
     """The median of the seconds of a step."""
-    step()
-    times = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        step()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+    return median_seconds({"step": step}, torch.device("cpu"), rounds=steps, calls_on_gpu=1)["step"]
 
 
 if __name__ == "__main__":

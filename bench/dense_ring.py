@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from ring_backends.ring.ring import Ring
+from ring_backends.ring.ring import Ring, flat_bytes
+from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.pattern import DilatedPattern
 
 BLOCK = 512  # rows; the bias of 8 heads is then 8 MiB
@@ -175,8 +175,7 @@ def _chunks(key: Tensor, value: Tensor, mask: _Mask) -> Iterator[Tensor]:
 class _Hop:
     """A hop: one chunk is sent to the next rank, and one is received from the previous rank."""
 
-    works: list[dist.Work]
-    leaving: Tensor
+    transfer: Transfer
     incoming: Tensor
     ring: Ring
 
@@ -190,18 +189,15 @@ class _Hop:
         ring = mask.ring
         kind, batch, heads, _, head_dim = chunk.shape
         incoming = chunk.new_empty((kind, batch, heads, ring.layout(mask.seq_len).local_len(incoming_from), head_dim))
-        peers = {dist.isend: (chunk, (ring.rank + 1) % ring.size), dist.irecv: (incoming, (ring.rank - 1) % ring.size)}
-        works = dist.batch_isend_irecv(
-            [dist.P2POp(op, x, group=ring.group, tag=1 + tag, group_peer=peer) for op, (x, peer) in peers.items()]
-        )
+        before, after = (ring.rank - 1) % ring.size, (ring.rank + 1) % ring.size
+        transfer = ring.post({after: flat_bytes(chunk)}, {before: flat_bytes(incoming)}, 1 + tag)
         ring.traffic.messages += 1
         ring.traffic.bytes += chunk.nbytes
-        return cls(works, chunk, incoming, ring)
+        return cls(transfer, incoming, ring)
 
     def wait(self) -> Tensor:
         started = time.perf_counter()
-        for work in self.works:
-            work.wait(self.ring.timeout)
+        self.transfer.wait(self.ring.timeout)
         self.ring.traffic.wait_seconds += time.perf_counter() - started
         return self.incoming
 

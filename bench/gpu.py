@@ -90,36 +90,28 @@ def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, 
         print(f"The {minutes:g} minutes of this part are over; later cases were left out.")
 
 
-@app.command("kernels")
-def kernels_command(
-    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 7, minutes: Minutes = 9, json: Json = None
-) -> None:
-    """Time each kernel alone: forward and backward, 256 to 32,768 rows, head_dim 64 and 128, two memory layouts."""
-    _measure("kernels", device, shrink, repeats, minutes, json)
+def _add_part(name: str, repeats: Repeats, help: str) -> None:
+    @app.command(name, help=help)
+    def command(
+        device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = repeats, minutes: Minutes = 9, json: Json = None
+    ) -> None:
+        _measure(name, device, shrink, repeats, minutes, json)
 
 
-@app.command("one-device")
-def one_device_command(
-    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
-) -> None:
-    """Time `dilated_attention` relative to its bare kernel calls, with 131,072 and 1,048,576 tokens."""
-    _measure("one-device", device, shrink, repeats, minutes, json)
-
-
-@app.command("rivals")
-def rivals_command(
-    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
-) -> None:
-    """Time `dilated_attention` against flex_attention and against the method of LongNet, on the same pattern."""
-    _measure("rivals", device, shrink, repeats, minutes, json)
-
-
-@app.command("ring")
-def ring_command(
-    device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None
-) -> None:
-    """Replay one rank of rings of 2 to 64: time per tile, share of time without a kernel, peak memory."""
-    _measure("ring", device, shrink, repeats, minutes, json)
+_add_part(
+    "kernels",
+    7,
+    "Time each kernel alone: forward and backward, 256 to 32,768 rows, head_dim 64 and 128, two memory layouts.",
+)
+_add_part(
+    "one-device", 5, "Time `dilated_attention` relative to its bare kernel calls, with 131,072 and 1,048,576 tokens."
+)
+_add_part(
+    "rivals",
+    5,
+    "Time `dilated_attention` against flex_attention and against the method of LongNet, on the same pattern.",
+)
+_add_part("ring", 5, "Replay one rank of rings of 2 to 64: time per tile, share of time without a kernel, peak memory.")
 
 
 @app.command("syncs")

@@ -115,18 +115,7 @@ def spans(case: Case) -> list[Span]:
     """Record when this rank computes, posts hops and waits for hops, in one forward and one backward."""
     device, call = _device(case), _call(case)
     call.backward(call.forward())
-
-    saved = []
-
-    def forward() -> None:
-        saved.append(call.forward())
-        synchronize(device)
-
-    def backward() -> None:
-        call.backward(saved.pop())
-        synchronize(device)
-
-    return record_spans({"forward": forward, "backward": backward}, lambda: synchronize_ranks(device))
+    return record_spans(call.forward, call.backward, device)
 
 
 def environment(case: Case) -> dict[str, Any]:

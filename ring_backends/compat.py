@@ -12,8 +12,9 @@ gradients are exact. Some earlier classes differed from this definition, and fro
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -42,12 +43,10 @@ __all__ = [
     "create_ring_dilated_attention_v2_collective",
 ]
 
-_NO_EFFECT = frozenset(
-    (
-        *("device", "dtype", "enable_memory_pool", "enable_profiling", "lightweight_pool", "use_pattern_cache"),
-        *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
-    )
-)
+_NO_EFFECT = {
+    *("device", "dtype", "enable_memory_pool", "enable_profiling", "lightweight_pool", "use_pattern_cache"),
+    *("memory_pool_threshold_mb", "flash_chunk_size", "min_seq_length_for_ring"),
+}
 """Arguments that are accepted and ignored. Device and dtype are those of the inputs, and there are no pools."""
 
 _warned: set[str] = set()
@@ -85,27 +84,34 @@ class RingDilatedAttentionV2(nn.Module):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        _check_ignored(name, ignored)
-        _warn_once(
-            name,
-            f"from ring_backends.adapters import {self.adapter}; {self.adapter}.RingDilatedAttention(segment_lengths, "
-            f"dilation_rates, ring={self.adapter}.initialize(ring_size), head_mode='grouped', offset='branch') on "
-            "ring.shard(x), and its output divided by the number of branches",
-            ignored,
-        )
-        self.ring = _ring(self.adapter, ring_size) if ring is None else ring
-        self.attention = _Scaled(
-            create_attention(
-                self.adapter,
-                segment_lengths,
-                dilation_rates,
-                ring=self.ring,
-                head_mode="grouped",
-                offset="branch",
-                dropout_p=dropout,
-                kernel="auto" if use_flash_attention else "math",
+        unknown = sorted(set(ignored) - _NO_EFFECT)
+        if unknown:
+            raise TypeError(
+                f"{name} has no argument {', '.join(unknown)}; leave it out. It accepts those of the earlier classes."
             )
+        if name not in _warned:
+            _warned.add(name)
+            without = f" Arguments without effect: {', '.join(sorted(ignored))}." if ignored else ""
+            warnings.warn(
+                f"{name} is an earlier name that takes whole tensors; use from ring_backends.adapters import "
+                f"{self.adapter}; {self.adapter}.RingDilatedAttention(segment_lengths, dilation_rates, "
+                f"ring={self.adapter}.initialize(ring_size), head_mode='grouped', offset='branch') on "
+                f"ring.shard(x), and its output divided by the number of branches.{without}",
+                FutureWarning,
+                stacklevel=3,
+            )
+        self.ring = _ring(self.adapter, ring_size) if ring is None else ring
+        self.attention = create_attention(
+            self.adapter,
+            segment_lengths,
+            dilation_rates,
+            ring=self.ring,
+            head_mode="grouped",
+            offset="branch",
+            dropout_p=dropout,
+            kernel="auto" if use_flash_attention else "math",
         )
+        self.attention.register_forward_hook(_divide)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         """Attend.
@@ -120,10 +126,8 @@ class RingDilatedAttentionV2(nn.Module):
             gradients are those of this loss, not of the sum over the ranks.
         """
         seq_len = query.shape[1]
-        local = (_Part.apply(x, self.ring) for x in (query, key, value))  # type: ignore[no-untyped-call]
-        out = self.attention(*local, is_causal=is_causal, seq_len=seq_len)
-        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
-        return whole
+        local = (_part(self.ring, x) for x in (query, key, value))
+        return _whole(self.ring, self.attention(*local, is_causal=is_causal, seq_len=seq_len), seq_len)
 
 
 class RingDilatedAttentionV2Collective(RingDilatedAttentionV2):
@@ -165,10 +169,8 @@ class RingDilatedAttentionProduction(RingDilatedAttentionV2):
 
     def __init__(self, config: Any) -> None:
         known = ("segment_lengths", "dilation_rates", "dropout", "ring_size", "ring", "use_flash_attention")
-        if isinstance(config, Mapping):
-            values = {name: config[name] for name in known if name in config}
-        else:
-            values = {name: getattr(config, name) for name in known if hasattr(config, name)}
+        given = config if isinstance(config, Mapping) else {n: getattr(config, n) for n in known if hasattr(config, n)}
+        values = {name: given[name] for name in known if name in given}
         missing = [name for name in known[:2] if name not in values]
         if missing:
             raise ValueError(f"config = {config!r}: has no {' and no '.join(missing)}; add what is missing.")
@@ -267,26 +269,14 @@ class _WholeSelfAttention(nn.Module):
                     "out."
                 )
         seq_len = query.shape[1]
-        local = _Part.apply(query, self.ring)  # type: ignore[no-untyped-call]
-        parameters = {
-            name: _Shared.apply(parameter, self.ring)  # type: ignore[no-untyped-call]
-            for name, parameter in self.layer.named_parameters()
-        }
-        out = functional_call(self.layer, parameters, (local,), {"is_causal": is_causal, "seq_len": seq_len})
-        whole: Tensor = _Whole.apply(out, self.ring, seq_len)  # type: ignore[no-untyped-call]
-        return whole
+        parameters = {name: _shared(self.ring, parameter) for name, parameter in self.layer.named_parameters()}
+        options = {"is_causal": is_causal, "seq_len": seq_len}
+        return _whole(self.ring, functional_call(self.layer, parameters, (_part(self.ring, query),), options), seq_len)
 
 
-class _Scaled(nn.Module):
-    """An attention whose output is divided by the number of branches."""
-
-    def __init__(self, attention: RingDilatedAttention) -> None:
-        super().__init__()
-        self.attention, self.ring = attention, attention.ring
-
-    def forward(self, *tensors: Tensor, **options: Any) -> Tensor:
-        out: Tensor = self.attention(*tensors, **options)
-        return out / self.attention.pattern.num_branches
+def _divide(attention: nn.Module, args: object, out: Tensor) -> Tensor:
+    """Divide the output of an attention by its number of branches."""
+    return out / cast(RingDilatedAttention, attention).pattern.num_branches
 
 
 # The functions below convert between whole tensors, which are equal on all ranks, and each rank's part. All ranks
@@ -294,45 +284,38 @@ class _Scaled(nn.Module):
 # ring.unshard.
 
 
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, ring: Ring) -> Tensor:
-        ctx.ring, ctx.seq_len = ring, whole.shape[1]
-        part = ring.shard(whole)
-        return part.view_as(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        whole: Tensor = ctx.ring.unshard(grad, seq_len=ctx.seq_len)
-        return whole, None
+def _part(ring: Ring, whole: Tensor) -> Tensor:
+    return _apply(whole, ring.shard, partial(ring.unshard, seq_len=whole.shape[1]))
 
 
-class _Whole(torch.autograd.Function):
+def _whole(ring: Ring, part: Tensor, seq_len: int) -> Tensor:
+    return _apply(part, partial(ring.unshard, seq_len=seq_len), ring.shard)
+
+
+def _shared(ring: Ring, parameter: Tensor) -> Tensor:
+    """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
+    return _apply(parameter, lambda tensor: tensor, partial(all_reduce, ring, "gradient of a parameter"))
+
+
+def _apply(tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function. ``backward`` maps the gradient of the result to that of ``tensor``."""
+    result: Tensor = _WithBackward.apply(tensor, function, backward)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WithBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ring: Ring, seq_len: int) -> Tensor:
-        ctx.ring = ring
-        whole: Tensor = ring.unshard(part, seq_len=seq_len)
-        return whole.view_as(whole)
+    def forward(
+        ctx: Any, tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
+    ) -> Tensor:
+        ctx.map_gradient = backward
+        result = function(tensor)
+        return result.view_as(result)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.ring.shard(grad), None, None
-
-
-class _Shared(torch.autograd.Function):
-    """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, ring: Ring) -> Tensor:
-        ctx.ring = ring
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(ctx.ring, "gradient of a parameter", grad), None
+        return ctx.map_gradient(grad), None, None
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:
@@ -340,34 +323,10 @@ def _ring(adapter: str, ring_size: int | None) -> Ring:
 
     Like the earlier classes, a module makes no connections of its own.
     """
-
-    def world() -> object:
-        return dist.group.WORLD if dist.is_initialized() else None
-
-    ring = _rings.get((adapter, ring_size, world()))
+    ring = _rings.get((adapter, ring_size, dist.group.WORLD))
     if ring is None or (ring.agreement is not None and ring.agreement.has_failed):
-        for key in [key for key in _rings if key[2] is not world()]:
+        for key in [key for key in _rings if key[2] is not dist.group.WORLD]:
             del _rings[key]  # its process group was destroyed
         ring = load_adapter(adapter).initialize(ring_size)
-        _rings[adapter, ring_size, world()] = ring  # initialize() may have started the world
+        _rings[adapter, ring_size, dist.group.WORLD] = ring  # initialize() may have started the world
     return ring
-
-
-def _check_ignored(name: str, arguments: Mapping[str, Any]) -> None:
-    unknown = sorted(set(arguments) - _NO_EFFECT)
-    if unknown:
-        raise TypeError(
-            f"{name} has no argument {', '.join(unknown)}; leave it out. It accepts those of the earlier classes."
-        )
-
-
-def _warn_once(name: str, new_spelling: str, ignored: Mapping[str, Any]) -> None:
-    if name in _warned:
-        return
-    _warned.add(name)
-    without = f" Arguments without effect: {', '.join(sorted(ignored))}." if ignored else ""
-    warnings.warn(
-        f"{name} is an earlier name that takes whole tensors; use {new_spelling}.{without}",
-        FutureWarning,
-        stacklevel=4,
-    )

@@ -52,12 +52,7 @@ def ring_sampler(
     [1, 3, 5]
     """
     return DistributedSampler(
-        dataset,
-        num_replicas=ring.data_size,
-        rank=ring.data_rank,
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
+        dataset, num_replicas=ring.data_size, rank=ring.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
     )
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -16,26 +16,8 @@ from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
-class Connect(Protocol):
-    """Joins the ring of the given global ranks, like :func:`~ring_backends.ring.rendezvous.connect`."""
-
-    def __call__(
-        self,
-        ranks: tuple[int, ...],
-        layout: LayoutKind,
-        timeout: timedelta,
-        adapter: str,
-        order: tuple[int, ...] | None,
-    ) -> Ring: ...
-
-
 def check_options(
-    ring_size: object,
-    layout: Any,
-    timeout: object,
-    group: object,
-    ring_order: object,
-    auto: Mapping[str, Any],
+    ring_size: object, layout: Any, timeout: object, group: object, ring_order: object, auto: Mapping[str, Any]
 ) -> None:
     """Check the options of ``initialize``, without communication.
 
@@ -63,7 +45,7 @@ def join_ring(
     ring_order: RingOrder,
     auto: Mapping[str, Any],
     *,
-    connect: Connect = connect,
+    connect: Callable[..., Ring] = connect,
 ) -> Ring:
     """Join a ring. This is ``initialize`` of every adapter; every rank of the ring makes the call.
 
@@ -83,7 +65,8 @@ def join_ring(
         auto: options of ``initialize`` that describe the attention calls for ``ring_size="auto"``
             (:class:`~ring_backends.AutoOptions`): seq_len, segment_lengths, dilation_rates, num_heads, head_dim and
             more. All ranks of the world measure tiles and hops for a second or two, and rank 0 decides.
-        connect: makes the ring from its global ranks, for adapters whose rings need more than torch.distributed.
+        connect: joins the ring of the given global ranks, for adapters whose rings need more than torch.distributed. It
+            takes the arguments of :func:`~ring_backends.ring.rendezvous.connect` by position.
 
     Raises:
         ValueError, TypeError: an argument is invalid, or no ring fits into the memory.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
+from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
@@ -85,15 +86,8 @@ class RingDilatedMultiheadAttention(nn.Module):
         if not rotary_base > 0:
             raise ValueError(f"rotary_base = {rotary_base}: must be above 0; 10000.0 is usual.")
         if isinstance(dtype, str):
-            from ring_backends.kernels import resolve_dtype
-
             dtype = resolve_dtype(dtype, torch.get_default_device() if device is None else torch.device(device))
-        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = (
-            embed_dim,
-            num_heads,
-            kv_heads,
-            head_dim,
-        )
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, kv_heads, head_dim
         self.rotary, self.rotary_base = rotary, float(rotary_base)
         self.attention = attention
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -137,29 +131,27 @@ class RingDilatedMultiheadAttention(nn.Module):
             TypeError: x has the wrong dtype.
             RingMismatchError, RingPeerError: as in a call of the attention.
         """
-        ring = cast(Ring, self.attention.ring)
+        attention = cast(RingDilatedAttention, self.attention)
         is_step = cache is not None and seq_len is None
-        with ring.report_refusals():
+        with attention.ring.report_refusals():
             self._check_rows(x)
             _check_cache(cache, document_ids, dropout_seed)
             if not is_step:
-                seq_len = self._check_length(x, ring, seq_len)
+                seq_len = whole_length(x, attention.ring, seq_len)
         batch, local_len = x.shape[:2]
-        query = self.q_proj(x).view(batch, local_len, self.num_heads, self.head_dim)
-        key = self.k_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
-        value = self.v_proj(x).view(batch, local_len, self.num_kv_heads, self.head_dim)
+        query, key, value = [
+            projection(x).unflatten(2, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         if self.rotary:
-            if is_step:
+            if seq_len is None:
                 assert cache is not None
                 positions = torch.arange(cache.seq_len, cache.seq_len + local_len)
-                dtype = torch.promote_types(query.dtype, torch.float32)
-                cos, sin = self._new_rotary_table(positions, query.device, dtype)
+                table = self._new_rotary_table(positions, query)
             else:
-                assert seq_len is not None
-                cos, sin = self._rotary_table(ring, seq_len, query)
-            query, key = _rotate_half(query, cos, sin), _rotate_half(key, cos, sin)
+                table = self._rotary_table(attention.ring, seq_len, query)
+            query, key = _rotate_half(query, *table), _rotate_half(key, *table)
         if cache is None:
-            out = self.attention(
+            out = attention(
                 query,
                 key,
                 value,
@@ -169,13 +161,10 @@ class RingDilatedMultiheadAttention(nn.Module):
                 document_ids=document_ids,
                 dropout_seed=dropout_seed,
             )
+        elif is_step:
+            out = attention.decode(query, key, value, cache, key_padding_mask=key_padding_mask)
         else:
-            attention = cast(RingDilatedAttention, self.attention)
-            tensors = query, key, value, cache
-            if is_step:
-                out = attention.decode(*tensors, key_padding_mask=key_padding_mask)
-            else:
-                out = attention.prefill(*tensors, seq_len=seq_len, key_padding_mask=key_padding_mask)
+            out = attention.prefill(query, key, value, cache, seq_len=seq_len, key_padding_mask=key_padding_mask)
         out = out.reshape(batch, local_len, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)
@@ -186,50 +175,54 @@ class RingDilatedMultiheadAttention(nn.Module):
             raise ValueError(
                 f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
             )
-        if x.dtype != self.q_proj.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(
-                f"x is {x.dtype}: the parameters are {self.q_proj.weight.dtype}; convert x, or the module with .to()."
-            )
-
-    def _check_length(self, x: Tensor, ring: Ring, seq_len: int | None) -> int:
-        """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
-        seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
-        expected = ring.layout(seq_len).local_len(ring.rank)
-        if x.shape[1] != expected:
-            raise ValueError(
-                f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
-                "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
-            )
-        return seq_len
+        check_dtype(x, self.q_proj.weight)
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
         return f"{sizes}, rotary={self.rotary}"
 
     def _rotary_table(self, ring: Ring, seq_len: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of this rank's angles: [local seq, 1, head_dim / 2], in fp32, or fp64 if ``like`` is fp64."""
-        dtype = torch.promote_types(like.dtype, torch.float32)
+        """The table of this rank's positions. The last few tables are kept, outside of compiled graphs."""
         if torch.compiler.is_compiling():
-            return self._new_rotary_table(ring.positions(seq_len), like.device, dtype)
-        key = (ring.layout(seq_len), ring.rank, like.device, dtype)
-        if key in self._rotary_tables:
-            return self._rotary_tables[key]
-        # Autograd cannot save a table made under inference_mode.
-        with torch.inference_mode(False), torch.no_grad():
-            table = self._new_rotary_table(ring.positions(seq_len), like.device, dtype)
-        while len(self._rotary_tables) >= _MAX_CACHED_TABLES:
-            del self._rotary_tables[next(iter(self._rotary_tables))]
-        self._rotary_tables[key] = table
-        return table
+            return self._new_rotary_table(ring.positions(seq_len), like)
+        key = (ring.layout(seq_len), ring.rank, like.device, like.dtype)
+        if key not in self._rotary_tables:
+            # Autograd cannot save a table made under inference_mode.
+            with torch.inference_mode(False), torch.no_grad():
+                table = self._new_rotary_table(ring.positions(seq_len), like)
+            while len(self._rotary_tables) >= _MAX_CACHED_TABLES:
+                del self._rotary_tables[next(iter(self._rotary_tables))]
+            self._rotary_tables[key] = table
+        return self._rotary_tables[key]
 
-    def _new_rotary_table(self, positions: Tensor, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def _new_rotary_table(self, positions: Tensor, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosine and sine of the angles: [positions, 1, head_dim / 2], in fp32, or fp64 if ``like`` is fp64."""
         # Angles in fp64: in fp32 the angle of position 10⁶ is already off by a twentieth of a radian.
         exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device="cpu") / self.head_dim
         angle = positions.to("cpu", torch.float64)[:, None, None] * self.rotary_base**-exponent
-        return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        return angle.cos().to(like.device, dtype), angle.sin().to(like.device, dtype)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_rotary_tables": {}}
+
+
+def check_dtype(x: Tensor, weight: Tensor) -> None:
+    """Check that ``x`` has the dtype of the parameters, unless autocast converts it."""
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to().")
+
+
+def whole_length(x: Tensor, ring: Ring, seq_len: int | None) -> int:
+    """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
+    seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+    expected = ring.layout(seq_len).local_len(ring.rank)
+    if x.shape[1] != expected:
+        raise ValueError(
+            f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
+            "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
+        )
+    return seq_len
 
 
 def _check_cache(cache: object, document_ids: object, dropout_seed: object) -> None:

@@ -7,7 +7,7 @@ ranks then combine the sums of their exponentiated scores.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +19,6 @@ from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.calls import Configuration
-from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 
 __all__ = ["attention_weights", "draw_pattern", "draw_weights"]
@@ -78,7 +77,7 @@ def attention_weights(
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
         scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale
-        counts = _counts(attention.pattern, query.shape[2], chosen, here, layout, is_causal).to(scores)
+        counts = _counts(attention.pattern, query.shape[2], chosen, here, layout.seq_len, is_causal).to(scores)
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
         if key_padding_mask is not None:
             scores = scores.masked_fill(key_padding_mask[:, None, None], -torch.inf)
@@ -87,7 +86,7 @@ def attention_weights(
             hidden = (of_queries != document_ids[:, None, None]) | (of_queries < 0)
             scores = scores.masked_fill(hidden, -torch.inf)
         sums = gather(scores.logsumexp(3))
-        phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout, is_causal).to(scores).log()
+        phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout.seq_len, is_causal).to(scores).log()
         lse = torch.cat([sums, phantoms.expand_as(sums[:1])]).logsumexp(0).unsqueeze(3)
         return torch.where(lse == -torch.inf, 0.0, (scores - lse).exp())
 
@@ -124,12 +123,15 @@ def draw_pattern(
 
     check_plot(path, "path")
     pattern.check(seq_len=seq_len, num_heads=num_heads)
-    layout, everywhere = SequenceLayout(seq_len, 1), torch.arange(seq_len)
+    everywhere = torch.arange(seq_len)
     figure = new_figure((2.6 * pattern.num_branches, 2.8 * len(heads)))
     axes = figure.subplots(len(heads), pattern.num_branches, squeeze=False)
     for row, head in zip(axes, heads, strict=True):
         for branch, place in enumerate(row):
-            shown = _shown(pattern, branch, head, num_heads, everywhere, everywhere, layout)
+            shown = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+            if head in pattern.heads(branch, num_heads):
+                offset = pattern.head_offset(branch, head, num_heads)
+                shown = _shown(pattern, branch, offset, everywhere, everywhere, seq_len)
             place.imshow(shown.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
             w, r = pattern.segment_lengths[branch], pattern.dilation_rates[branch]
             place.set_title(f"head {head}, w = {w}, r = {r}", fontsize="small")
@@ -185,46 +187,35 @@ def _rows_here(query: Tensor, here: Tensor, chosen: Tensor) -> Tensor:
     return rows
 
 
+def _branches(pattern: DilatedPattern, num_heads: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (branch, head, offset) for every branch and each head that runs it."""
+    for branch in range(pattern.num_branches):
+        for head in pattern.heads(branch, num_heads):
+            yield branch, head, pattern.head_offset(branch, head, num_heads)
+
+
 def _counts(
-    pattern: DilatedPattern, num_heads: int, queries: Tensor, keys: Tensor, layout: SequenceLayout, is_causal: bool
+    pattern: DilatedPattern, num_heads: int, queries: Tensor, keys: Tensor, seq_len: int, is_causal: bool
 ) -> Tensor:
     """In how many branches each query sees each key: int64 [heads, queries, keys]."""
     counts = torch.zeros(num_heads, len(queries), len(keys), dtype=torch.int64)
-    for branch in range(pattern.num_branches):
-        for head in pattern.heads(branch, num_heads):
-            counts[head] += _shown(pattern, branch, head, num_heads, queries, keys, layout)
+    for branch, head, offset in _branches(pattern, num_heads):
+        counts[head] += _shown(pattern, branch, offset, queries, keys, seq_len)
     return counts * (keys <= queries[:, None]) if is_causal else counts
 
 
-def _shown(
-    pattern: DilatedPattern,
-    branch: int,
-    head: int,
-    num_heads: int,
-    queries: Tensor,
-    keys: Tensor,
-    layout: SequenceLayout,
-) -> Tensor:
+def _shown(pattern: DilatedPattern, branch: int, offset: int, queries: Tensor, keys: Tensor, seq_len: int) -> Tensor:
     """Whether each query sees each key in a branch, without regard to causality: bool [queries, keys]."""
-    if head not in pattern.heads(branch, num_heads):
-        return torch.zeros(len(queries), len(keys), dtype=torch.bool)
-    offset, n = pattern.head_offset(branch, head, num_heads), layout.seq_len
-    is_covered, is_key_covered = (pattern.covers(branch, offset, x, n) for x in (queries, keys))
-    same_segment = pattern.segment(branch, queries, n)[:, None] == pattern.segment(branch, keys, n)
+    is_covered, is_key_covered = (pattern.covers(branch, offset, x, seq_len) for x in (queries, keys))
+    same_segment = pattern.segment(branch, queries, seq_len)[:, None] == pattern.segment(branch, keys, seq_len)
     return is_covered[:, None] & is_key_covered & same_segment
 
 
-def _phantoms(
-    pattern: DilatedPattern, num_heads: int, queries: Tensor, layout: SequenceLayout, is_causal: bool
-) -> Tensor:
+def _phantoms(pattern: DilatedPattern, num_heads: int, queries: Tensor, seq_len: int, is_causal: bool) -> Tensor:
     """How many zero keys of the padding each query sees: int64 [heads, queries]."""
-    counts, n = torch.zeros(num_heads, len(queries), dtype=torch.int64), layout.seq_len
-    if is_causal:
-        return counts
-    for branch in range(pattern.num_branches):
-        in_last = pattern.segment(branch, queries, n) == pattern.segment(branch, n - 1, n)
-        for head in pattern.heads(branch, num_heads):
-            offset = pattern.head_offset(branch, head, num_heads)
-            covered = in_last & pattern.covers(branch, offset, queries, n)
-            counts[head] += pattern.phantom_keys(branch, offset, n) * covered
+    counts = torch.zeros(num_heads, len(queries), dtype=torch.int64)
+    for branch, head, offset in () if is_causal else _branches(pattern, num_heads):
+        in_last = pattern.segment(branch, queries, seq_len) == pattern.segment(branch, seq_len - 1, seq_len)
+        covered = in_last & pattern.covers(branch, offset, queries, seq_len)
+        counts[head] += pattern.phantom_keys(branch, offset, seq_len) * covered
     return counts

@@ -174,7 +174,7 @@ def share_a_parameter() -> tuple[Tensor, Tensor]:
         warnings.simplefilter("ignore", FutureWarning)
         ring = compat.create_dilated_attention("ring", [4], [1]).ring
     parameter = torch.zeros(3, requires_grad=True)
-    shared, incoming = compat._Shared.apply(parameter, ring), torch.ones(3)  # type: ignore[no-untyped-call]
+    shared, incoming = compat._shared(ring, parameter), torch.ones(3)
     (total,) = torch.autograd.grad(shared, parameter, incoming)
     return incoming, total
 

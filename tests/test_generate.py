@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from ring_backends import Ring, available_adapters
 from ring_backends.adapters import native
 from ring_backends.cli import app
-from ring_backends.cli.generate_options import GenerateOptions
+from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.generator import draw, generate, read_options
 from ring_backends.cli.language_model import LongNetLM
 from ring_backends.testing.rings import TWO, ring_here

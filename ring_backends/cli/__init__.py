@@ -7,19 +7,17 @@ import torch, so ``--help`` is fast. Nothing imports this package.
 from __future__ import annotations
 
 import warnings
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from ring_backends import __version__
-from ring_backends.cli.compare import compare_command
-from ring_backends.cli.convert import convert_command
-from ring_backends.cli.generate import generate_command
-from ring_backends.cli.info import info_command
-from ring_backends.cli.parsing import BranchesCommand
-from ring_backends.cli.plan import plan_command
-from ring_backends.cli.train import train_command
-from ring_backends.ring.launch import TRACEBACK_VARIABLE
+from ring_backends.cli import compare, convert, info, plan
+from ring_backends.cli.generate import GenerateOptions
+from ring_backends.cli.options import add_command
+from ring_backends.cli.train import TrainOptions
+from ring_backends.ring.launch import TRACEBACK_VARIABLE, launch, under_launcher
 
 # torch warns when it is imported without NumPy. The commands do not use NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -33,12 +31,38 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("train", cls=BranchesCommand)(train_command)
-app.command("generate")(generate_command)
-app.command("compare", cls=BranchesCommand)(compare_command)
-app.command("plan", cls=BranchesCommand)(plan_command)
-app.command("info")(info_command)
-app.command("convert", cls=BranchesCommand)(convert_command)
+
+
+def _on_ranks(run: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Make a function that runs a command on this rank if a launcher started it, else on new ranks."""
+
+    def start(options: Any) -> None:
+        if under_launcher():
+            run(options)
+        else:
+            launch(run, (options,), options.nproc_per_node)
+
+    return start
+
+
+def _train(options: TrainOptions) -> None:
+    from ring_backends.cli.trainer import run
+
+    run(options)
+
+
+def _generate(options: GenerateOptions) -> None:
+    from ring_backends.cli.generator import run
+
+    run(options)
+
+
+add_command(app, "train", TrainOptions, _on_ranks(_train))
+add_command(app, "generate", GenerateOptions, _on_ranks(_generate))
+add_command(app, "compare", compare.CompareOptions, compare.run)
+add_command(app, "plan", plan.PlanOptions, plan.run)
+add_command(app, "info", info.InfoOptions, info.run)
+add_command(app, "convert", convert.ConvertOptions, convert.run)
 
 
 def _print_version(wanted: bool) -> None:
@@ -50,8 +74,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     """Ring dilated attention (LongNet, arXiv 2307.02486) for PyTorch, with the framework of your choice."""

@@ -3,42 +3,24 @@
 This module imports no torch. The measurement is in :mod:`ring_backends.comparison.compare`.
 """
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 import dataclasses
-import json as json_module
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ring_backends.cli.options import (
-    FILES,
-    RANKS,
-    Causal,
-    Device,
-    DilationRates,
-    Dtype,
-    HeadDim,
-    Json,
-    Layout,
-    NumHeads,
-    NumKvHeads,
-    SegmentLengths,
-    SeqLen,
-    check_choices,
-    check_files,
-    check_kv_heads,
-    wide_console,
-)
-from ring_backends.cli.parsing import describe_branches, parse_branches
-from ring_backends.cli.report import reported_errors
+from ring_backends.cli import options
+from ring_backends.cli.options import Options, check_kv_heads, files, ranks
+from ring_backends.cli.output import wide_console
+from ring_backends.cli.parsing import describe_branches
 from ring_backends.comparison.compare import compare
 from ring_backends.comparison.setup import TENSORS, Setup
-from ring_backends.cost.default_branches import default_branches
-from ring_backends.plotting import check_plot, draw_comparison
+from ring_backends.plotting import draw_comparison
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -46,81 +28,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class CompareOptions:
-    """The options of the command, as plain values. Each field has the name of its option."""
-
-    seq_len: int
-    nproc_per_node: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    num_heads: int
-    num_kv_heads: int | None
-    head_dim: int
-    dtype: str
-    layout: Any
-    causal: bool
-    repeats: int
-    device: str
-    json: Path | None
-    plot: Path | None
-
-    def check(self) -> None:
-        """Check the options, as far as that needs no torch.
-
-        Raises:
-            ValueError: an option is invalid. The message names it.
-        """
-        self.setup().pattern.check(seq_len=self.seq_len, num_heads=self.num_heads)
-        check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
-        check_choices(self)
-        check_files(json=self.json, plot=self.plot)
-        if self.plot is not None:
-            check_plot(self.plot)
-
-    def setup(self) -> Setup:
-        return Setup(
-            seq_len=self.seq_len,
-            ring_size=self.nproc_per_node,
-            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
-            head_dim=self.head_dim,
-            dtype=self.dtype,
-            layout=self.layout,
-            is_causal=self.causal,
-            repeats=self.repeats,
-            device=self.device,
-            timeline=self.plot is not None,
-        )
-
-
-def compare_command(
-    seq_len: SeqLen = 65536,
-    segment_lengths: SegmentLengths = None,
-    dilation_rates: DilationRates = None,
-    num_heads: NumHeads = 8,
-    num_kv_heads: NumKvHeads = None,
-    head_dim: HeadDim = 64,
-    dtype: Dtype = "fp32",
-    causal: Causal = True,
-    nproc_per_node: Annotated[
-        int, typer.Option(min=1, help="Ranks of the ring, all on this machine.", rich_help_panel=RANKS)
-    ] = 2,
-    layout: Layout = "contiguous",
-    device: Device = "auto",
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Timed calls, after one warm-up call.", rich_help_panel=RANKS)
-    ] = 3,
-    json: Json = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Draw time, memory and a timeline into this file (needs matplotlib).",
-            rich_help_panel=FILES,
-        ),
-    ] = None,
-) -> None:
+class CompareOptions(Options):
     """Measure one attention call with every adapter, with all-gather and on one rank.
 
     Each method runs in its own processes. All methods get the same inputs.
@@ -151,32 +59,62 @@ def compare_command(
     the first adapter computed, and when it waited for hops. It is recorded
     in one more call.
     """
-    given = dict(locals())
-    names = [field.name for field in fields(CompareOptions)]
-    with reported_errors("compare", names):
-        lengths, rates = parse_branches(segment_lengths, dilation_rates) or default_branches(seq_len)
-        options = CompareOptions(**{**given, "segment_lengths": lengths, "dilation_rates": rates})
-        options.check()
-        _compare(options)
+
+    seq_len: int = options.seq_len(65536)
+    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    dilation_rates: tuple[int, ...] = options.dilation_rates()
+    num_heads: int = options.num_heads(8)
+    num_kv_heads: int | None = options.num_kv_heads()
+    head_dim: int = options.head_dim()
+    dtype: options.Dtype = options.dtype("fp32")
+    causal: bool = options.causal()
+    nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
+    layout: options.Layout = options.layout()
+    device: options.Device = options.device()
+    repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
+    json: Path | None = options.json()
+    plot: Path | None = files(
+        None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
+    )
+
+    def check(self) -> None:
+        self.setup().pattern.check(seq_len=self.seq_len, num_heads=self.num_heads)
+        check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
+        super().check()
+
+    def setup(self) -> Setup:
+        return Setup(
+            seq_len=self.seq_len,
+            ring_size=self.nproc_per_node,
+            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
+            head_dim=self.head_dim,
+            dtype=self.dtype,
+            layout=self.layout,
+            is_causal=self.causal,
+            repeats=self.repeats,
+            device=self.device,
+            timeline=self.plot is not None,
+        )
 
 
-def _compare(options: CompareOptions) -> None:
+def run(chosen: CompareOptions) -> None:
     console = wide_console()
     with console.status("computing the fp64 values") as status:
-        found = compare(options.setup(), lambda name: status.update(f"measuring {name}"))
-    options = dataclasses.replace(options, device=found.setup.device, dtype=found.setup.dtype)
+        found = compare(chosen.setup(), lambda name: status.update(f"measuring {name}"))
     console.print(_heading(found.setup), soft_wrap=True)
     console.print(_table(found.rows))
-    if options.json is not None:
+    if chosen.json is not None:
         result = {
             "rows": found.rows,
             "versions": found.versions,
             "device": found.device,
-            "options": dataclasses.asdict(options),
+            "options": {**dataclasses.asdict(chosen), "device": found.setup.device, "dtype": found.setup.dtype},
         }
-        options.json.write_text(json_module.dumps(result, indent=2, default=str) + "\n")
-    if options.plot is not None:
-        draw_comparison(options.plot, [row for row in found.rows if not row["unusable"] and not row["failed"]])
+        chosen.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+    if chosen.plot is not None:
+        draw_comparison(chosen.plot, [row for row in found.rows if not row["unusable"] and not row["failed"]])
     if found.failures:
         raise found.failures[0]
 

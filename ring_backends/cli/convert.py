@@ -1,16 +1,17 @@
 """``convert``: converts a torchscale checkpoint with :mod:`ring_backends.longnet.convert`, and prints a summary."""
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from ring_backends.cli.options import check_files
+from ring_backends.cli.options import Options, argument, check_directory, option
+from ring_backends.cli.output import print_table
 from ring_backends.cli.parsing import describe_branches, parse_branches
-from ring_backends.cli.report import reported_errors
 
 if TYPE_CHECKING:
     from ring_backends.longnet.convert import ConvertedCheckpoint
@@ -18,92 +19,73 @@ if TYPE_CHECKING:
 _MOST_ROWS = 20
 
 
-def convert_command(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Checkpoint: a state_dict, or a dict that holds one under 'model'.")
-    ],
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="File to write.")],
-    num_heads: Annotated[
-        int,
-        typer.Option(
-            min=1, help="Number of heads. A checkpoint does not contain it. GigaPath's slide encoders have 16 heads."
-        ),
-    ],
-    prefix: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME.",
-            help="Prefix of the parameter names, for example 'encoder.'. Default: inferred from the names.",
-        ),
-    ] = None,
-    kind: Annotated[
-        str | None,
-        typer.Option(metavar="encoder|decoder", help="Kind of the model. Default: inferred from the prefix."),
-    ] = None,
-    segment_lengths: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="N,N,…",
-            help="Segment lengths that the model was trained with. They are stored in TARGET. The class that loads "
-            "TARGET compares them with its attention.",
-        ),
-    ] = None,
-    dilation_rates: Annotated[
-        list[str] | None, typer.Option(metavar="N,N,…", help="Dilation rates that the model was trained with.")
-    ] = None,
-    seq_len: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Longest sequence that the model will run on. It is used to check the branches. Default: any."
-        ),
-    ] = None,
-    activation: Annotated[
-        str, typer.Option(metavar="gelu|relu", help="Activation of the feed-forward networks (activation_fn).")
-    ] = "gelu",
-    layer_norm_eps: Annotated[float, typer.Option(help="Epsilon of every LayerNorm (layernorm_eps).")] = 1e-5,
-    scale_embedding: Annotated[
-        bool, typer.Option("--scale-embedding", help="The model was trained with no_scale_embedding=False.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace TARGET if it exists.")] = False,
-) -> None:
+@dataclass(frozen=True)
+class ConvertOptions(Options):
     """Rewrite a torchscale LongNet checkpoint for LongNetEncoder.from_checkpoint or LongNetDecoder.from_checkpoint."""
-    names = ("source", "target", "num_heads", "prefix", "kind", "segment_lengths", "dilation_rates", "seq_len")
-    with reported_errors("convert", (*names, "activation", "layer_norm_eps")):
-        lengths, rates = parse_branches(segment_lengths, dilation_rates) or (None, None)
-        _check_paths(source, target, force)
-        from ring_backends.longnet.convert import convert_checkpoint
 
-        converted = convert_checkpoint(
-            source,
-            num_heads,
-            prefix=prefix,
-            kind=kind,
-            segment_lengths=lengths,
-            dilation_rates=rates,
-            seq_len=seq_len,
-            activation=activation,
-            layer_norm_eps=layer_norm_eps,
-            scale_embedding=scale_embedding,
-        )
-        converted.save(target)
-        _show(target, converted)
+    source: Path = argument(
+        metavar="SOURCE", help="Checkpoint: a state_dict, or a dict that holds one under 'model'.", is_named=True
+    )
+    target: Path = argument(metavar="TARGET", help="File to write.", is_named=True)
+    num_heads: int = option(
+        min=1, help="Number of heads. A checkpoint does not contain it. GigaPath's slide encoders have 16 heads."
+    )
+    prefix: str | None = option(
+        None,
+        metavar="NAME.",
+        help="Prefix of the parameter names, for example 'encoder.'. Default: inferred from the names.",
+    )
+    kind: str | None = option(
+        None, metavar="encoder|decoder", help="Kind of the model. Default: inferred from the prefix."
+    )
+    segment_lengths: tuple[int, ...] | None = option(
+        None,
+        metavar="N,N,…",
+        help="Segment lengths that the model was trained with. They are stored in TARGET. The class that loads TARGET "
+        "compares them with its attention.",
+    )
+    dilation_rates: tuple[int, ...] | None = option(
+        None, metavar="N,N,…", help="Dilation rates that the model was trained with."
+    )
+    seq_len: int | None = option(
+        None,
+        min=1,
+        help="Longest sequence that the model will run on. It is used to check the branches. Default: any.",
+    )
+    activation: str = option(
+        "gelu", metavar="gelu|relu", help="Activation of the feed-forward networks (activation_fn)."
+    )
+    layer_norm_eps: float = option(1e-5, help="Epsilon of every LayerNorm (layernorm_eps).")
+    scale_embedding: bool = option(False, help="The model was trained with no_scale_embedding=False.")
+    force: bool = option(False, help="Replace TARGET if it exists.")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> ConvertOptions:
+        lengths, rates = parse_branches(given["segment_lengths"], given["dilation_rates"]) or (None, None)
+        return cls(**{**given, "segment_lengths": lengths, "dilation_rates": rates})
+
+    def check(self) -> None:
+        if not self.source.is_file():
+            raise ValueError(f"source = {str(self.source)!r}: not a file; give a checkpoint that torch.save wrote.")
+        name = f"target = {str(self.target)!r}"
+        check_directory("target", self.target)
+        if self.target.exists() and (self.target.is_dir() or self.source.samefile(self.target)):
+            raise ValueError(f"{name}: is a directory or SOURCE itself; give another file.")
+        if self.target.exists() and not self.force:
+            raise ValueError(f"{name}: exists already; give another file, or --force.")
 
 
-def _check_paths(source: Path, target: Path, force: bool) -> None:
-    if not source.is_file():
-        raise ValueError(f"source = {str(source)!r}: not a file; give a checkpoint that torch.save wrote.")
-    check_files(target=target)
-    if target.exists() and (target.is_dir() or source.samefile(target)):
-        raise ValueError(f"target = {str(target)!r}: is a directory or SOURCE itself; give another file.")
-    if target.exists() and not force:
-        raise ValueError(f"target = {str(target)!r}: exists already; give another file, or --force.")
+def run(chosen: ConvertOptions) -> None:
+    """Convert the checkpoint, and print a summary."""
+    from ring_backends.longnet.convert import convert_checkpoint
+
+    given = {name: value for name, value in vars(chosen).items() if name not in ("target", "force")}
+    converted = convert_checkpoint(**given)
+    converted.save(chosen.target)
+    _show(chosen.target, converted)
 
 
 def _show(target: Path, converted: ConvertedCheckpoint) -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     settings, tensors = converted.settings, converted.state_dict.values()
     branches = "not given; pass the attention the branches of the training run"
     if settings["segment_lengths"] is not None:
@@ -121,16 +103,9 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
         "branches": branches,
         "class": "LongNetEncoder" if settings["kind"] == "encoder" else "LongNetDecoder",
     }
-    console = Console(highlight=False)
-    table = Table("property", "value", title=f"In {escape(str(target))}", title_justify="left")
-    for name, value in rows.items():
-        table.add_row(name, escape(value))
-    console.print(table)
+    print_table(f"In {target}", ("property", "value"), rows.items())
     if converted.left_out:
         groups = Counter(name.split(".")[0] for name in converted.left_out)
-        table = Table("name", "entries", title="Left out", title_justify="left")
-        for name, count in groups.most_common(_MOST_ROWS):
-            table.add_row(escape(name), f"{count:,}")
-        console.print(table)
+        print_table("Left out", ("name", "entries"), ((n, f"{count:,}") for n, count in groups.most_common(_MOST_ROWS)))
         if len(groups) > _MOST_ROWS:
-            console.print(f"and {len(groups) - _MOST_ROWS:,} more")
+            print(f"and {len(groups) - _MOST_ROWS:,} more")

@@ -1,76 +1,68 @@
-"""``generate``: continues a text with the model of a checkpoint that ``train`` saved.
+"""The options of ``generate``. This module imports no torch. :mod:`ring_backends.cli.generator` generates."""
 
-This module imports torch only when the ranks start. What a rank does is in :mod:`ring_backends.cli.generator`.
-"""
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
 
 from __future__ import annotations
 
-from dataclasses import fields
+import math
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from ring_backends.cli import options
+from ring_backends.cli.options import Options, argument, check_positive, option, ranks
 
-from ring_backends.cli.generate_options import GenerateOptions
-from ring_backends.cli.options import RANKS, Device, Json, Layout
-from ring_backends.cli.report import reported_errors
-from ring_backends.ring.launch import launch, under_launcher
-
-_TEXT = "Text"
+_text = partial(option, panel="Text")
 
 
-def generate_command(
-    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="What `train --save` wrote.")],
-    prompt: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The text to continue.", rich_help_panel=_TEXT)
-    ] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="A file to continue instead.", rich_help_panel=_TEXT)
-    ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Bytes to add.", rich_help_panel=_TEXT)] = 256,
-    temperature: Annotated[
-        float, typer.Option(help="Divides the logits. 0 takes the likeliest byte.", rich_help_panel=_TEXT)
-    ] = 0.8,
-    top_p: Annotated[
-        float,
-        typer.Option(help="Draw from the likeliest bytes with this probability in total.", rich_help_panel=_TEXT),
-    ] = 1.0,
-    seed: Annotated[
-        int, typer.Option(min=0, max=2**63 - 1, help="Random seed of the draws.", rich_help_panel=_TEXT)
-    ] = 0,
-    backend: Annotated[
-        str, typer.Option(metavar="NAME", help="Adapter that carries the hops.", rich_help_panel=RANKS)
-    ] = "native",
-    nproc_per_node: Annotated[
-        int,
-        typer.Option(min=1, help="Ranks to start on this machine. Ignored under torchrun.", rich_help_panel=RANKS),
-    ] = 1,
-    layout: Layout = "contiguous",
-    device: Device = "auto",
-    timeout: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Longest time that a rank waits for another.", rich_help_panel=RANKS),
-    ] = 300.0,
-    json: Json = None,
-) -> None:
+@dataclass(frozen=True)
+class GenerateOptions(Options):
     """Continue a text with a model that train has saved.
 
     The keys and values of the text lie on all ranks. The text is printed as it
     comes. The same seed gives the same text on any number of ranks, unless
     rounding changes a draw.
     """
-    given = dict(locals())
-    names = [field.name for field in fields(GenerateOptions) if field.name != "checkpoint"]  # it is no option
-    with reported_errors("generate", names):
-        options = GenerateOptions(**given)
-        options.check()
-        if under_launcher():
-            _run(options)
-        else:
-            launch(_run, (options,), nproc_per_node)
 
+    checkpoint: Path = argument(metavar="CHECKPOINT", help="What `train --save` wrote.")
+    prompt: str | None = _text(None, metavar="TEXT", help="The text to continue.")
+    prompt_file: Path | None = _text(None, metavar="FILE", help="A file to continue instead.")
+    max_new_tokens: int = _text(256, min=1, help="Bytes to add.")
+    temperature: float = _text(0.8, help="Divides the logits. 0 takes the likeliest byte.")
+    top_p: float = _text(1.0, help="Draw from the likeliest bytes with this probability in total.")
+    seed: int = _text(0, min=0, max=2**63 - 1, help="Random seed of the draws.")
+    backend: str = ranks("native", metavar="NAME", help="Adapter that carries the hops.")
+    nproc_per_node: int = options.started_ranks()
+    layout: options.Layout = options.layout()
+    device: options.Device = options.device()
+    timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for another.")
+    json: Path | None = options.json()
 
-def _run(options: GenerateOptions) -> None:
-    from ring_backends.cli.generator import run
+    def check(self) -> None:
+        super().check()
+        if (self.prompt is None) == (self.prompt_file is None):
+            raise ValueError("prompt: give either --prompt TEXT or --prompt-file FILE.")
+        if not self.prompt_bytes():
+            name = "prompt" if self.prompt is not None else "prompt_file"
+            raise ValueError(f"{name}: is empty; give at least one byte to continue.")
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature = {self.temperature}: must be at least 0; 0 takes the likeliest byte.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p}: must be above 0 and at most 1.")
+        check_positive("timeout", self.timeout)
+        if not self.checkpoint.exists():
+            raise ValueError(f"checkpoint = {str(self.checkpoint)!r}: does not exist; give the PATH of train --save.")
 
-    run(options)
+    def prompt_bytes(self) -> bytes:
+        """The bytes of the prompt.
+
+        Raises:
+            ValueError: the file cannot be read.
+        """
+        if self.prompt is not None:
+            return self.prompt.encode("utf-8", "surrogateescape")
+        assert self.prompt_file is not None
+        try:
+            return self.prompt_file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"prompt_file = {str(self.prompt_file)!r}: {error.strerror}; give a file.") from None

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.cli.generate_options import GenerateOptions
+from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.language_model import LongNetLM, make_model, make_optimizer, training_dtype
-from ring_backends.cli.train_options import TrainOptions
-from ring_backends.cli.trainer import options_path
+from ring_backends.cli.train import TrainOptions
+from ring_backends.cli.trainer import options_path, read_saved
 from ring_backends.cost.machine import device_name, select_device
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
@@ -40,26 +40,25 @@ def run(options: GenerateOptions) -> None:
     trained = read_options(options.checkpoint)
     ring = backend.initialize(layout=options.layout, timeout=timedelta(seconds=options.timeout))
     model = load_model(options.checkpoint, trained, backend, ring, device)
-    prompt = options.prompt_bytes()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
+
+    def write(text: str) -> None:
+        if is_first:
+            print(text, end="", flush=True)
+
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     started, seconds, new = time.perf_counter(), 0.0, bytearray()
-    for token in generate(model, ring, prompt, options, device):
+    for token in generate(model, ring, options.prompt_bytes(), options, device):
         new.append(token)
-        if is_first:
-            sys.stdout.write(decoder.decode(bytes([token])))
-            sys.stdout.flush()
+        write(decoder.decode(bytes([token])))
         if len(new) == 1:
             started = time.perf_counter()  # the first byte also waits for the prompt
         seconds = time.perf_counter() - started
+    write(decoder.decode(b"", final=True) + "\n")
     if is_first:
         speed = (len(new) - 1) / seconds if seconds else None
-        sys.stdout.write(decoder.decode(b"", final=True) + "\n")
-        sys.stdout.flush()
-        print(
-            f"{len(new)} bytes{f', {speed:,.0f} per second' if speed else ''}, on {device_name(device)}.",
-            file=sys.stderr,
-        )
+        rate = f", {speed:,.0f} per second" if speed else ""
+        print(f"{len(new)} bytes{rate}, on {device_name(device)}.", file=sys.stderr)
         if options.json is not None:
             result = {
                 "text": bytes(new).decode("utf-8", "replace"),
@@ -68,9 +67,9 @@ def run(options: GenerateOptions) -> None:
                 "ring_size": ring.size,
                 "device": device_name(device),
                 "versions": versions(),
-                "options": json.loads(json.dumps(dataclasses.asdict(options), default=str)),
+                "options": dataclasses.asdict(options),
             }
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+            options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -89,8 +88,8 @@ def generate(
             model(ring.shard(tokens), tokens.shape[1], caches)
         for _ in range(options.max_new_tokens):
             logits = model(last, None, caches)[0, -1]
-            token = draw(logits, options.temperature, options.top_p, random)
-            (token,) = (int(number) for number in agree(ring, "generate", None, [token])[0])
+            drawn = draw(logits, options.temperature, options.top_p, random)
+            token = int(agree(ring, "generate", None, [drawn])[0][0])
             yield token
             last = torch.full_like(last, token)
 
@@ -110,25 +109,14 @@ def read_options(checkpoint: Path) -> TrainOptions:
     Raises:
         ValueError: ``train`` did not write the checkpoint.
     """
-    path = options_path(checkpoint)
-    if not path.exists():
-        raise ValueError(
-            f"checkpoint = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; give the "
-            "PATH of train --save."
-        )
-    try:
-        saved: dict[str, Any] = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"checkpoint = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again."
-        ) from None
+    saved = read_saved(checkpoint, "checkpoint", "give the PATH of train --save")
     names = [field.name for field in dataclasses.fields(TrainOptions)]
     missing = [name for name in names if name not in saved]
     if missing:
+        path = options_path(checkpoint)
         raise ValueError(f"checkpoint = {str(checkpoint)!r}: {path} lacks {', '.join(missing)}; train the model again.")
-    values: dict[str, Any] = {name: saved[name] for name in names}
-    lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list)}
-    return TrainOptions(**{**values, **lists})
+    values: dict[str, Any] = {n: tuple(saved[n]) if isinstance(saved[n], list) else saved[n] for n in names}
+    return TrainOptions(**values)
 
 
 def load_model(checkpoint: Path, trained: TrainOptions, backend: Any, ring: Ring, device: torch.device) -> LongNetLM:

@@ -1,22 +1,19 @@
 """``info``: versions, devices, adapters, kernels and dtype advice for this machine."""
 
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
+
 from __future__ import annotations
 
-import json as json_module
+import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Any
 
-import typer
-
-from ring_backends.cli.options import check_choice, check_files
-from ring_backends.cli.report import reported_errors
+from ring_backends.cli import options
+from ring_backends.cli.options import Options, option
+from ring_backends.cli.output import print_table
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-_BANDWIDTH = "16 MiB both ways"
 
 # What auto_dtype decides, and why. The numbers are compute capabilities of NVIDIA GPUs.
 DTYPE_ADVICE = (
@@ -32,42 +29,33 @@ HOPS = (
 )
 
 
-def info_command(
-    probe: Annotated[
-        bool,
-        typer.Option(
-            "--probe",
-            help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
-            "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
-            "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
-        ),
-    ] = False,
-    nproc_per_node: Annotated[int, typer.Option(min=2, help="Ranks to measure on.")] = 2,
-    dtype: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|fp32|bf16|fp16|fp64", help="Dtype of the measurement. auto: recommended for the device."
-        ),
-    ] = "auto",
-    device: Annotated[
-        str, typer.Option(metavar="auto|cpu|cuda", help="auto: a GPU per rank if there are enough, else the CPU.")
-    ] = "auto",
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
-) -> None:
+@dataclass(frozen=True)
+class InfoOptions(Options):
     """Show versions, devices, adapters, kernels, dtype advice, and how hops are transported."""
-    with reported_errors("info", ("json", "nproc_per_node", "dtype", "device")):
-        check_choice("dtype", dtype)
-        check_choice("device", device)
-        check_files(json=json)
-        found = collect()
-        if probe:
-            found["probe"] = local_probe.measure(nproc_per_node, dtype, device)
-            kernel_times = _kernel_times(device)
-            if kernel_times is not None:
-                found["kernel_times"] = kernel_times
-        _show(found)
-        if json is not None:
-            json.write_text(json_module.dumps(found, indent=2) + "\n")
+
+    probe: bool = option(
+        False,
+        help="Also start local ranks, and measure the latency and bandwidth of hops and the FLOP/s of tiles. "
+        "`ring-backends plan --probe FILE` reads the file that --json writes. With a GPU, also time its kernels. "
+        "If RING_BACKENDS_PROBE names the file, kernel='auto' prefers the fastest.",
+    )
+    nproc_per_node: int = option(2, min=2, help="Ranks to measure on.")
+    dtype: options.Dtype = option("auto", help="Dtype of the measurement. auto: recommended for the device.")
+    device: options.Device = options.device(panel=None)
+    json: Path | None = options.json(panel=None)
+
+
+def run(chosen: InfoOptions) -> None:
+    """Collect the information, show it, and write the file."""
+    found = collect()
+    if chosen.probe:
+        found["probe"] = local_probe.measure(chosen.nproc_per_node, chosen.dtype, chosen.device)
+        kernel_times = _kernel_times(chosen.device)
+        if kernel_times is not None:
+            found["kernel_times"] = kernel_times
+    _show(found)
+    if chosen.json is not None:
+        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def _kernel_times(device: str) -> dict[str, Any] | None:
@@ -88,7 +76,7 @@ def choices(device_name: str) -> list[dict[str, str]]:
     from ring_backends.kernels import KernelInputs, explain_choice
 
     device, rows = torch.device(device_name), []
-    for dtype, head_dim, options in (
+    for dtype, head_dim, flags in (
         (torch.bfloat16, 64, ()),
         (torch.bfloat16, 128, ()),
         (torch.bfloat16, 128, ("is_dilated",)),
@@ -98,10 +86,10 @@ def choices(device_name: str) -> list[dict[str, str]]:
         (torch.bfloat16, 128, ("has_documents",)),
         (torch.bfloat16, 128, ("has_dropout",)),
     ):
-        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(options, True))
+        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(flags, True))
         name, why = explain_choice(inputs)
         call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
-        call += "".join(f", {option.partition('_')[2].replace('_', ' ')}" for option in options)
+        call += "".join(f", {flag.partition('_')[2].replace('_', ' ')}" for flag in flags)
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 
@@ -140,87 +128,45 @@ def collect() -> dict[str, Any]:
 
 
 def _show(found: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    console = Console(highlight=False)
-    versions = [
-        (name, number or "not installed", found["untested"].get(name, "-"))
-        for name, number in found["versions"].items()
-    ]
-    console.print(_table("Versions", ("package", "version", "tests"), versions))
-    console.print(
-        _table(
-            "Devices",
-            ("device", "name", "recommended dtype"),
-            [(device["device"], device["name"], device["dtype"]) for device in found["devices"]],
-        )
+    untested = found["untested"]
+    versions = (
+        (name, number or "not installed", untested.get(name, "-")) for name, number in found["versions"].items()
     )
-    console.print(
-        _table(
-            "Adapters",
-            ("adapter", "usable here"),
-            [(name, _usable(why)) for name, why in found["adapters"].items()],
-        )
-    )
-    console.print(
-        _table(
-            "Kernels",
-            ("kernel", "usable here", "not covered by the tests"),
-            [
-                (name, _usable(kernel["unusable"]), kernel["unverified"] or "-")
-                for name, kernel in found["kernels"].items()
-            ],
-        )
-    )
-    console.print(
-        _table(
-            "What kernel='auto' takes here",
-            ("device", "call", "kernel", "why"),
-            [tuple(row.values()) for row in found["kernel_choice"]],
-        )
-    )
-    console.print(
-        _table(
-            "Which dtype",
-            ("device (compute capability)", "dtype", "why"),
-            [tuple(row.values()) for row in found["dtype_advice"]],
-        )
-    )
-    console.print(_table("How a hop travels", ("transport", "path"), found["hops"].items()))
+    print_table("Versions", ("package", "version", "tests"), versions)
+    devices = ((device["device"], device["name"], device["dtype"]) for device in found["devices"])
+    print_table("Devices", ("device", "name", "recommended dtype"), devices)
+    adapters = ((name, _usable(why)) for name, why in found["adapters"].items())
+    print_table("Adapters", ("adapter", "usable here"), adapters)
+    kernels = ((name, _usable(row["unusable"]), row["unverified"] or "-") for name, row in found["kernels"].items())
+    print_table("Kernels", ("kernel", "usable here", "not covered by the tests"), kernels)
+    choices = (row.values() for row in found["kernel_choice"])
+    print_table("What kernel='auto' takes here", ("device", "call", "kernel", "why"), choices)
+    advice = (row.values() for row in found["dtype_advice"])
+    print_table("Which dtype", ("device (compute capability)", "dtype", "why"), advice)
+    print_table("How a hop travels", ("transport", "path"), found["hops"].items())
     if "probe" in found:
         probe = found["probe"]
         hops = [
-            (f"{local_probe.LATENCY_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
-            (_BANDWIDTH, f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
+            (f"{local_probe.SMALL_HOP_BYTES >> 10} KiB both ways", f"{probe['latency_seconds'] * 1e3:.2f} ms"),
+            ("16 MiB both ways", f"{probe['bytes_per_second'] / 1e9:.2f} GB/s per direction"),
         ]
         ranks = "Two local ranks" if probe["ranks"] == 2 else f"{probe['ranks']} local ranks"
-        where = f"{ranks}, {probe['transport']}, {probe['device']}"
-        console.print(_table(where, ("message", "measured"), hops))
+        print_table(f"{ranks}, {probe['transport']}, {probe['device']}", ("message", "measured"), hops)
         title = (
             f"Constants for plan, measured on all ranks at once: {probe['dtype']}, head dim {probe['head_dim']}, "
             f"{probe['kernel']}"
         )
-        console.print(_table(title, ("constant", "measured"), _constants(probe)))
+        print_table(title, ("constant", "measured"), _constants(probe))
     if "kernel_times" in found:
-        times = found["kernel_times"]
-        console.print(
-            _table(
-                f"Kernels with their copies and merges, {times['device']}",
-                ("dtype", "head dim", "rows", "rate", "kernel", "forward", "backward"),
-                [
-                    (
-                        time["dtype"],
-                        time["head_dim"],
-                        f"{time['rows']:,}",
-                        time["rate"],
-                        time["kernel"],
-                        f"{time['forward_seconds'] * 1e3:.3f} ms",
-                        f"{time['backward_seconds'] * 1e3:.3f} ms",
-                    )
-                    for time in times["times"]
-                ],
+        columns = ("dtype", "head dim", "rows", "rate", "kernel", "forward", "backward")
+        times = (
+            (
+                *(time["dtype"], time["head_dim"], f"{time['rows']:,}", time["rate"], time["kernel"]),
+                *(f"{time[f'{direction}_seconds'] * 1e3:.3f} ms" for direction in ("forward", "backward")),
             )
+            for time in found["kernel_times"]["times"]
         )
+        print_table(f"Kernels with their copies and merges, {found['kernel_times']['device']}", columns, times)
 
 
 def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
@@ -252,13 +198,3 @@ def _constants(probe: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _usable(reason: str | None) -> str:
     return "yes" if reason is None else f"no: {reason}"
-
-
-def _table(title: str, columns: tuple[str, ...], rows: Any) -> Table:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table(*columns, title=title, title_justify="left")
-    for row in rows:
-        table.add_row(*(escape(str(cell)) for cell in row))
-    return table

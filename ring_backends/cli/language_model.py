@@ -1,6 +1,6 @@
 """The model that ``train`` trains: a byte-level LongNet language model (arXiv 2307.02486).
 
-It has pre-norm transformer blocks and rotary positions. Each rank computes the logits of its own rows. The attention is
+It has LongNet's pre-norm layers and rotary positions. Each rank computes the logits of its own rows. The attention is
 an argument, so the model works with every adapter.
 """
 
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ring_backends.attention import RingDilatedAttention
-from ring_backends.cli.train_options import TrainOptions
+from ring_backends.cli.train import TrainOptions
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.kernels import resolve_dtype
+from ring_backends.longnet.model import Layer, new_caches
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 
@@ -57,46 +57,15 @@ def training_dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.float32 if wanted == "auto" and dtype == torch.float16 else dtype
 
 
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + MLP(norm(x))."""
-
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        attention: nn.Module,
-        *,
-        num_kv_heads: int | None,
-        mlp_ratio: int,
-    ) -> None:
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(embed_dim)
-        self.attention = RingDilatedMultiheadAttention(
-            embed_dim, num_heads, attention, num_kv_heads=num_kv_heads, rotary=True
-        )
-        self.mlp_norm = nn.LayerNorm(embed_dim)
-        self.mlp = nn.Sequential(
-            nn.Linear(embed_dim, mlp_ratio * embed_dim),
-            nn.GELU(approximate="tanh"),
-            nn.Linear(mlp_ratio * embed_dim, embed_dim),
-        )
-
-    def forward(self, x: Tensor, seq_len: int | None, cache: KeyValueCache | None = None) -> Tensor:
-        """Map x [batch, local seq, embed_dim] to the same shape. ``seq_len`` is the length of the global sequence."""
-        x = x + self.attention(self.attention_norm(x), is_causal=True, seq_len=seq_len, cache=cache)
-        return cast(Tensor, x + self.mlp(self.mlp_norm(x)))
-
-
 class LongNetLM(nn.Module):
     """A causal language model over bytes.
 
     Args:
         embed_dim, num_heads, num_kv_heads: as in RingDilatedMultiheadAttention.
-        num_layers: number of blocks.
-        make_attention: called once per block; returns a RingDilatedAttention of any adapter.
-        mlp_ratio: hidden width of the MLP divided by embed_dim.
+        num_layers: number of layers.
+        make_attention: called once per layer; returns a RingDilatedAttention of any adapter.
         tied: whether the output layer shares the weight of the embedding.
-        activation_checkpointing: whether to keep only the input of each block, and recompute the block in the backward.
+        activation_checkpointing: whether to keep only the input of each layer, and recompute the layer in the backward.
 
     The initial weights depend only on torch's random state. They do not depend on the rank or the layout.
     """
@@ -109,17 +78,21 @@ class LongNetLM(nn.Module):
         make_attention: Callable[[], nn.Module],
         *,
         num_kv_heads: int | None = None,
-        mlp_ratio: int = 2,
         tied: bool = False,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.activation_checkpointing = activation_checkpointing
         self.embedding = nn.Embedding(VOCABULARY, embed_dim)
-        self.blocks = nn.ModuleList(
-            Block(embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, mlp_ratio=mlp_ratio)
-            for _ in range(num_layers)
-        )
+        self.layers = nn.ModuleList()
+        for _ in range(num_layers):
+            attention = RingDilatedMultiheadAttention(
+                embed_dim, num_heads, make_attention(), num_kv_heads=num_kv_heads, rotary=True
+            )
+            mlp = nn.Sequential(
+                nn.Linear(embed_dim, 2 * embed_dim), nn.GELU("tanh"), nn.Linear(2 * embed_dim, embed_dim)
+            )
+            self.layers.append(Layer(attention, mlp))
         self.norm = nn.LayerNorm(embed_dim)
         self.head = nn.Linear(embed_dim, VOCABULARY, bias=False)
         self.reset_parameters()
@@ -131,18 +104,17 @@ class LongNetLM(nn.Module):
 
         Layers that write to the residual stream have the standard deviation 0.02 / sqrt(2 num_layers).
         """
-        residual = 0.02 / math.sqrt(2 * max(1, len(self.blocks)))
+        residual = 0.02 / math.sqrt(2 * max(1, len(self.layers)))
         for name, module in self.named_modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
-                writes_residual = name.endswith(("out_proj", "mlp.2"))
+                writes_residual = name.endswith(("out_proj", "ffn.2"))
                 nn.init.normal_(module.weight, std=residual if writes_residual else 0.02)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     nn.init.zeros_(module.bias)
 
     def new_caches(self, max_len: int | None = None) -> list[KeyValueCache]:
-        """An empty cache of keys and values for each block."""
-        attentions = [cast(RingDilatedAttention, cast(Block, block).attention.attention) for block in self.blocks]
-        return [attention.new_cache(max_len) for attention in attentions]
+        """An empty cache of keys and values for each layer."""
+        return new_caches(self.layers, max_len)
 
     def forward(self, tokens: Tensor, seq_len: int | None, caches: list[KeyValueCache] | None = None) -> Tensor:
         """Compute the logits of this rank's rows.
@@ -157,10 +129,9 @@ class LongNetLM(nn.Module):
             [batch, local seq, 256], in the dtype of the parameters.
         """
         x = self.embedding(tokens)
-        for number, block in enumerate(self.blocks):
-            cache = None if caches is None else caches[number]
+        for index, layer in enumerate(self.layers):
             if self.activation_checkpointing and torch.is_grad_enabled():
-                x = checkpoint(block, x, seq_len, use_reentrant=False)
+                x = checkpoint(layer, x, True, seq_len, None, use_reentrant=False)
             else:
-                x = block(x, seq_len, cache)
+                x = layer(x, True, seq_len, None, None if caches is None else caches[index])
         return cast(Tensor, self.head(self.norm(x)))

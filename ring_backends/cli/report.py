@@ -35,14 +35,13 @@ def reported_errors(command: str, options: Iterable[str] = ()) -> Iterator[None]
     except KeyboardInterrupt:
         _print_error("ring-backends: interrupted.")
         raise typer.Exit(INTERRUPTED) from None
-    except RankFailedError as error:
-        prefix = "" if error.failure.status == 2 else f"rank {error.rank}: "
-        _print_error(f"ring-backends {command}: error: {prefix}{_with_option(error.failure.text, options)}")
-        raise typer.Exit(error.failure.status) from None
     except Exception as error:
-        failure = describe(error)
-        rank = os.environ.get("RANK", "0")
-        prefix = "" if rank == "0" else f"rank {rank}: "
+        if isinstance(error, RankFailedError):
+            failure, is_named, rank = error.failure, error.failure.status != 2, str(error.rank)
+        else:
+            failure, rank = describe(error), os.environ.get("RANK", "0")
+            is_named = rank != "0"
+        prefix = f"rank {rank}: " if is_named else ""
         _print_error(f"ring-backends {command}: error: {prefix}{_with_option(failure.text, options)}")
         raise typer.Exit(failure.status) from None
 

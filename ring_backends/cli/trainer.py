@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
 from ring_backends.cli.parsing import describe_branches
-from ring_backends.cli.train_options import TrainOptions
+from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import auto_dtype
 from ring_backends.registry import load_adapter
@@ -41,11 +41,9 @@ WARMUP_STEPS = 4
 _LINES_OFF_TERMINAL = 20
 
 # Options that may differ between a run and its continuation.
-_MAY_DIFFER_ON_RESUME = frozenset(
-    (
-        *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
-        *("save", "save_every", "resume", "json"),
-    )
+_MAY_DIFFER_ON_RESUME = (
+    *("steps", "device", "nproc_per_node", "ring_size", "layout", "timeout", "kernel", "activation_checkpointing"),
+    *("save", "save_every", "resume", "json"),
 )
 
 
@@ -93,26 +91,30 @@ class Trainer:
         self._resume()
         self.ring.traffic.reset()
         steps: list[dict[str, Any]] = []
-        with self._progress() as show:
+        columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.description}"))
+        is_bar = self.is_first and self.console.is_terminal
+        progress = Progress(*columns, console=self.console, disable=not is_bar)
+        with progress if is_bar else contextlib.nullcontext():
+            progress.add_task("", total=options.steps, completed=self.state.step_count)
             for step in range(self.state.step_count, options.steps):
                 record = self._step(step)
                 steps.append(record)
-                show(record)
+                self._show(record, progress)
                 if options.save_every and (step + 1) % options.save_every == 0 and step + 1 < options.steps:
                     self._save()
-        traffic = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
+        bytes_sent, messages_sent = self._all_gather(self.ring.traffic.bytes, self.ring.traffic.messages)
         if options.save is not None and steps:
             self._save()
         evaluation_loss = self._evaluate()
-        peaks = [int(peak) for (peak,) in self._all_gather(peak_memory_bytes(self.device))]
+        (peaks,) = self._all_gather(peak_memory_bytes(self.device))
         timed = steps[1:] or steps  # the first step also computes plans and opens connections
         seconds = sum(record["seconds"] for record in timed)
         result = {
             "steps": steps,
             "evaluation_loss": evaluation_loss,
-            "bytes_sent": [int(sent) for sent, _ in traffic],
-            "messages_sent": [int(messages) for _, messages in traffic],
-            "peak_memory_bytes": peaks,
+            "bytes_sent": [*map(int, bytes_sent)],
+            "messages_sent": [*map(int, messages_sent)],
+            "peak_memory_bytes": [*map(int, peaks)],
             "tokens_per_second": len(timed) * self._tokens_per_step / seconds if seconds else None,
             "num_parameters": self.num_parameters,
             "parameters_sha256": None if options.json is None else parameters_sha256(self.state.full_state_dict()),
@@ -128,7 +130,7 @@ class Trainer:
         self._print_summary(result)
 
     def _check_documents_are_equal(self) -> None:
-        fingerprints = [int(fingerprint) for (fingerprint,) in self._all_gather(self.document.fingerprint())]
+        (fingerprints,) = self._all_gather(self.document.fingerprint())
         if len(set(fingerprints)) > 1:
             different = [rank for rank, fingerprint in enumerate(fingerprints) if fingerprint != fingerprints[0]]
             raise ValueError(
@@ -151,12 +153,12 @@ class Trainer:
         loss = self.state.loss(local_sum, count)
         self.state.backward(loss)
         self.state.step()
-        sums = self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device))
+        sums, counts, peaks = self._all_gather(local_sum.item(), count, peak_memory_bytes(self.device))
         return {
             "step": step + 1,
-            "loss": sum(row[0] for row in sums) / sum(row[1] for row in sums),
+            "loss": sum(sums) / sum(counts),
             "seconds": time.perf_counter() - started,
-            "peak_memory_bytes": [int(row[2]) for row in sums],
+            "peak_memory_bytes": [*map(int, peaks)],
         }
 
     def _evaluate(self) -> float:
@@ -164,8 +166,8 @@ class Trainer:
         self.state.model.eval()
         with torch.no_grad():
             local_sum, count = self._loss_sum([self.document.evaluation_window()])
-        sums = self._all_gather(local_sum.item(), count)
-        return float(sum(row[0] for row in sums) / sum(row[1] for row in sums))
+        sums, counts = self._all_gather(local_sum.item(), count)
+        return sum(sums) / sum(counts)
 
     def _loss_sum(self, windows: list[bytes]) -> tuple[Tensor, int]:
         """Return the sum of the cross-entropy over this rank's labels, and the number of these labels."""
@@ -175,15 +177,13 @@ class Trainer:
         labels = self.ring.shard(window[:, 1:], dim=1).to(self.device, torch.int64)
         logits = self.state.model(tokens, self.options.seq_len)
         local_sum = F.cross_entropy(
-            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
-            labels.flatten(),
-            reduction="sum",
+            logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1), labels.flatten(), reduction="sum"
         )
         return local_sum, labels.numel()
 
-    def _all_gather(self, *values: float) -> list[list[float]]:
-        """Gather the values of all ranks, by global rank. They are sent as fp64, exact for integers up to 2⁵³."""
-        return agree(self.world, "train", None, values)
+    def _all_gather(self, *values: float) -> list[tuple[float, ...]]:
+        """Gather each value from all ranks, by global rank. It is sent as fp64, exact for integers up to 2⁵³."""
+        return [*zip(*agree(self.world, "train", None, values), strict=True)]
 
     # A checkpoint is the adapter's checkpoint, and a file beside it with the options of the run.
 
@@ -218,12 +218,7 @@ class Trainer:
         if not self.state.has_checkpoint(path):
             self.console.print(f"{path} does not exist; training starts at step 1.")
             return
-        if not options_path(path).exists():
-            raise ValueError(
-                f"save = {str(path)!r}: {options_path(path)} is missing, so `train` did not write this checkpoint; "
-                "give another --save, or leave --resume out."
-            )
-        saved = json.loads(options_path(path).read_text())
+        saved = read_saved(path, "save", "give another --save, or leave --resume out")
         for name, value in self._plain_options().items():
             if name not in _MAY_DIFFER_ON_RESUME and saved.get(name) != value:
                 raise ValueError(
@@ -267,34 +262,17 @@ class Trainer:
                 "the ranks."
             )
 
-    @contextlib.contextmanager
-    def _progress(self) -> Iterator[Any]:
-        """Yield a function that shows one step.
-
-        On a terminal it updates a progress bar. Otherwise it prints a line every few steps.
-        """
-        if not (self.is_first and self.console.is_terminal):
-            every = min(50, max(1, self.options.steps // _LINES_OFF_TERMINAL))
-
-            def line(record: dict[str, Any]) -> None:
-                if record["step"] % every == 0 or record["step"] == self.options.steps:
-                    self.console.print(f"step {record['step']}/{self.options.steps}  {self._describe(record)}")
-
-            yield line
-            return
-        columns = (MofNCompleteColumn(), BarColumn(bar_width=16), TextColumn("{task.description}"))
-        with Progress(*columns, console=self.console) as progress:
-            task = progress.add_task("", total=self.options.steps, completed=self.state.step_count)
-
-            def bar(record: dict[str, Any]) -> None:
-                progress.update(task, completed=record["step"], description=self._describe(record))
-
-            yield bar
+    def _show(self, record: dict[str, Any], progress: Progress) -> None:
+        """Show one step: in the progress bar on a terminal, otherwise in a line every few steps."""
+        step, steps = record["step"], self.options.steps
+        if not progress.disable:
+            progress.update(progress.task_ids[0], completed=step, description=self._describe(record))
+        elif step % min(50, max(1, steps // _LINES_OFF_TERMINAL)) == 0 or step == steps:
+            self.console.print(f"step {step}/{steps}  {self._describe(record)}")
 
     def _describe(self, record: dict[str, Any]) -> str:
         speed = self._tokens_per_step / record["seconds"]
-        peak = _per_rank([_mebibytes(size) for size in record["peak_memory_bytes"]])
-        return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {peak} MiB"
+        return f"loss {record['loss']:.4f}  {speed:,.0f} tokens/s  peak {_mebibytes(record['peak_memory_bytes'])} MiB"
 
     def _print_summary(self, result: dict[str, Any]) -> None:
         steps = result["steps"]
@@ -305,7 +283,7 @@ class Trainer:
         self.console.print(
             f"{reached}; evaluation loss {result['evaluation_loss']:.4f}; "
             + (f"{speed:,.0f} tokens/s; " if speed else "")
-            + f"peak memory {_per_rank([_mebibytes(size) for size in result['peak_memory_bytes']])} MiB per rank; "
+            + f"peak memory {_mebibytes(result['peak_memory_bytes'])} MiB per rank; "
             f"sent {_per_rank([f'{sent:,}' for sent in result['bytes_sent']])} bytes per rank."
         )
 
@@ -313,6 +291,27 @@ class Trainer:
 def options_path(checkpoint: Path) -> Path:
     """The file beside a checkpoint that holds the options of the run."""
     return checkpoint.with_name(checkpoint.name + ".options.json")
+
+
+def read_saved(checkpoint: Path, name: str, advice: str) -> dict[str, Any]:
+    """Read the options of the run that saved a checkpoint.
+
+    Args:
+        name, advice: the option that names the checkpoint, and what to do if ``train`` did not write it.
+
+    Raises:
+        ValueError: the file with the options is missing or is no JSON.
+    """
+    path = options_path(checkpoint)
+    try:
+        saved: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(
+            f"{name} = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; {advice}."
+        ) from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{name} = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again.") from None
+    return saved
 
 
 def parameters_sha256(state: Mapping[str, Tensor]) -> str:
@@ -329,8 +328,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _mebibytes(size: float) -> str:
-    return f"{size / 2**20:,.0f}"
+def _mebibytes(sizes: list[int]) -> str:
+    return _per_rank([f"{size / 2**20:,.0f}" for size in sizes])
 
 
 def _per_rank(values: list[str]) -> str:

@@ -129,13 +129,20 @@ class AllGatherExecutor:
             key, value, _ = own.slices(parcel)
             gather_into(key, here.key, parcel.source)
             gather_into(value, here.value, parcel.source)
-        return self._collected(row_format, _all_gather(self.ring, own.buffer).flatten(), plans) if size else own
+        if not size:
+            return own
+        gathered = own.buffer.new_empty(self.ring.size, size)
+        # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
+        dist.all_gather(list(gathered), own.buffer, group=self.ring.group)
+        return self._collected(row_format, gathered.flatten(), plans)
 
     def _reduce_grads(self, remote: WireBuffer, grad_key: Tensor, grad_value: Tensor) -> None:
         """Sum dK and dV of this rank's rows over all ranks with one reduce-scatter. Add the sums to the gradients."""
         if not remote.buffer.numel():
             return
-        sums = _reduce_scatter(self.ring, remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1))
+        parts = remote.buffer.view(remote.row_format.dtype).view(self.ring.size, -1)
+        sums = torch.empty_like(parts[0])
+        dist.reduce_scatter(sums, list(parts), group=self.ring.group)
         plan = self.backward_plans[self.ring.rank]
         own = _own(remote.row_format, sums.view(torch.uint8), plan)
         for index, parcel in _starting_at(plan):
@@ -157,15 +164,13 @@ class AllGatherExecutor:
             for tile in _tiles(block)
             for parcel in tile.parcels
         }
-        offsets = {}
         contribution = _contribution_bytes(row_format, plans)
-        for rank, plan in enumerate(plans):
-            offset = rank * contribution
-            for index, parcel in _starting_at(plan):
-                here = used.get((index, parcel.key))
-                if here is not None:
-                    offsets[here] = offset
-                offset += row_format.buffer_bytes([parcel])
+        offsets = {
+            used[index, parcel.key]: rank * contribution + offset
+            for rank, plan in enumerate(plans)
+            for index, parcel, offset in _placed(row_format, plan)
+            if (index, parcel.key) in used
+        }
         return _Rows(row_format, buffer, offsets)
 
 
@@ -176,11 +181,15 @@ def _contribution_bytes(row_format: RowFormat, plans: Sequence[RankPlan]) -> int
 
 def _own(row_format: RowFormat, buffer: Tensor, plan: RankPlan) -> WireBuffer:
     """Make a wire buffer of the contribution of one rank."""
-    offsets, offset = {}, 0
-    for _, parcel in _starting_at(plan):
-        offsets[parcel] = offset
+    return _Rows(row_format, buffer, {parcel: offset for _, parcel, offset in _placed(row_format, plan)})
+
+
+def _placed(row_format: RowFormat, plan: RankPlan) -> Iterator[tuple[int, Parcel, int]]:
+    """Yield (index of the block, parcel, its offset in the rank's contribution) as :func:`_starting_at`."""
+    offset = 0
+    for index, parcel in _starting_at(plan):
+        yield index, parcel, offset
         offset += row_format.buffer_bytes([parcel])
-    return _Rows(row_format, buffer, offsets)
 
 
 def _tiles(block: HeadBlock) -> Iterator[Tile]:
@@ -198,21 +207,6 @@ def _starting_at(plan: RankPlan) -> Iterator[tuple[int, Parcel]]:
         received = {parcel for step in block.steps for message in step.receives for parcel in message.parcels}
         for message in (message for step in block.steps for message in step.sends):
             yield from ((index, parcel) for parcel in message.parcels if parcel not in received)
-
-
-def _all_gather(ring: Ring, tensor: Tensor) -> Tensor:
-    """Stack the tensors of all ranks, which have equal shapes: [ring size, …]."""
-    gathered = tensor.new_empty((ring.size, *tensor.shape))
-    # all_gather takes a list. The name of the function that takes one tensor depends on the torch release.
-    dist.all_gather(list(gathered), tensor.contiguous(), group=ring.group)
-    return gathered
-
-
-def _reduce_scatter(ring: Ring, tensor: Tensor) -> Tensor:
-    """Sum the tensors [ring size, …] of all ranks, and return this rank's entry of the sum."""
-    reduced = tensor.new_empty(tensor.shape[1:])
-    dist.reduce_scatter(reduced, list(tensor.contiguous()), group=ring.group)
-    return reduced
 
 
 def all_gather_attention(

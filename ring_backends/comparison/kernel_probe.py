@@ -7,8 +7,6 @@ gathering rows, and merging or adding results. A kernel that reads rows in place
 from __future__ import annotations
 
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_backends.cost.machine import device_name, synchronize
+from ring_backends.cost.machine import device_name, median_seconds
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.tiles import SavedRows, TileRunner
@@ -31,9 +29,6 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 RATES = (1, 4)
 HEADS = 16
-
-_CALLS_AT_ONCE = {"cuda": 8}  # calls per clock reading, which waits for the device
-_ROUNDS = 5
 
 
 def measure_kernels(
@@ -59,8 +54,8 @@ def measure_kernels(
         for kernel in kernels():
             if kernel.name == "math" or kernel.not_supported_reasons(KernelInputs(device, dtype, head_dim)):
                 continue
-            forward, backward = (_seconds(call, device) for call in branch.calls(kernel))
-            times.append({"kernel": kernel.name, **case, "forward_seconds": forward, "backward_seconds": backward})
+            calls = dict(zip(("forward_seconds", "backward_seconds"), branch.calls(kernel), strict=True))
+            times.append({"kernel": kernel.name, **case, **median_seconds(calls, device, rounds=5, calls_on_gpu=8)})
     return {"device": device_name(device), "times": times}
 
 
@@ -102,17 +97,3 @@ class _Branch:
             lambda: runner.forward_into(tiles, self.inputs, None, self.out),
             lambda: runner.backward_into(tiles, self.inputs, None, saved, self.grads, none_sent),
         )
-
-
-def _seconds(call: Callable[[], None], device: torch.device) -> float:
-    """Median seconds of a call, after a warm-up call."""
-    call()
-    synchronize(device)
-    at_once, found = _CALLS_AT_ONCE.get(device.type, 1), []
-    for _ in range(_ROUNDS):
-        begun = time.perf_counter()
-        for _ in range(at_once):
-            call()
-        synchronize(device)
-        found.append((time.perf_counter() - begun) / at_once)
-    return statistics.median(found)

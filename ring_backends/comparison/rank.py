@@ -21,7 +21,7 @@ from ring_backends.attention import dilated_attention
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.comparison.exact import exact_attention
 from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
-from ring_backends.comparison.timeline import Span, record_spans
+from ring_backends.comparison.timeline import record_spans
 from ring_backends.cost.machine import (
     device_name,
     peak_memory_bytes,
@@ -74,7 +74,8 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
         directory: the directory with the fp64 values.
     """
     device = select_device(setup.device)
-    module = load_adapter("native" if name in (ALL_GATHER, ONE_RANK) else name)
+    is_adapter = name not in (ALL_GATHER, ONE_RANK)
+    module = load_adapter(name if is_adapter else "native")
     ring: Ring = module.initialize(layout=setup.layout)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
@@ -92,12 +93,13 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     peak = peak_memory_bytes(device) - before
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
-        bytes_sent = _all_gather_bytes(setup, ring, call)
+        inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
+        bytes_sent = AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(inputs.key)
     largest_error, largest = _compare_with_exact(directory, results, ring, setup.seq_len)
     del out, results
 
     seconds = [call.seconds() for _ in range(setup.repeats)]
-    spans = call.spans() if setup.timeline and name not in (ALL_GATHER, ONE_RANK) else []
+    spans = record_spans(call.forward, call.backward, device) if setup.timeline and is_adapter else []
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -146,20 +148,6 @@ class _Call:
         synchronize(self.device)
         return forward, time.perf_counter() - started
 
-    def spans(self) -> list[Span]:
-        """Record the timeline of one call."""
-        outs = []
-
-        def forward() -> None:
-            outs.append(self.forward())
-            synchronize(self.device)
-
-        def backward() -> None:
-            self.backward(outs.pop())
-            synchronize(self.device)
-
-        return record_spans({"forward": forward, "backward": backward}, lambda: synchronize_ranks(self.device))
-
 
 def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     branches = setup.pattern.segment_lengths, setup.pattern.dilation_rates
@@ -170,11 +158,6 @@ def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tenso
         return lambda query, key, value: all_gather_attention(query, key, value, setup.pattern, ring, **sharded)
     attention = module.RingDilatedAttention(*branches, ring=ring)
     return lambda *inputs: cast(Tensor, attention(*inputs, **sharded))
-
-
-def _all_gather_bytes(setup: Setup, ring: Ring, call: _Call) -> dict[str, int]:
-    inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
-    return AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(call.inputs[1])
 
 
 def _inputs(setup: Setup, ring: Ring, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:

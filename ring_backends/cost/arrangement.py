@@ -23,6 +23,7 @@ from ring_backends.cost.ring_sizes import Workload
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0
+from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.topology import RingOrder, host_name, topology_order
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
@@ -106,12 +107,10 @@ def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> N
     Raises:
         ValueError: one of the two options is given.
     """
-    for name, value, is_asked in (
-        ("ring_size", ring_size, ring_size == "auto"),
-        ("ring_order", ring_order, ring_order != "rank"),
-    ):
-        if is_asked:
-            raise ValueError(f"{name} = {value!r}: {because}; leave one of the two out.")
+    if ring_size == "auto":
+        raise ValueError(f"ring_size = {ring_size!r}: {because}; leave one of the two out.")
+    if ring_order != "rank":
+        raise ValueError(f"ring_order = {ring_order!r}: {because}; leave one of the two out.")
 
 
 def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> Workload:
@@ -129,13 +128,10 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
         auto.get("num_kv_heads"),
         auto.get("is_causal", False),
     )
-    made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], _dtype(auto, device).itemsize, device.type)
+    itemsize = resolve_dtype(auto.get("dtype", "auto"), device).itemsize
+    made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type)
     made.on_ring(1)  # checks batch and head_dim
     return made
-
-
-def _dtype(auto: Mapping[str, Any], device: torch.device) -> torch.dtype:
-    return resolve_dtype(auto.get("dtype", "auto"), device)
 
 
 def arrange(
@@ -164,30 +160,28 @@ def arrange(
     if world_size == 1:
         return _choose(_workload(layout, auto, device), world_size, memory, None), order
     asked: dict[str, object] = {"ring_size": ring_size, "layout": layout, "ring_order": ring_order}
-    asked |= {name: _as_json(value) for name, value in auto.items() if name != "memory_bytes"}
+    for name, value in auto.items():
+        if name != "memory_bytes":
+            is_list = name in ("segment_lengths", "dilation_rates")
+            asked[name] = list(value) if is_list else str(value) if name == "dtype" else value
     host = host_name()
     order = tuple(decide_on_rank0({"asked": asked, "host": host}, _decide_order, _DECISION_TIMEOUT))
     if ring_size != "auto":
         return ring_size, order
-    found = RankProbe(device, _dtype(auto, device), auto["head_dim"], PROBE_SECONDS, order).measure()
-    measured = {
-        "hardware": dataclasses.asdict(found),
-        "memory": memory,
-        "memory_pool": None if given is not None else [host, _memory_name(device)],
-    }
+    dtype = resolve_dtype(auto.get("dtype", "auto"), device)
+    found = RankProbe(device, dtype, auto["head_dim"], PROBE_SECONDS, order).measure()
+    memory_name = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+    # Ranks with the same pool share it. A number of bytes that the user gave is each rank's own.
+    pool = None if given is not None else f"{host} {memory_name}"
+    measured = {"hardware": dataclasses.asdict(found), "memory": memory, "memory_pool": pool}
 
     def choose(reports: list[dict[str, Any]]) -> int:
-        ranks_of = Counter(str(report["memory_pool"]) for report in reports)
-        shares = [r["memory"] // (ranks_of[str(r["memory_pool"])] if r["memory_pool"] else 1) for r in reports]
+        ranks_of = Counter(report["memory_pool"] for report in reports)
+        shares = [r["memory"] // (ranks_of[r["memory_pool"]] if r["memory_pool"] else 1) for r in reports]
         hardware = slowest([Hardware.of(report["hardware"]) for report in reports])
         return _choose(_workload(layout, auto, device), world_size, min(shares), hardware)
 
     return int(decide_on_rank0(measured, choose, _DECISION_TIMEOUT)), order
-
-
-def _memory_name(device: torch.device) -> str:
-    """Return a name for the memory of ``device``. All processes of the host use the same name."""
-    return "cpu" if device.type != "cuda" else f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
 def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware | None) -> int:
@@ -205,21 +199,9 @@ def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware |
 
 def _decide_order(reports: list[dict[str, Any]]) -> list[int]:
     """Check that all ranks pass the same arguments, and return the order of the ranks."""
-    asked = [report["asked"] for report in reports]
-    for name in dict.fromkeys(name for options in asked for name in options):
-        values = [options.get(name, "not given") for options in asked]
-        if any(value != values[0] for value in values):
-            by_rank = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise RingMismatchError(
-                f"the ranks call initialize() with different values of {name} ({by_rank}); pass the same value on "
-                "every rank."
-            )
+    asked = {rank: report["asked"] for rank, report in enumerate(reports)}
+    if any(options != asked[0] for options in asked.values()):
+        raise RingMismatchError(f"in initialize(), {describe_differences(asked)}")
     if asked[0]["ring_order"] == "topology":
         return list(topology_order([report["host"] for report in reports]))
     return list(range(len(reports)))
-
-
-def _as_json(value: object) -> object:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return list(value)
-    return str(value) if isinstance(value, torch.dtype) else value

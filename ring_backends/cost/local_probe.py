@@ -1,6 +1,6 @@
 """Measures the constants of the cost model on local ranks, and reads measurements from a file.
 
-This module imports no torch. The ranks that it starts import torch.
+Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ring_backends.cost.hardware import Hardware
 from ring_backends.ring.launch import launch, num_cores, refuse_launcher
 
 _SECONDS = 0.3
-LATENCY_BYTES = 64 * 2**10
+SMALL_HOP_BYTES = 64 * 2**10
 """Size of the hop whose time :func:`measure` reports in addition to the constants of the model."""
 
 
@@ -38,17 +38,12 @@ def measure(num_ranks: int, dtype: str, device: str, head_dim: int = 64) -> dict
         ValueError: a launcher such as torchrun started this process.
         RankFailedError: a rank failed.
     """
+    from ring_backends.cost.probe import slowest
+
     refuse_launcher("the measurement")
     # The number of threads that `launch` gives to a rank that runs alone.
     threads = int(os.environ.get("OMP_NUM_THREADS", num_cores()))
     found = launch(_measure_rank, (dtype, device, head_dim, threads), num_ranks)
-    return _merge(found)
-
-
-def _merge(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Combine the measurements of all ranks into one, with the numbers of the slowest rank."""
-    from ring_backends.cost.probe import slowest
-
     hardware = slowest([rank["hardware"] for rank in found])
     return {
         **found[0],
@@ -84,7 +79,7 @@ def _measure_rank(dtype: str, device: str, head_dim: int, threads_alone: int) ->
         "dtype": str(resolved).removeprefix("torch."),
         "head_dim": head_dim,
         "kernel": select_kernel("auto", KernelInputs(here, resolved, head_dim)).name,
-        "latency_seconds": probe.hop_seconds(LATENCY_BYTES, 21),
+        "latency_seconds": probe.hop_seconds(SMALL_HOP_BYTES, 21),
         "torch": str(torch.__version__),
         "hardware": dataclasses.replace(hardware, memory_bytes=memory),
     }

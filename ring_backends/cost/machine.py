@@ -1,4 +1,4 @@
-"""The device of one rank: its choice, its name, its memory, and waiting for its work to finish."""
+"""The device of one rank: its choice, its name, its memory, and the time of its work."""
 
 from __future__ import annotations
 
@@ -6,11 +6,17 @@ import contextlib
 import os
 import re
 import resource
+import statistics
 import sys
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+
+Name = TypeVar("Name")
 
 
 def device_of_this_rank() -> torch.device:
@@ -100,6 +106,37 @@ def synchronize(device: torch.device) -> None:
     """Wait until the GPU has finished its queued work. This does nothing on the CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def median_seconds(
+    calls: Mapping[Name, Callable[[], object]],
+    device: torch.device,
+    *,
+    rounds: int,
+    calls_on_gpu: int,
+    seconds: float = 0.0,
+) -> dict[Name, float]:
+    """Measure the median seconds of each call, after a warm-up call. The measurements of the calls are interleaved.
+
+    Args:
+        rounds, seconds: measure for at least this many rounds, and for at least this long per call.
+        calls_on_gpu: calls per reading of the clock on a GPU. A reading waits for the GPU.
+    """
+    for call in calls.values():
+        call()
+    synchronize(device)
+    at_once = calls_on_gpu if device.type == "cuda" else 1
+    found: dict[Name, list[float]] = {name: [] for name in calls}
+    started, number = time.perf_counter(), 0
+    while number < rounds or time.perf_counter() - started < seconds * len(calls):
+        for name, call in calls.items():
+            begun = time.perf_counter()
+            for _ in range(at_once):
+                call()
+            synchronize(device)
+            found[name].append((time.perf_counter() - begun) / at_once)
+        number += 1
+    return {name: statistics.median(times) for name, times in found.items()}
 
 
 def synchronize_ranks(device: torch.device) -> None:

@@ -21,12 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.machine import synchronize, synchronize_ranks
+from ring_backends.cost.machine import median_seconds, synchronize, synchronize_ranks
 from ring_backends.kernels import KernelInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.ring.stream_hops import Buffers
-from ring_backends.ring.transfer import post_works
+from ring_backends.ring.transfer import post_batch, post_works
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 LATENCY_BYTES = 1024
@@ -35,9 +34,6 @@ TILE_ROWS = 2048
 
 _LAUNCHES = 20  # few enough that the device's queue does not fill up, which would stop the host
 
-_HEADS = {"cuda": 32}
-_HEADS_ELSEWHERE = 2
-_CALLS_AT_ONCE = {"cuda": 16}  # calls per clock reading, which waits for the device
 _DILATION_RATE = 4  # of the rows that _copies gathers
 _HOP_TIMEOUT = timedelta(seconds=60)
 
@@ -66,7 +62,14 @@ class RankProbe:
             alone_threads: number of threads of a rank that runs alone, to measure ``speed_alone``. None: every rank
                 has its own device, and ``speed_alone`` is 1.
         """
-        seconds = self._measure_tiles_and_copies()
+        # The measurements are interleaved, so background load affects all of them equally.
+        tiles: dict[object, Callable[[], object]] = {
+            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
+            for rows in (TILE_ROWS, TILE_ROWS // 8)
+            for backward in (False, True)
+            for is_causal in (False, True)
+        }
+        seconds = self._seconds_of({**tiles, "copies": self._copies()})
         forward, backward, row_keys = self._tile_rate(seconds, is_causal=False)
         causal_forward, causal_backward, causal_row_keys = self._tile_rate(seconds, is_causal=True)
         hop = self.hop_seconds(BANDWIDTH_BYTES, 7)
@@ -87,23 +90,12 @@ class RankProbe:
 
     @property
     def _num_heads(self) -> int:
-        return _HEADS.get(self.device.type, _HEADS_ELSEWHERE)
-
-    def _measure_tiles_and_copies(self) -> dict[object, float]:
-        """Measure the seconds of each kind of tile, by (rows, backward, is_causal), and of ``"copies"``.
-
-        The measurements are interleaved, so background load affects all of them equally.
-        """
-        calls: dict[object, Callable[[], object]] = {
-            (rows, backward, is_causal): self._tile(rows, backward=backward, is_causal=is_causal)
-            for rows in (TILE_ROWS, TILE_ROWS // 8)
-            for backward in (False, True)
-            for is_causal in (False, True)
-        }
-        return self._seconds_of({**calls, "copies": self._copies()})
+        return 32 if self.device.type == "cuda" else 2
 
     def _tile_rate(self, seconds: Mapping[object, float], *, is_causal: bool) -> tuple[float, float, float]:
         """Compute the FLOP/s in forward and backward, and ``row_keys``, from the seconds of long and short tiles.
+
+        The key of a kind of tile is (rows, backward, is_causal).
 
         The model of a tile is seconds = rows × (keys that a row sees + row_keys) × seconds per pair. Both kinds of tile
         have the same number of rows in all.
@@ -138,8 +130,9 @@ class RankProbe:
         tensor = self._randn(1, rows * _DILATION_RATE, heads, self.head_dim)
         tile = self._randn(1, heads, rows, self.head_dim)
         statistics_of = statistics_dtype(self.dtype)
-        out, lse = tensor.to(statistics_of), tensor[..., 0].to(statistics_of, copy=True)
-        tile_out, tile_lse = tile.to(statistics_of), tile[..., 0].to(statistics_of, copy=True)
+        (out, lse), (tile_out, tile_lse) = (
+            (x.to(statistics_of), x[..., 0].to(statistics_of, copy=True)) for x in (tensor, tile)
+        )
         runs = head_runs(range(heads), [head % _DILATION_RATE for head in range(heads)])
         lattice = DilatedRows(0, 1, 0, _DILATION_RATE, rows, runs)
 
@@ -222,15 +215,9 @@ class RankProbe:
         to, source = self.order[(place + 1) % len(self.order)], self.order[place - 1]
         outgoing = {to: torch.zeros(size, dtype=torch.uint8, device=self.device)}
         incoming = {source: torch.empty(size, dtype=torch.uint8, device=self.device)}
-
-        def post(outgoing: Buffers, incoming: Buffers) -> list[dist.Work]:
-            operations = [dist.P2POp(dist.irecv, buffer, peer, group) for peer, buffer in incoming]
-            operations += [dist.P2POp(dist.isend, buffer, peer, group) for peer, buffer in outgoing]
-            return dist.batch_isend_irecv(operations)
-
         synchronize_ranks(self.device)
         started = time.perf_counter()
-        transfer = post_works(group, post, outgoing, incoming)
+        transfer = post_works(group, lambda out, into: post_batch(group, out, into, tag=0), outgoing, incoming)
         meanwhile()
         transfer.wait(_HOP_TIMEOUT)
         synchronize(self.device)
@@ -242,22 +229,7 @@ class RankProbe:
         return self._seconds_per_call(calls)
 
     def _seconds_per_call(self, calls: Mapping[object, Callable[[], object]]) -> dict[object, float]:
-        """Measure the median seconds of each call, for ``self.seconds`` per call and for at least three rounds."""
-        for call in calls.values():
-            call()
-        synchronize(self.device)
-        at_once = _CALLS_AT_ONCE.get(self.device.type, 1)
-        seconds: dict[object, list[float]] = {name: [] for name in calls}
-        started, rounds = time.perf_counter(), 0
-        while rounds < 3 or time.perf_counter() - started < self.seconds * len(calls):
-            for name, call in calls.items():
-                begun = time.perf_counter()
-                for _ in range(at_once):
-                    call()
-                synchronize(self.device)
-                seconds[name].append((time.perf_counter() - begun) / at_once)
-            rounds += 1
-        return {name: statistics.median(found) for name, found in seconds.items()}
+        return median_seconds(calls, self.device, rounds=3, seconds=self.seconds, calls_on_gpu=16)
 
 
 def slowest(found: Sequence[Hardware]) -> Hardware:

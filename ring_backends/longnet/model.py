@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.longnet.torchscale import OPTIONS, load_parameters, read_checkpoint, sizes_of
-from ring_backends.multihead import RingDilatedMultiheadAttention
+from ring_backends.multihead import RingDilatedMultiheadAttention, check_dtype, whole_length
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.pattern import DilatedPattern
@@ -44,10 +44,12 @@ class _FeedForward(nn.Module):
         return cast(Tensor, self.fc2(x))
 
 
-class _Layer(nn.Module):
+class Layer(nn.Module):
     """x + attention(norm(x)), then x + FFN(norm(x))."""
 
-    def __init__(self, self_attn: RingDilatedMultiheadAttention, ffn: _FeedForward, eps: float, factory: Any) -> None:
+    def __init__(
+        self, self_attn: RingDilatedMultiheadAttention, ffn: nn.Module, eps: float = 1e-5, **factory: Any
+    ) -> None:
         super().__init__()
         self.self_attn = self_attn
         if self_attn.inner_attn_ln is not None:
@@ -66,12 +68,8 @@ class _Layer(nn.Module):
     ) -> Tensor:
         # The dtype is checked here and not in LongNet.forward, since a wrapper that shards the layer may convert its
         # inputs.
-        weight = self.self_attn_layer_norm.weight
-        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-            with cast(Ring, self.self_attn.attention.ring).report_refusals():
-                raise TypeError(
-                    f"x is {x.dtype}: the parameters are {weight.dtype}; convert x, or the module with .to()."
-                )
+        with cast(Ring, self.self_attn.attention.ring).report_refusals():
+            check_dtype(x, self.self_attn_layer_norm.weight)
         x = x + self.self_attn(
             self.self_attn_layer_norm(x),
             is_causal=is_causal,
@@ -151,13 +149,13 @@ class LongNet(nn.Module):
         factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.scale = math.sqrt(embed_dim) if scale_embedding else 1.0
         self.layers = nn.ModuleList(
-            _Layer(
+            Layer(
                 RingDilatedMultiheadAttention(
                     embed_dim, num_heads, copy.deepcopy(attention), sub_layer_norm=sub_layer_norm, **factory
                 ),
                 _FeedForward(embed_dim, ffn_dim, activation, sub_layer_norm, layer_norm_eps, factory),
                 layer_norm_eps,
-                factory,
+                **factory,
             )
             for _ in range(num_layers)
         )
@@ -167,9 +165,7 @@ class LongNet(nn.Module):
         self.output_projection = None if output_size is None else nn.Linear(embed_dim, output_size, False, **factory)
         self._scale_initial_weights(sub_layer_norm)
         if tied:
-            assert self.output_projection is not None
-            assert self.embed_tokens is not None
-            self.output_projection.weight = self.embed_tokens.weight
+            cast(nn.Linear, self.output_projection).weight = cast(nn.Embedding, self.embed_tokens).weight
 
     def _scale_initial_weights(self, sub_layer_norm: bool) -> None:
         """Initialize weights as torchscale does.
@@ -217,7 +213,7 @@ class LongNet(nn.Module):
             ValueError, TypeError: x has the wrong shape or dtype, or the sequence is too long for embed_positions.
             RingMismatchError, RingPeerError: as in a call of the attention.
         """
-        ring = cast(Ring, cast(_Layer, self.layers[0]).self_attn.attention.ring)
+        ring = cast(Ring, cast(Layer, self.layers[0]).self_attn.attention.ring)
         with ring.report_refusals():
             self._check_caches(caches)
             num_cached = None if caches is None or seq_len is not None else caches[0].seq_len
@@ -256,7 +252,7 @@ class LongNet(nn.Module):
             )
         if not is_tokens and not x.is_floating_point():
             raise TypeError(f"x is {x.dtype}: expected floating embeddings, or token ids as int64; convert it.")
-        embed_dim = cast(_Layer, self.layers[0]).self_attn.embed_dim
+        embed_dim = cast(Layer, self.layers[0]).self_attn.embed_dim
         if x.dim() != 2 if is_tokens else x.dim() != 3 or x.shape[2] != embed_dim:
             expected = f"[batch, local seq] of token ids, or [batch, local seq, embed_dim = {embed_dim}]"
             raise ValueError(f"x has shape {tuple(x.shape)} and is {x.dtype}: expected {expected}; reshape it.")
@@ -264,16 +260,10 @@ class LongNet(nn.Module):
             seq_len = num_cached + x.shape[1]
             positions = torch.arange(num_cached, seq_len)
         else:
-            seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
+            seq_len = whole_length(x, ring, seq_len)
             positions = ring.positions(seq_len)
-        if x.shape[1] != len(positions):
-            raise ValueError(
-                f"x has {x.shape[1]} local rows, but this rank holds {len(positions)} rows of seq_len = {seq_len}; "
-                "shard the sequence with ring.shard(x, dim=1), and pass its length as seq_len."
-            )
         if is_tokens:
-            assert self.embed_tokens is not None
-            x = self.embed_tokens(x)
+            x = cast(nn.Embedding, self.embed_tokens)(x)
         x = x * self.scale
         if self.embed_positions is not None:
             longest = self.embed_positions.num_embeddings - _FIRST_POSITION
@@ -366,5 +356,10 @@ class LongNetDecoder(LongNet):
         Args:
             max_len: as in :meth:`ring_backends.RingDilatedAttention.new_cache`.
         """
-        attentions = (cast(_Layer, layer).self_attn.attention for layer in self.layers)
-        return [cast(RingDilatedAttention, attention).new_cache(max_len) for attention in attentions]
+        return new_caches(self.layers, max_len)
+
+
+def new_caches(layers: Iterable[nn.Module], max_len: int | None) -> list[KeyValueCache]:
+    """Make an empty cache of keys and values for each layer."""
+    attentions = (cast(Layer, layer).self_attn.attention for layer in layers)
+    return [cast(RingDilatedAttention, attention).new_cache(max_len) for attention in attentions]

@@ -122,9 +122,7 @@ def launch(target: Callable[..., Any], args: tuple[object, ...], num_ranks: int)
                     report, report_writer = context.Pipe(duplex=False)
                     with environment_variables({"RANK": str(rank), "LOCAL_RANK": str(rank)}):
                         process = context.Process(
-                            target=_run_rank,
-                            args=(target, args, report_writer, parent_alive),
-                            name=f"rank {rank}",
+                            target=_run_rank, args=(target, args, report_writer, parent_alive), name=f"rank {rank}"
                         )
                         process.start()
                     report_writer.close()
@@ -214,7 +212,7 @@ def _ranks_ignore_interrupts() -> Iterator[None]:
 
     Ctrl-C sends SIGINT to every process of the terminal. Here, a SIGINT takes effect when the block ends.
     """
-    if sys.platform == "win32" or threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
     resource_tracker.ensure_running()  # start it first, since starting it unblocks the signal
@@ -261,8 +259,6 @@ def _shared_environment(num_ranks: int, port: int) -> dict[str, str]:
 
 
 def _loopback_interface() -> str | None:
-    if sys.platform == "win32":
-        return None
     names = {name for _, name in socket.if_nameindex()}
     return next((name for name in ("lo", "lo0") if name in names), None)
 

@@ -12,6 +12,7 @@ import socket
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -74,23 +75,18 @@ def join_world(backend: str, timeout: timedelta) -> None:
     Unless the user chose, torch is told to write no dump of NCCL's operations after an error. A process that has
     written one ends, even after an error of a ring that it would survive.
     """
-    with _default_environment(_DUMP, "0"):
-        _join_world(backend, timeout)
-
-
-def _join_world(backend: str, timeout: timedelta) -> None:
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if launcher_has_store or host not in ("localhost", "127.0.0.1", "::1"):
-        dist.init_process_group(backend, timeout=timeout)
-        return
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    listener = None
-    if rank == 0:
-        family = socket.AF_INET6 if host == "::1" else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=2 * world_size).detach()
-    store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    options: dict[str, Any] = {}
+    if not launcher_has_store and host in ("localhost", "127.0.0.1", "::1"):
+        rank, world_size, listener = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
+        if rank == 0:
+            family = socket.AF_INET6 if host == "::1" else socket.AF_INET
+            listener = socket.create_server((host, port), family=family, backlog=2 * world_size).detach()
+        store = TCPStore(host, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+        options = {"store": store, "rank": rank, "world_size": world_size}
+    with _default_environment(_DUMP, "0"):
+        dist.init_process_group(backend, timeout=timeout, **options)
 
 
 def start_world_of_one() -> None:
@@ -159,17 +155,17 @@ def connect(
     data_size, data_rank = _place_among_rings(ranks, dist.get_world_size() if dist.is_initialized() else 1)
     if order is not None:
         data_size, data_rank = len(order) // len(ranks), order.index(ranks[0]) // len(ranks)
-    order = tuple(order or ())
+    ring = Ring(
+        data_size=data_size,
+        data_rank=data_rank,
+        ranks=ranks,
+        order=tuple(order or ()),
+        layout_kind=layout,
+        timeout=timeout,
+        adapter=adapter,
+    )
     if len(ranks) == 1:
-        return Ring(
-            data_size=data_size,
-            data_rank=data_rank,
-            ranks=ranks,
-            order=order,
-            layout_kind=layout,
-            timeout=timeout,
-            adapter=adapter,
-        )
+        return ring
     _num_rings[ranks] += 1
     rank, size = ranks.index(dist.get_rank()), len(ranks)
     name = f"{RING_GROUP_PREFIX}{'-'.join(map(str, ranks))}/{_num_rings[ranks]}"
@@ -180,22 +176,10 @@ def connect(
     _open_connections(group, max(timeout, START_TIMEOUT))
     over_nccl = _nccl_device(group) is not None
     group.set_timeout(timeout + _NCCL_MARGIN if over_nccl else timeout)
-    has_error = partial(_nccl_has_error, group) if over_nccl else _never
+    has_error = partial(_nccl_has_error, group) if over_nccl else lambda: False
     agreement = Agreement(store, rank, size, timeout, partial(abort, group), has_error)
     WATCHDOG.add(agreement)
-    return Ring(
-        size=size,
-        rank=rank,
-        data_size=data_size,
-        data_rank=data_rank,
-        ranks=ranks,
-        order=order,
-        layout_kind=layout,
-        group=group,
-        agreement=agreement,
-        timeout=timeout,
-        adapter=adapter,
-    )
+    return replace(ring, size=size, rank=rank, group=group, agreement=agreement)
 
 
 _worlds: weakref.WeakKeyDictionary[Traffic, Ring] = weakref.WeakKeyDictionary()
@@ -239,7 +223,9 @@ def _new_group(ranks: tuple[int, ...], store: Store, name: str, timeout: timedel
     group: dist.ProcessGroup
     options = {"timeout": timeout, "group_desc": name}
     over_nccl = "cuda:nccl" in dist.get_backend_config(world)
-    with _unbound(world), _errors_leave_process() if over_nccl else contextlib.nullcontext():
+    # Unless the user chose, the watchdog of torch aborts a group after an error of NCCL, and does not end the process.
+    user_chose = not over_nccl or "NCCL_ASYNC_ERROR_HANDLING" in os.environ
+    with _unbound(world), contextlib.nullcontext() if user_chose else _default_environment(_ERROR_HANDLING, "2"):
         backend_options = _nccl_options(timeout) if over_nccl else None  # other backends in the group ignore them
         group, _ = make(len(ranks), rank, list(ranks), backend, world_store, name, backend_options, **options)
     group.bound_device_id = world.bound_device_id
@@ -261,22 +247,11 @@ def _unbound(world: dist.ProcessGroup) -> Iterator[None]:
 
     Otherwise torch splits the world's communicator, which waits for all ranks of the world, lost ones too.
     """
-    device = world.bound_device_id
-    if device is None:
-        yield
-        return
-    world.bound_device_id = None
+    device, world.bound_device_id = world.bound_device_id, None
     try:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _errors_leave_process() -> contextlib.AbstractContextManager[None]:
-    """Unless the user chose, let the watchdog of torch abort a group after an error of NCCL, not end the process."""
-    if "NCCL_ASYNC_ERROR_HANDLING" in os.environ:
-        return contextlib.nullcontext()
-    return _default_environment(_ERROR_HANDLING, "2")
 
 
 def _default_environment(name: str, value: str) -> contextlib.AbstractContextManager[None]:
@@ -331,10 +306,6 @@ def _nccl_has_error(group: dist.ProcessGroup) -> bool:
     # With TORCH_DISTRIBUTED_DEBUG=DETAIL the backend is wrapped.
     backend = getattr(backend, "wrapped_pg", backend)
     return bool(backend.get_error() != errors.SUCCESS)
-
-
-def _never() -> bool:
-    return False
 
 
 def abort(group: dist.ProcessGroup) -> None:

@@ -1,0 +1,34 @@
+"""Consoles and tables of the commands. This module imports no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_WIDTH = 120  # columns of output that does not go to a terminal
+
+
+def wide_console() -> Console:
+    """Make a console. Without a terminal, its tables are 120 columns wide instead of 80."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDTH
+    return console
+
+
+def print_table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[object]]) -> None:
+    """Print a table with a title. The cells are plain text."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*columns, title=escape(title), title_justify="left")
+    for row in rows:
+        table.add_row(*(escape(str(cell)) for cell in row))
+    Console(highlight=False).print(table)
