@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -14,8 +14,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, check_results, difference, expected, local_call, new_attention
+from ring_backends.testing.calls import (
+    Results,
+    call_here,
+    check_results,
+    difference,
+    expected,
+    local_call,
+    new_attention,
+)
 from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import DenseAttention
 from ring_backends.testing.rings import (
     FOUR,
@@ -25,6 +34,7 @@ from ring_backends.testing.rings import (
     every_ring_and_layout,
     new_ring,
     ring_here,
+    ring_of,
     rows_of_ranks,
 )
 from ring_backends.testing.strategies import AttentionCase
@@ -37,16 +47,6 @@ _CASE = AttentionCase(
 
 
 @dataclass(frozen=True)
-class Place:
-    """The attributes of a ring on this rank."""
-
-    size: int
-    rank: int
-    data_size: int
-    data_rank: int
-
-
-@dataclass(frozen=True)
 class Cut:
     """A sharded tensor: this rank's positions, its shard, the bytes of its storage, and the unsharded tensor."""
 
@@ -56,9 +56,10 @@ class Cut:
     again: Tensor
 
 
-def place_here(adapter: str, rings: RingSpec) -> Place | None:
+def place_here(adapter: str, rings: RingSpec) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """(size, rank) of this rank's ring, and (data_size, data_rank)."""
     ring = ring_here(adapter, rings)
-    return None if ring is None else Place(ring.size, ring.rank, ring.data_size, ring.data_rank)
+    return None if ring is None else ((ring.size, ring.rank), (ring.data_size, ring.data_rank))
 
 
 def _numbers(seq_len: int, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -159,37 +160,26 @@ def layout_properties(adapter: str) -> list[bool]:
 
 def deep_copied(adapter: str) -> tuple[bool, Tensor, Tensor]:
     """Deep-copy a model. Returns whether the copy shares the ring, the original output, and the output of the copy."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    model = nn.Sequential(new_attention(adapter, ring, _CASE))
-    twin: Any = copy.deepcopy(model)
-    call = local_call(adapter, ring, _CASE, attention=model[0])
-    same = local_call(adapter, ring, _CASE, attention=twin[0])
-    return twin[0].ring is ring, call().detach(), same().detach()
+    call = call_here(adapter, _CASE)
+    (twin,) = copy.deepcopy(nn.Sequential(call.attention))
+    return twin.ring is call.attention.ring, call().detach(), replace(call, attention=twin)().detach()
 
 
-def pickled(adapter: str) -> tuple[str, Any]:
-    """Unpickle an attention module. Returns the error of a call without a ring, and the output with a ring."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
-    call = local_call(adapter, ring, _CASE, attention=attention)
-    message = "no error"
-    try:
-        call()
-    except RuntimeError as error:
-        message = str(error)
-    attention.ring = ring
-    return message, call().detach()
+def pickled(adapter: str) -> tuple[Ended, Tensor]:
+    """Unpickle an attention module. Returns how a call without a ring ended, and the output with a ring."""
+    call = call_here(adapter, _CASE)
+    ring, twin = call.attention.ring, pickle.loads(pickle.dumps(call.attention))
+    call = replace(call, attention=twin)
+    ended = ending(call)
+    twin.ring = ring
+    return ended, call().detach()
 
 
 def pickled_alone(adapter: str, rings: RingSpec) -> Results:
     """The results of an unpickled attention module on a ring of one."""
-    ring = ring_here(adapter, rings)
-    assert ring is not None
-    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
-    call = local_call(adapter, ring, _CASE, attention=attention, gradients=False)
-    return Results(*call(return_lse=True))
+    call = local_call(adapter, ring_of(adapter, rings), _CASE, gradients=False)
+    twin = pickle.loads(pickle.dumps(call.attention))
+    return Results(*replace(call, attention=twin)(return_lse=True))
 
 
 class LayoutTests(AdapterSuite):
@@ -200,9 +190,9 @@ class LayoutTests(AdapterSuite):
             if where is None:
                 assert place is None
                 continue
-            assert (place.size, place.rank) == (rings.size, where[1])
+            assert place[0] == (rings.size, where[1])
             if len(rings.rings) * rings.size == 4:  # the rings tile the world
-                assert (place.data_size, place.data_rank) == (len(rings.rings), where[0])
+                assert place[1] == (len(rings.rings), where[0])
 
     @core
     @pytest.mark.parametrize(
@@ -266,8 +256,10 @@ class LayoutTests(AdapterSuite):
     @core
     def test_an_unpickled_ring_says_what_to_do(self, world: World) -> None:
         wanted = expected(_CASE, gradients=False).out
-        messages, outs = zip(*world.run(pickled, self.adapter), strict=True)
-        assert all("initialize()" in message for message in messages), messages
+        endings, outs = zip(*world.run(pickled, self.adapter), strict=True)
+        for ended in endings:
+            assert ended.is_a(RuntimeError), ended
+            assert "initialize()" in ended.message, ended
         assert difference(torch.cat(outs, 1), wanted) <= 1e-10
 
     @core

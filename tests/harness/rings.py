@@ -132,6 +132,13 @@ def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
     return new_ring(adapter, rings, timeout=timedelta(seconds=60))
 
 
+def ring_of(adapter: str, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous") -> Ring:
+    """This rank's cached ring, with a layout. All ranks of the world make this call, or have called ``ring_here``."""
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    return ring.with_layout(layout)
+
+
 def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
     """A new ring, for tests that break it. All ranks of the world make this call."""
     initialize = backend(adapter).initialize
