@@ -21,7 +21,7 @@ import pytest
 import torch
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from kernel_cases import LAYOUTS, Case, cases, error, make_inputs
+from kernel_cases import LAYOUTS, Case, cases, check_a_row_without_keys, run_tile
 from kernel_cases import check as check_tile
 from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
 
@@ -34,7 +34,7 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.testing.calls import Results, local_call, new_attention, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.fine_cuts import fine_cuts
-from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.rings import TWO, ring_of
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -111,13 +111,8 @@ def test_scores_of_a_whole_block_that_overflow() -> None:
     query, key, value, grad_out = torch.randn(4, 1, 1, 24, 16, generator=torch.Generator().manual_seed(0))
     query = torch.full_like(query, 40.0)
     key[:, :, :8], key[:, :, 8:] = -3e38 / 16, key[:, :, 8:] * 1e-2  # scores of the first block: -inf
-    options: dict[str, Any] = {"is_causal": False, "scale": 1.0, "key_mask": None}
-    by_kernel = []
-    for kernel in (KERNEL, MathKernel()):
-        out, lse = kernel.forward(query, key, value, **options)
-        by_kernel.append((out, lse, *kernel.backward(grad_out, query, key, value, out, lse, **options)))
-    for actual, wanted in zip(*by_kernel, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    by_kernel = [run_tile(kernel, query, key, value, grad_out, scale=1.0) for kernel in (KERNEL, MathKernel())]
+    torch.testing.assert_close(*by_kernel, rtol=1e-4, atol=1e-4)
 
 
 @interpreted
@@ -145,8 +140,7 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
     value[:, :, 1] = float("nan")
     mask = torch.tensor([[[True, False, False, False]]])  # the first row is causal, and sees only the first key
     options: dict[str, Any] = {"is_causal": True, "scale": 0.25, "key_mask": mask}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    grad_query, _, _ = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    out, lse, grad_query, _, _ = run_tile(KERNEL, query, key, value, grad_out, **options)
     assert lse[0, 0, 0] == float("-inf")
     assert out[:, :, 0].eq(0).all()
     assert grad_query[:, :, 0].eq(0).all()
@@ -156,9 +150,7 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
 def test_an_infinite_key_that_weighs_nothing_has_gradient_0() -> None:
     query, key, value, grad_out = torch.rand(4, 1, 1, 17, 16, generator=torch.Generator().manual_seed(0))
     key[0, 0, 3, 0] = float("-inf")  # queries are positive, so its scores are -inf
-    options: dict[str, Any] = {"is_causal": False, "scale": 0.25, "key_mask": None}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    _, grad_key, grad_value = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    *_, grad_key, grad_value = run_tile(KERNEL, query, key, value, grad_out, scale=0.25)
     assert grad_key[0, 0, 3].eq(0).all()
     assert grad_value[0, 0, 3].eq(0).all()
 
@@ -227,30 +219,14 @@ def test_single_tiles_equal_the_dense_softmax(case: Case) -> None:
 
 @interpreted
 def test_a_row_with_infinite_lse_has_no_gradient() -> None:
-    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float32)
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    lse[:, :, 4] = -torch.inf
-    out[:, :, 4] = 0.0
-    dq, dk, dv = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
-    grad_out[:, :, 4] = 0.0
-    lse[:, :, 4] = 0.0
-    dq0, dk0, dv0 = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
-    assert (dq[:, :, 4] == 0).all()
-    assert max(error(dq, dq0), error(dk, dk0), error(dv, dv0)) < 1e-6
+    check_a_row_without_keys(KERNEL, torch.float32, 1e-6)
 
 
 def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int) -> Results:
     """Run a case on a ring of two processes, with blocks of heads and hops cut down to ``min_bytes``."""
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
-    ring = ring.with_layout(layout)
     with fine_cuts(min_bytes):
-        attention = new_attention(ADAPTER, ring, case, kernel="triton_dilated")
-        call = local_call(ADAPTER, ring, case, attention=attention)
-        out, lse = call(return_lse=True)
-        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return Results(*(x.detach() for x in (out, lse, *grads)))
+        attention = new_attention(ADAPTER, ring_of(ADAPTER, TWO, layout), case, kernel="triton_dilated")
+        return local_call(ADAPTER, attention.ring, case, attention=attention).results()
 
 
 RINGED = replace(
@@ -276,7 +252,7 @@ RINGED = replace(
 def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, options: dict[str, Any]) -> None:
     case = replace(RINGED, **options)
     answers = world.run(run_on_ring, case, layout, min_bytes, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))  # type: ignore[arg-type]
+    check(case, whole(answers, case.seq_len, layout))
 
 
 BESIDE = replace(
@@ -315,7 +291,7 @@ def test_one_branch_beside_another_kernel(dtype: torch.dtype) -> None:
 def test_one_branch_beside_another_kernel_on_a_ring(world: World, dtype: torch.dtype, layout: str) -> None:
     case = replace(BESIDE, dtype=dtype)
     answers = world.run(run_beside_on_ring, case, layout, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))  # type: ignore[arg-type]
+    check(case, whole(answers, case.seq_len, layout))
 
 
 @interpreted
