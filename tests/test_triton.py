@@ -5,6 +5,7 @@ Both parts need Triton, and neither needs a GPU. ``tox run -e triton`` runs them
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -170,8 +171,7 @@ def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
     assert mask is not None
     position = int(mask.all(0).nonzero()[-1])
     broken = replace(case, spoiled=((spoiled, position, math.nan),))
-    for actual, wanted in zip(results(broken), results(case), strict=True):
-        assert torch.equal(actual, wanted)
+    assert all(map(torch.equal, results(broken), results(case)))
 
 
 @interpreted
@@ -182,17 +182,15 @@ def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
     position = int((ids[0] < 0).nonzero()[-1])
     names = ("query", "key", "value", "grad_out")
     broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
-    for actual, wanted in zip(results(broken), results(case), strict=True):
-        assert torch.equal(actual, wanted)
+    assert all(map(torch.equal, results(broken), results(case)))
 
 
 @interpreted
 def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
     case = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 2), dropout_p=0.2)
     before = case.tensors()
-    for first, second in zip(results(case), results(case), strict=True):
-        assert torch.equal(first, second)
-    assert all(torch.equal(x, y) for x, y in zip(before[:4], case.tensors()[:4], strict=True))
+    assert all(map(torch.equal, results(case), results(case)))
+    assert all(map(torch.equal, before[:4], case.tensors()[:4]))
 
 
 @interpreted
@@ -205,8 +203,7 @@ def test_inputs_in_any_memory_layout() -> None:
         pattern = case.segment_lengths, case.dilation_rates
         out = dilated_attention(*leaves, *pattern, is_causal=True, kernel="triton_dilated")
         grads = torch.autograd.grad(out, leaves, layout(grad_out))
-        for actual, of_contiguous in zip((out, *grads), (wanted.out, *wanted[2:]), strict=True):
-            assert torch.equal(actual, of_contiguous)
+        assert all(map(torch.equal, (out, *grads), (wanted.out, *wanted[2:])))
 
 
 # The harness calls a kernel with single tiles too: comparisons with other methods do.
@@ -222,11 +219,15 @@ def test_a_row_with_infinite_lse_has_no_gradient() -> None:
     check_a_row_without_keys(KERNEL, torch.float32, 1e-6)
 
 
-def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int) -> Results:
+def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int, is_beside: bool = False) -> Results:
     """Run a case on a ring of two processes, with blocks of heads and hops cut down to ``min_bytes``."""
-    with fine_cuts(min_bytes):
+    with fine_cuts(min_bytes), beside_another_kernel() if is_beside else contextlib.nullcontext():
         attention = new_attention(ADAPTER, ring_of(ADAPTER, TWO, layout), case, kernel="triton_dilated")
         return local_call(ADAPTER, attention.ring, case, attention=attention).results()
+
+
+def check_on_ring(world: World, case: AttentionCase, layout: Any, *how: Any) -> None:
+    check(case, whole(world.run(run_on_ring, case, layout, *how, ranks=(0, 1))[:2], case.seq_len, layout))
 
 
 RINGED = replace(
@@ -251,30 +252,16 @@ RINGED = replace(
 )
 def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, options: dict[str, Any]) -> None:
     case = replace(RINGED, **options)
-    answers = world.run(run_on_ring, case, layout, min_bytes, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))
+    check_on_ring(world, case, layout, min_bytes)
 
 
-BESIDE = replace(
-    RINGED,
-    seq_len=48,
-    segment_lengths=(8, 24, 48),
-    dilation_rates=(1, 2, 4),
-    num_heads=4,
-    num_kv_heads=2,
-    is_causal=True,
-)
+BESIDE = replace(RINGED, seq_len=48, segment_lengths=(8, 24, 48), dilation_rates=(1, 2, 4), num_heads=4, num_kv_heads=2)
 
 
 def beside_another_kernel() -> Any:
     """Let the CPU kernel compute the dense branch and the second one, and Triton the last, as ``auto`` may on a GPU."""
     kernels = AtenCpuFlashKernel(), {2: KERNEL}
     return mock.patch("ring_backends.engine.call.kernels_of_call", return_value=kernels)
-
-
-def run_beside_on_ring(case: AttentionCase, layout: Any) -> Results:
-    with beside_another_kernel():
-        return run_on_ring(case, layout, 2**20)
 
 
 @interpreted
@@ -290,8 +277,7 @@ def test_one_branch_beside_another_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_branch_beside_another_kernel_on_a_ring(world: World, dtype: torch.dtype, layout: str) -> None:
     case = replace(BESIDE, dtype=dtype)
-    answers = world.run(run_beside_on_ring, case, layout, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))
+    check_on_ring(world, case, layout, 2**20, True)
 
 
 @interpreted

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 from ring_backends import dilated_attention
-from ring_backends.testing.calls import Results, expected, plain
+from ring_backends.testing.calls import Results, expected, largest, plain
 from ring_backends.testing.strategies import AttentionCase
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -84,11 +84,6 @@ def error_norm(actual: Tensor, wanted: Tensor) -> float:
     actual, wanted = actual.double(), wanted.double()
     gap = torch.where(actual == wanted, 0.0, actual - wanted)
     return float(gap.norm()) if gap.isfinite().all() else math.inf
-
-
-def largest(x: Tensor) -> float:
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 def check(case: AttentionCase, actual: Results) -> None:
