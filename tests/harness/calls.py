@@ -169,9 +169,7 @@ def run_cases(
 ) -> list[list[list[RankResult]]]:
     """Run cases on all ranks. Returns results indexed by case, ring and ring rank."""
     by_rank = world.run(run_cases_here, adapter, rings, layout, cases, gradients, device)
-    return [
-        [[by_rank[global_rank][index] for global_rank in ranks] for ranks in rings.rings] for index in range(len(cases))
-    ]
+    return [rings.by_ring([answers[index] for answers in by_rank]) for index in range(len(cases))]
 
 
 def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Results:

@@ -170,17 +170,8 @@ class CorrectnessTests(AdapterSuite):
     @every_layout
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_results_do_not_depend_on_the_ring_size(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
-        case = AttentionCase(
-            seq_len=1003,
-            segment_lengths=(64, 401, 2048),
-            dilation_rates=(1, 3, 4),
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            is_causal=is_causal,
-            masked="random",
-            dtype=torch.float64,
-        )
+        case = replace(_LONGER, segment_lengths=(64, 401, 2048), dilation_rates=(1, 3, 4), num_kv_heads=2)
+        case = replace(case, seq_len=1003, is_causal=is_causal, masked="random", dtype=torch.float64)
         alone: Results | None = None
         for rings in SIZES:
             if rings.capability in self.without:

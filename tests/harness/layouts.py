@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
@@ -83,8 +82,8 @@ def cut_and_join(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int, dt
 
 def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> list[tuple[Tensor, Tensor]] | None:
     """The gradients of the inputs of shard and unshard. The gradients of their outputs differ between ranks."""
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
+    ring = ring_here(adapter, rings)
+    if ring is None:
         return None
     ring = ring.with_layout(layout)
     grads = []
@@ -92,10 +91,10 @@ def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> lis
         numbers = _numbers(seq_len, dim)
         x = numbers.clone().requires_grad_()
         part = ring.shard(x, dim=dim)
-        (grad_x,) = torch.autograd.grad((part * (place[1] + 2)).sum(), x)
+        (grad_x,) = torch.autograd.grad((part * (ring.rank + 2)).sum(), x)
         local = part.detach().requires_grad_()
         joined = ring.unshard(local, dim=dim, seq_len=seq_len)
-        (grad_local,) = torch.autograd.grad((joined * numbers * 10.0 ** place[1]).sum(), local)
+        (grad_local,) = torch.autograd.grad((joined * numbers * 10.0**ring.rank).sum(), local)
         grads.append((grad_x, grad_local))
     return grads
 
@@ -130,13 +129,13 @@ def _sandwich_input() -> tuple[Tensor, list[Tensor]]:
 
 
 def gradients_of_sandwich(adapter: str, rings: RingSpec, layout: LayoutKind) -> list[Tensor] | None:
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
+    ring = ring_here(adapter, rings)
+    if ring is None:
         return None
     ring = ring.with_layout(layout)
     model = Sandwich(ring, new_attention(adapter, ring, _CASE))
     x, weights = _sandwich_input()
-    return list(torch.autograd.grad((model(x) * weights[place[1]]).sum(), list(model.parameters())))
+    return list(torch.autograd.grad((model(x) * weights[ring.rank]).sum(), list(model.parameters())))
 
 
 def layout_properties(adapter: str) -> list[bool]:
@@ -202,10 +201,9 @@ class LayoutTests(AdapterSuite):
     def test_shards_are_pieces_of_tensor_split(
         self, world: World, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype
     ) -> None:
-        by_rank = world.run(cut_and_join, self.adapter, rings, layout, dim, dtype)
-        for ranks in rings.rings:
-            for ring_rank, global_rank in enumerate(ranks):
-                for seq_len, cut in zip(LENGTHS, by_rank[global_rank], strict=True):
+        for answers in rings.by_ring(world.run(cut_and_join, self.adapter, rings, layout, dim, dtype)):
+            for ring_rank, cuts in enumerate(answers):
+                for seq_len, cut in zip(LENGTHS, cuts, strict=True):
                     rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
                     numbers = _numbers(seq_len, dim, dtype)
                     assert torch.equal(cut.positions, rows)
@@ -218,10 +216,9 @@ class LayoutTests(AdapterSuite):
     @pytest.mark.parametrize("dim", [1, -1])
     @every_ring_and_layout
     def test_shard_and_unshard_backward(self, world: World, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
-        by_rank = world.run(adjoints, self.adapter, rings, layout, dim)
-        for ranks in rings.rings:
-            for ring_rank, global_rank in enumerate(ranks):
-                for seq_len, (grad_x, grad_local) in zip(LENGTHS, by_rank[global_rank], strict=True):
+        for answers in rings.by_ring(world.run(adjoints, self.adapter, rings, layout, dim)):
+            for ring_rank, grads in enumerate(answers):
+                for seq_len, (grad_x, grad_local) in zip(LENGTHS, grads, strict=True):
                     rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
                     numbers = _numbers(seq_len, dim)
                     # The gradient of shard is zero outside the slice. That of unshard sums the gradients of all ranks.
@@ -238,8 +235,8 @@ class LayoutTests(AdapterSuite):
         model = Sandwich(None, DenseAttention(_CASE))
         objective = (model(x) * torch.stack(weights[: rings.size]).sum(0)).sum()
         wanted = torch.autograd.grad(objective, list(model.parameters()))
-        for ranks in rings.rings:
-            sums = [torch.stack(grads).sum(0) for grads in zip(*(by_rank[rank] for rank in ranks), strict=True)]
+        for of_ranks in rings.by_ring(by_rank):
+            sums = [torch.stack(grads).sum(0) for grads in zip(*of_ranks, strict=True)]
             for (name, _), got, want in zip(model.named_parameters(), sums, wanted, strict=True):
                 assert difference(got, want) <= 1e-10 * float(want.abs().max()), name
 

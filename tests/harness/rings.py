@@ -6,12 +6,12 @@ Expected values are computed here from the definition, not by the package under 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import pytest
@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class RingSpec:
             if global_rank in ranks:
                 return index, ranks.index(global_rank)
         return None
+
+    def by_ring(self, by_rank: Sequence[T]) -> list[list[T]]:
+        """Values of global ranks, indexed by ring and ring rank."""
+        return [[by_rank[rank] for rank in ranks] for ranks in self.rings]
 
 
 ONE = RingSpec("1", ((0,), (1,), (2,), (3,)), "size")
