@@ -69,8 +69,7 @@ class CudaOperators(TorchDispatchMode):
         assert lse.is_contiguous()
         assert lse.shape == q.shape[:3]
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
-        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
-        return tuple(grad.to(q.dtype) for grad in grads)
+        return gradients(do, q, k, v, out, lse, causal_pairs(q, k, causal), scale)
 
     def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
         demand_vectors(q, k, v)
@@ -91,8 +90,7 @@ class CudaOperators(TorchDispatchMode):
         assert all(stride % 8 == 0 for stride in lse.stride()[:2])
         assert lse.stride(2) == 1
         hidden = self.efficient_hidden(q, k, bias, causal)
-        grads = tile_backward(*floats(do, q, k, v, out), lse[:, :, : q.shape[2]], hidden, scale)
-        return *(grad.to(q.dtype) for grad in grads), None
+        return *gradients(do, q, k, v, out, lse[:, :, : q.shape[2]], hidden, scale), None
 
     @staticmethod
     def efficient_hidden(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -125,9 +123,7 @@ class CudaOperators(TorchDispatchMode):
         assert lse.is_contiguous()
         assert lse.shape == (q.shape[:3] if self.cudnn_lse_dims == 3 else (*q.shape[:3], 1))
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
-        lse = lse.reshape(q.shape[:3])
-        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
-        return tuple(grad.to(q.dtype) for grad in grads)
+        return gradients(do, q, k, v, out, lse.reshape(q.shape[:3]), causal_pairs(q, k, causal), scale)
 
     @staticmethod
     def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -147,8 +143,9 @@ def demand_vectors(*tensors: Tensor) -> None:
         assert all(offset % vector == 0 for offset in (x.storage_offset(), *x.stride()[:-1]))
 
 
-def floats(*tensors: Tensor) -> list[Tensor]:
-    return [x.float() for x in tensors]
+def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    grads = tile_backward(*(x.float() for x in (do, q, k, v, out)), *more)
+    return tuple(grad.to(q.dtype) for grad in grads)
 
 
 def causal_pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:

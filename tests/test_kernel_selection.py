@@ -145,26 +145,29 @@ def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., 
         select_kernel("triton_dilated", inputs)
 
 
-def kernel_times(path: Path, *times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> str:
-    """Write a file as ``info --probe`` does: (kernel, head_dim, rows, seconds of forward and backward together)."""
-    listed = []
-    for kernel, head_dim, rows, seconds in times:
-        measured = {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
-        measured |= {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
-        listed.append(measured | change)
-    path.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
-    return str(path)
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A function that writes a file as ``info --probe`` does, and lets RING_BACKENDS_PROBE name it."""
+
+    def write(*times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> None:
+        """Times are (kernel, head_dim, rows, seconds of forward and backward together)."""
+        listed = []
+        for kernel, head_dim, rows, seconds in times:
+            entry = {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
+            entry |= {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
+            listed.append(entry | change)
+        file = tmp_path / "probe.json"
+        file.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
+        monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
+
+    return write
 
 
 def test_dilated_rows_may_have_a_kernel_of_their_own(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu_of: Callable[..., None], measured: Callable[..., None]
 ) -> None:
-    inputs = inputs_of()
-
-    def chosen(
-        lengths: list[int], rates: list[int], inputs: KernelInputs = inputs, ring_size: int = 1
-    ) -> tuple[str, str | None]:
-        layout = SequenceLayout(2**17, ring_size)
+    def chosen(lengths: list[int], rates: list[int], ring_size: int = 1, **options: bool) -> tuple[str, str | None]:
+        inputs, layout = inputs_of(**options), SequenceLayout(2**17, ring_size)
         dense, in_place = kernels_of_call("auto", inputs, DilatedPattern(lengths, rates), layout)
         assert all(rates[branch] > 1 for branch in in_place)
         names = {kernel.name for kernel in in_place.values()}
@@ -178,11 +181,11 @@ def test_dilated_rows_may_have_a_kernel_of_their_own(
     assert chosen([2048, 8192, 2**17], [1, 4, 4]) == ("aten_cuda_cudnn", "triton_dilated")
     assert chosen([2048], [1]) == ("aten_cuda_cudnn", None)
     assert chosen([8192], [4]) == ("triton_dilated", None)
-    assert chosen([2048, 8192], [1, 4], replace(inputs, has_dropout=True)) == ("triton_dilated", None)
+    assert chosen([2048, 8192], [1, 4], has_dropout=True) == ("triton_dilated", None)
     times = [("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001)]
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *times, rate=4))
+    measured(*times, rate=4)
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
-    assert explain_choice(replace(inputs, is_dilated=True))[1].startswith("measured here")
+    assert explain_choice(inputs_of(is_dilated=True))[1].startswith("measured here")
     gpu_of((9, 0))
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
 
@@ -213,64 +216,54 @@ TIMES = [
     ],
 )
 def test_measured_times_decide(
-    gpu_of: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    head_dim: int,
-    rows: int | None,
-    expected: str,
+    gpu_of: Callable[..., None], measured: Callable[..., None], head_dim: int, rows: int | None, expected: str
 ) -> None:
     gpu_of((9, 0), triton=None)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
+    measured(*TIMES)
     inputs = inputs_of(head_dim=head_dim, rows=rows)
     assert select_kernel("auto", inputs).name == expected
     name, why = explain_choice(inputs)
     assert name == expected
     assert why.startswith("measured here with head_dim")
     # A kernel that cannot run the call is not chosen, however fast it was.
-    monkeypatch.setattr(triton_launch, "import_failure", lambda: "Triton is not installed")
+    gpu_of((9, 0), triton="Triton is not installed")
     assert select_kernel("auto", inputs).name != "triton_dilated"
     # A measurement of other calls does not overrule what a kernel says of key masks.
-    monkeypatch.setattr(triton_launch, "import_failure", lambda: None)
+    gpu_of((9, 0), triton=None)
     assert select_kernel("auto", replace(inputs, has_key_mask=True)).name == "triton_dilated"
 
 
-def test_measured_times_in_words(gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_measured_times_in_words(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
     gpu_of((9, 0))
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
+    measured(*TIMES)
     name, why = explain_choice(inputs_of(rows=256))
     assert name == "aten_cuda_flash"
     assert "head_dim 128, 256 rows: triton_dilated 2 ms, aten_cuda_flash 3 ms, aten_cuda_cudnn 4 ms" in why
     assert "triton_dilated cannot: no Triton" in why
 
 
-def test_times_of_another_gpu_or_dtype_are_not_used(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_times_of_another_gpu_or_dtype_are_not_used(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
     gpu_of((9, 0))
-    file = tmp_path / "probe.json"
-    inputs = inputs_of()
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(file, *TIMES, device="NVIDIA A100"))
-    name, why = explain_choice(inputs)
+    measured(*TIMES, device="NVIDIA A100")
+    name, why = explain_choice(inputs_of())
     assert name == "aten_cuda_cudnn"
     assert "563" in why
     assert "RING_BACKENDS_PROBE was measured on NVIDIA A100" in why
-    kernel_times(file, *TIMES, dtype="float16")  # the file is read again after a change
-    name, why = explain_choice(inputs)
+    measured(*TIMES, dtype="float16")  # the file is read again after a change
+    name, why = explain_choice(inputs_of())
     assert name == "aten_cuda_cudnn"
     assert "no times in torch.bfloat16" in why
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"kernel_times": {"device": "x"}}', "rows"])
 def test_a_file_without_times_is_an_error(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
+    gpu_of: Callable[..., None], measured: Callable[..., None], tmp_path: Path, content: str | None
 ) -> None:
-    file = tmp_path / "probe.json"
-    if content == "rows":
-        kernel_times(file, ("aten_cuda_flash", 128, 0, 1.0))
-    elif content is not None:
-        file.write_text(content)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
+    measured(("aten_cuda_flash", 128, 0, 1.0))
+    if content is None:
+        (tmp_path / "probe.json").unlink()
+    elif content != "rows":
+        (tmp_path / "probe.json").write_text(content)
     assert select_kernel("auto", KernelInputs(CPU, torch.float32, 64)).name == "aten_cpu_flash"  # not read
     gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"RING_BACKENDS_PROBE = .*info --probe --json FILE.*unset"):
