@@ -13,7 +13,7 @@ from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, 
 
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
-from ring_backends.testing.calls import Results, difference, expected, largest, new_attention, plain
+from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 pytestmark = [
@@ -36,13 +36,8 @@ def check(got: Results, case: AttentionCase) -> None:
     They are roundings of a sum of head_dim products as large as the largest number in any result: the gradient of a
     query with a single key is the difference of two such sums.
     """
-    exact, yardstick = expected(case), plain(case)
-    number = max(map(largest, exact))
-    for name, tensor in got._asdict().items():
-        wanted, other = getattr(exact, name), getattr(yardstick, name)
-        rounding = number * case.head_dim**0.5 * torch.finfo(tensor.dtype).eps
-        bound = 2 * difference(other, wanted) + 4 * rounding
-        assert difference(tensor, wanted) <= bound, f"{name}: {difference(tensor, wanted)} exceeds {bound}"
+    terms = 4 * max(map(largest, expected(case))) * case.head_dim**0.5
+    check_bounded(got, case, lambda name, tensor, wanted: terms * torch.finfo(tensor.dtype).eps)
 
 
 @each_dtype

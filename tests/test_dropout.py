@@ -19,9 +19,7 @@ P = 0.3
 SIZE = 512
 
 
-def mask(
-    p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0, size: int = SIZE
-) -> Tensor:
+def mask(p: float = P, *, seed: int = 0, batch: int = 1, num_heads: int = 1, replica: int = 0) -> Tensor:
     """The dropout factors, [batch, heads, queries, keys]."""
     dropout, positions = Dropout(p, replica), torch.arange(SIZE)
     queries = dropout.query_words(seed, positions, batch, num_heads).transpose(1, 2)

@@ -6,7 +6,7 @@ that a leak between rings changes the results.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -95,16 +95,13 @@ def local_call(
 ) -> LocalCall:
     """The call of a rank. With ``attention=None``, it constructs a new module."""
     rows = rows_of_ranks(case.seq_len, ring.size, ring.layout_kind)[ring.rank]
-    tensors = (*case.tensors(), case.document_ids())
-    query, key, value, grad_out, mask, documents = (None if x is None else x[:, rows].to(device) for x in tensors)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    assert grad_out is not None
+    *tensors, mask = case.tensors()
+    query, key, value, grad_out = (x[:, rows].to(device) for x in tensors)
+    marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
     for tensor in (query, key, value):
         tensor.requires_grad_(gradients)
-    options = {"is_causal": case.is_causal, "seq_len": case.seq_len, "key_padding_mask": mask}
-    options |= {"document_ids": documents, "dropout_seed": case.seed}
+    options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len, "dropout_seed": case.seed}
+    options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
     if attention is None:
         attention = new_attention(adapter, ring, case)
     return LocalCall(attention, query, key, value, grad_out, options)
@@ -286,17 +283,33 @@ def check_rounded(got: Results, case: AttentionCase, what: str = "") -> None:
     number. A flash backward recomputes the weights from the LSE. The rounding of the LSE is a relative error of the
     weights that grows with the LSE.
     """
+    lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, largest(expected(case).lse))
+
+    def allowed(name: str, tensor: Tensor, wanted: Tensor) -> float:
+        return lse_rounding if name == "lse" else (torch.finfo(tensor.dtype).eps + lse_rounding) * largest(wanted)
+
+    check_bounded(got, case, allowed, what=what)
+
+
+def check_bounded(
+    got: Results,
+    case: AttentionCase,
+    allowed: Callable[[str, Tensor, Tensor], float],
+    error: Callable[[Tensor, Tensor], float] = difference,
+    what: str = "",
+) -> None:
+    """Check that no error exceeds twice the error of plain attention in the same dtype, and what ``allowed`` adds.
+
+    Args:
+        allowed: a function of the name, the result, and the exact result.
+        error: the error of a result. The first argument is the result, the second the exact result.
+    """
     exact, yardstick = expected(case), plain(case)
-    lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, largest(exact.lse))
     for name, tensor in got._asdict().items():
-        assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"
-        wanted = getattr(exact, name)
-        floor = lse_rounding
-        if name != "lse":
-            floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * largest(wanted)
-        bound = 2 * difference(getattr(yardstick, name), wanted) + floor
-        gap = difference(tensor, wanted)
-        assert gap <= bound, f"{case} {what}: {name} has error {gap}, which exceeds {bound}"
+        wanted, other = getattr(exact, name), getattr(yardstick, name)
+        assert tensor.dtype == other.dtype, f"{case}: {name} is {tensor.dtype}"
+        bound, found = 2 * error(other, wanted) + allowed(name, tensor, wanted), error(tensor, wanted)
+        assert found <= bound, f"{case} {what}: {name} has error {found}, which exceeds {bound}"
 
 
 def largest(tensor: Tensor) -> float:

@@ -6,10 +6,10 @@ Expected values are computed here from the definition, not by the package under 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any, Literal, TypeVar
 from unittest import mock
@@ -147,24 +147,16 @@ def ring_of(adapter: str, rings: RingSpec = FOUR, layout: LayoutKind = "contiguo
 
 def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
     """A new ring, for tests that break it. All ranks of the world make this call."""
-    initialize = backend(adapter).initialize
-    group: Any = None
+    initialize: Callable[..., Ring] = partial(backend(adapter).initialize, layout=layout, timeout=timeout)
     if rings.how == "size":
-        ring: Ring = initialize(rings.size, layout, timeout=timeout)
-        return ring
+        return initialize(rings.size)
     if rings.how == "hosts":
         with mock.patch.dict(os.environ, {HOST_VARIABLE: rings.hosts[dist.get_rank()]}):
-            ring = initialize(rings.size, layout, timeout=timeout, ring_order="topology")
-        return ring
+            return initialize(rings.size, ring_order="topology")
     if rings.how == "mesh axis":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
-        group = mesh["row" if rings.rings[0] == (0, 1) else "column"]
-    else:
-        # torch requires that every rank creates every group.
-        groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
-        place = rings.place(dist.get_rank())
-        if place is None:
-            return None
-        group = groups[place[0]]
-    ring = initialize(layout=layout, group=group, timeout=timeout)
-    return ring
+        return initialize(group=mesh["row" if rings.rings[0] == (0, 1) else "column"])
+    # torch requires that every rank creates every group.
+    groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
+    place = rings.place(dist.get_rank())
+    return None if place is None else initialize(group=groups[place[0]])
