@@ -59,7 +59,7 @@ class HostNumbers:
 
     def __init__(self, numbers: Tensor) -> None:
         self.values = [0] * len(numbers)
-        self.stream = current_streams()[-1]
+        self.stream = running.streams[-1]
         self.stream.events.append("copy headers")
         self.stream.add(lambda: True, lambda: setattr(self, "values", copy_to_host(numbers).tolist()))
 
@@ -72,15 +72,14 @@ def forbidden(*_: object, **__: object) -> None:
     raise AssertionError("a query would end the capture of a CUDA graph in another thread, and a wait blocks the host")
 
 
-_thread = threading.local()
-
-
-def current_streams() -> list[Stream]:
+class RunningThread(threading.local):
     """The streams that the running thread has entered, innermost last."""
-    if not hasattr(_thread, "streams"):
-        _thread.streams = []
-    streams: list[Stream] = _thread.streams
-    return streams
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+
+running = RunningThread()
 
 
 class Cuda:
@@ -96,12 +95,11 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        streams = current_streams()
-        streams.append(stream)
+        running.streams.append(stream)
         try:
             yield
         finally:
-            streams.pop()
+            running.streams.pop()
 
 
 @contextlib.contextmanager
@@ -185,10 +183,9 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         assert timeout is None, "with a timeout, NCCL blocks the host"
-        streams = current_streams()
-        if streams:
-            streams[-1].events.append("wait for the hop")
-            streams[-1].add(self.is_over)
+        if running.streams:
+            running.streams[-1].events.append("wait for the hop")
+            running.streams[-1].add(self.is_over)
         elif self.ring.communicator.blocks:
             while not self.is_over():
                 time.sleep(0.001)
@@ -230,11 +227,8 @@ class SimulatedRing(Ring):
             assert self.aborted.wait(20)
             raise RuntimeError("NCCL communicator was aborted")
 
-        def post(outgoing: Any, incoming: Any) -> list[Any]:
-            return [Work(self, outgoing, incoming)]
-
         with mock.patch.object(transfer, "needs_host", return_value=False):
-            return post_works(mock.Mock(), post, outgoing, incoming, tag)
+            return post_works(mock.Mock(), lambda *buffers: [Work(self, *buffers)], outgoing, incoming, tag)
 
 
 class Attention(RingDilatedAttention):
