@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import (
-    Kernel,
-)
+from ring_backends.kernels import Kernel
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.testing.calls import difference, largest
 
 CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
 
@@ -31,15 +30,20 @@ PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
 
 
 class CountOperators(TorchDispatchMode):
-    """Counts the operators that a call launches."""
+    """Counts the operators that a call launches, and records the shapes of the tensors that they return."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.results: list[tuple[str, torch.Size]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
         self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, Tensor):
+                self.results.append((str(func), x.shape))
+        return result
 
 
 def kernel_id(value: object) -> str | None:
@@ -137,13 +141,16 @@ def dense(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: floa
     return out, scores.logsumexp(-1).masked_fill(blind.squeeze(-1), -torch.inf)
 
 
+NAMES = ("out", "lse", "dq", "dk", "dv")
+
+
 def dense_with_grads(
     query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, hidden: Tensor, scale: float
 ) -> dict[str, Tensor]:
     leaves = [x.detach().requires_grad_() for x in (query, key, value)]
     out, lse = dense(*leaves, hidden, scale)
     grads = torch.autograd.grad(out, leaves, grad_out)
-    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
+    return dict(zip(NAMES, (out.detach(), lse.detach(), *grads), strict=True))
 
 
 def magnitudes(
@@ -186,16 +193,33 @@ def tile_backward(
     return ds @ k, *(x.unflatten(1, (-1, repeats)).sum(2) for x in (dk, dv))
 
 
-def largest(x: Tensor) -> float:
-    return x.masked_fill(~x.isfinite(), 0.0).abs().max().item()
-
-
 def error(actual: Tensor, expected: Tensor) -> float:
-    """The largest deviation. It is infinite for a NaN and for an unexpected or missing infinity."""
-    actual, expected = actual.cpu().double(), expected.double()
-    assert actual.shape == expected.shape
-    same = actual == expected
-    return torch.where(same, 0.0, (actual - expected).abs()).nan_to_num(nan=torch.inf).max().item()
+    """The largest deviation. It is infinite for another shape, and for an unexpected or missing NaN or infinity."""
+    return difference(actual.cpu(), expected)
+
+
+def run_tile(
+    kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **options: Any
+) -> tuple[Tensor, ...]:
+    """out, lse, dq, dk and dv of one tile that sees all keys."""
+    options = {"is_causal": False, "key_mask": None, **options}
+    out, lse = kernel.forward(query, key, value, **options)
+    return out, lse, *kernel.backward(grad_out, query, key, value, out, lse, **options)
+
+
+def check_a_row_without_keys(kernel: Kernel, dtype: torch.dtype, tolerance: float) -> None:
+    """A row with infinite LSE has no gradient, as if it had no gradient of out."""
+    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), dtype)
+    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
+    out, lse = kernel.forward(query, key, value, **options)
+    lse[:, :, 4] = -torch.inf
+    out[:, :, 4] = 0.0
+    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    grad_out[:, :, 4] = 0.0
+    lse[:, :, 4] = 0.0
+    wanted = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    assert (grads[0][:, :, 4] == 0).all()
+    assert max(map(error, grads, wanted)) < tolerance
 
 
 def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> dict[str, Tensor]:
@@ -204,49 +228,25 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
     query, key, value, grad_out = (LAYOUTS[case.layout](x.to(device)) for x in tensors)
     key_mask = key_mask.to(device)
     versions = [x._version for x in (query, key, value, grad_out, key_mask)]
-    tiles: list[dict[str, Any]] = []
+    tiles: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
     for keys, is_causal in ((slice(0, case.seq_k), case.is_causal), (slice(case.seq_k, None), False)):
         mask = key_mask[:, :, keys] if case.masked else None
         options = {"is_causal": is_causal, "scale": case.scale, "key_mask": mask}
-        tiles.append({"key": key[:, :, keys], "value": value[:, :, keys], "options": options})
+        tiles.append((key[:, :, keys], value[:, :, keys], options))
 
-    outs, lses = [], []
-    for tile in tiles:
-        out, lse = kernel.forward(query, tile["key"], tile["value"], **tile["options"])
-        assert out.dtype == dtype
-        assert lse.dtype == statistics_dtype(dtype)
-        outs.append(out.double())
-        lses.append(lse.double())
-    lse = torch.logaddexp(*lses)
+    forwards = [kernel.forward(query, *inputs, **options) for *inputs, options in tiles]
+    assert all((x.dtype, y.dtype) == (dtype, statistics_dtype(dtype)) for x, y in forwards)
+    lse = torch.logaddexp(*(tile_lse.double() for _, tile_lse in forwards))
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
-    out = sum(
-        tile_out * torch.exp(tile_lse - shift).unsqueeze(-1) for tile_out, tile_lse in zip(outs, lses, strict=True)
-    )
-    assert isinstance(out, Tensor)
+    out = torch.stack([x.double() * torch.exp(y.double() - shift).unsqueeze(-1) for x, y in forwards]).sum(0)
 
-    grads = []
-    for tile in tiles:
-        grads.append(
-            kernel.backward(
-                grad_out,
-                query,
-                tile["key"],
-                tile["value"],
-                LAYOUTS[case.layout](out.to(dtype)),
-                rows_outside(lse.to(statistics_dtype(dtype))),
-                **tile["options"],
-            )
-        )
-        assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for grad in grads[-1])
+    given = LAYOUTS[case.layout](out.to(dtype)), rows_outside(lse.to(statistics_dtype(dtype)))
+    grads = [kernel.backward(grad_out, query, *inputs, *given, **options) for *inputs, options in tiles]
+    assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for tile_grads in grads for grad in tile_grads)
     assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
-    (dq1, dk1, dv1), (dq2, dk2, dv2) = grads
-    return {
-        "out": out,
-        "lse": lse,
-        "dq": dq1.double() + dq2.double(),
-        "dk": torch.cat([dk1, dk2], dim=2),
-        "dv": torch.cat([dv1, dv2], dim=2),
-    }
+    (dq1, *of_first), (dq2, *of_second) = grads
+    of_keys = (torch.cat(pair, dim=2) for pair in zip(of_first, of_second, strict=True))
+    return dict(zip(NAMES, (out, lse, dq1.double() + dq2.double(), *of_keys), strict=True))
 
 
 def check(kernel: Kernel, case: Case, dtype: torch.dtype, device: str = "cpu") -> None:

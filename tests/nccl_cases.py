@@ -11,6 +11,7 @@ import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 from unittest import mock
@@ -24,6 +25,7 @@ from ring_backends.ring import stream_hops, transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.ring import Ring
+from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer, post_works
 from ring_backends.ring.watchdog import Watchdog
 
@@ -57,7 +59,7 @@ class HostNumbers:
 
     def __init__(self, numbers: Tensor) -> None:
         self.values = [0] * len(numbers)
-        self.stream = current_streams()[-1]
+        self.stream = running.streams[-1]
         self.stream.events.append("copy headers")
         self.stream.add(lambda: True, lambda: setattr(self, "values", copy_to_host(numbers).tolist()))
 
@@ -70,15 +72,14 @@ def forbidden(*_: object, **__: object) -> None:
     raise AssertionError("a query would end the capture of a CUDA graph in another thread, and a wait blocks the host")
 
 
-_thread = threading.local()
-
-
-def current_streams() -> list[Stream]:
+class RunningThread(threading.local):
     """The streams that the running thread has entered, innermost last."""
-    if not hasattr(_thread, "streams"):
-        _thread.streams = []
-    streams: list[Stream] = _thread.streams
-    return streams
+
+    def __init__(self) -> None:
+        self.streams: list[Stream] = []
+
+
+running = RunningThread()
 
 
 class Cuda:
@@ -94,12 +95,11 @@ class Cuda:
 
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        streams = current_streams()
-        streams.append(stream)
+        running.streams.append(stream)
         try:
             yield
         finally:
-            streams.pop()
+            running.streams.pop()
 
 
 @contextlib.contextmanager
@@ -183,23 +183,23 @@ class Work:
 
     def wait(self, timeout: timedelta | None = None) -> None:
         assert timeout is None, "with a timeout, NCCL blocks the host"
-        streams = current_streams()
-        if streams:
-            streams[-1].events.append("wait for the hop")
-            streams[-1].add(self.is_over)
+        if running.streams:
+            running.streams[-1].events.append("wait for the hop")
+            running.streams[-1].add(self.is_over)
         elif self.ring.communicator.blocks:
             while not self.is_over():
                 time.sleep(0.001)
 
 
+@dataclass(frozen=True)
 class SimulatedRing(Ring):
     """A ring over the simulated communicator, with the package's own headers, agreement and watchdog."""
 
-    communicator: Communicator
-    aborted: threading.Event
-    works: list[Work]
-    lock: threading.RLock
-    num_aborts: list[int]
+    communicator: Communicator = None
+    aborted: threading.Event = None
+    num_aborts: list[int] = None
+    works: list[Work] = field(default_factory=list)
+    lock: threading.RLock = field(default_factory=threading.RLock)
 
     @classmethod
     def of(cls, communicator: Communicator, rank: int, seconds: float) -> SimulatedRing:
@@ -209,29 +209,26 @@ class SimulatedRing(Ring):
             num_aborts[0] += 1
             aborted.set()
 
-        agreement = Agreement(communicator.store, rank, communicator.size, timedelta(seconds=seconds), abort)
-        ring = cls(
-            size=communicator.size,
+        size = communicator.size
+        agreement = Agreement(communicator.store, rank, size, timedelta(seconds=seconds), abort)
+        return cls(
+            size=size,
             rank=rank,
-            ranks=tuple(range(communicator.size)),
+            ranks=tuple(range(size)),
             agreement=agreement,
             timeout=agreement.timeout,
+            communicator=communicator,
+            aborted=aborted,
+            num_aborts=num_aborts,
         )
-        members = {"communicator": communicator, "aborted": aborted, "works": [], "num_aborts": num_aborts}
-        for name, value in {**members, "lock": threading.RLock()}.items():
-            object.__setattr__(ring, name, value)
-        return ring
 
     def post(self, outgoing: Any, incoming: Any, tag: int) -> Transfer:
         if self.communicator.is_stuck:
             assert self.aborted.wait(20)
             raise RuntimeError("NCCL communicator was aborted")
 
-        def post(outgoing: Any, incoming: Any) -> list[Any]:
-            return [Work(self, outgoing, incoming)]
-
         with mock.patch.object(transfer, "needs_host", return_value=False):
-            return post_works(mock.Mock(), post, outgoing, incoming, tag)
+            return post_works(mock.Mock(), lambda *buffers: [Work(self, *buffers)], outgoing, incoming, tag)
 
 
 class Attention(RingDilatedAttention):
@@ -252,7 +249,6 @@ def run(size: int, part: Callable[[SimulatedRing], object], seconds: float = 2.0
             results[rank] = error
 
     for ring in rings:
-        assert ring.agreement is not None
         watchdog.add(ring.agreement)
     threads = [threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)]
     for thread in threads:
@@ -275,6 +271,19 @@ def local_inputs(ring: Ring) -> list[Tensor]:
     return [ring.shard(x).requires_grad_() for x in whole]
 
 
+def attended(ring: SimulatedRing) -> tuple[Attention, list[Tensor]]:
+    """Make a call, which has succeeded on every rank. Returns the module and its inputs."""
+    attend, inputs = attention(ring), local_inputs(ring)
+    attend(*inputs)
+    ring.synchronize()
+    return attend, inputs
+
+
+def hop_from(ring: SimulatedRing, peer: int, tag: int = 7) -> StreamHop:
+    """Post a hop that receives four bytes, and wait for it as the CPU does over NCCL."""
+    return ring.post({}, {peer: torch.zeros(4, dtype=torch.uint8)}, tag).wait(timedelta(seconds=1))
+
+
 def ended(part: Callable[[], object]) -> Exception | None:
     """Run ``part``. Returns the error that it raised, or None."""
     try:
@@ -284,7 +293,12 @@ def ended(part: Callable[[], object]) -> Exception | None:
     return None
 
 
+def check_error(error: Exception | None, kind: type[Exception], *texts: str) -> None:
+    assert isinstance(error, kind), error
+    for text in texts:
+        assert text in str(error), error
+
+
 def begin(ring: Ring, seq_len: int = 8) -> Call:
     """Begin a call."""
-    assert ring.agreement is not None
     return ring.agreement.begin(Configuration({"seq_len": seq_len}))

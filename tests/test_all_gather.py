@@ -19,11 +19,12 @@ from ring_backends.comparison import exact
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.comparison.setup import TENSORS
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.testing.fine_cuts import fine_cuts
 from ring_backends.testing.reference import reference_attention
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.world import World
 
 NATIVE = "ring_backends.adapters.native"
@@ -40,63 +41,52 @@ def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool)
     """out, dq, dk and dv of the dense reference."""
     *leaves, grad_out = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    out, _ = reference_attention(
-        *leaves,
-        pattern.segment_lengths,
-        pattern.dilation_rates,
-        is_causal=is_causal,
-        head_mode=pattern.head_mode,
-        offset=pattern.offset,
-    )
+    options = {"head_mode": pattern.head_mode, "offset": pattern.offset, "is_causal": is_causal}
+    out, _ = reference_attention(*leaves, pattern.segment_lengths, pattern.dilation_rates, **options)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize(
-    ("seq_len", "heads", "kv_heads", "lengths", "rates"),
+    ("sizes", "pattern"),
     [
-        (96, 4, 4, (16, 48, 96), (1, 2, 4)),
-        (101, 6, 3, (7, 40, 500), (1, 3, 5)),
-        (50, 2, 1, (50,), (7,)),  # most positions are covered by no head
-        (5, 2, 2, (3,), (8,)),  # a rate above the segment length
+        ((96, 4, 4), ((16, 48, 96), (1, 2, 4))),
+        ((101, 6, 3), ((7, 40, 500), (1, 3, 5))),
+        ((50, 2, 1), ((50,), (7,))),  # most positions are covered by no head
+        ((5, 2, 2), ((3,), (8,))),  # a rate above the segment length
     ],
+    ids=str,
 )
 def test_the_fp64_values_of_compare_equal_the_reference(
-    monkeypatch: pytest.MonkeyPatch,
-    seq_len: int,
-    heads: int,
-    kv_heads: int,
-    lengths: tuple[int, ...],
-    rates: tuple[int, ...],
-    is_causal: bool,
+    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], pattern: Any, is_causal: bool
 ) -> None:
-    inputs = [x[:1] for x in tensors(seq_len, heads, kv_heads)]
-    wanted = by_reference(inputs, DilatedPattern(lengths, rates), is_causal)
+    inputs = [x[:1] for x in tensors(*sizes)]
+    wanted = by_reference(inputs, DilatedPattern(*pattern), is_causal)
     for query_rows in (512, 3):
         monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
-        got = exact.exact_attention(*(x[0].detach() for x in inputs), lengths, rates, is_causal=is_causal)
+        got = exact.exact_attention(*(x[0].detach() for x in inputs), *pattern, is_causal=is_causal)
         for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
             assert (ours - reference[0]).abs().max() < 1e-13, what
 
 
-def gathered(
-    rings: RingSpec,
-    inputs: list[Tensor],
-    pattern: DilatedPattern,
-    is_causal: bool,
-    layout: LayoutKind,
-    cut: bool = False,
-) -> list[Tensor]:
-    """out, dq, dk and dv of the all-gather method for the whole sequence. Every rank calls this."""
-    ring = ring_here(NATIVE, rings)
-    assert ring is not None
-    ring, seq_len = ring.with_layout(layout), inputs[0].shape[1]
+def attend(
+    ring: Ring, inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """This rank's query, key and value, and its out, dq, dk and dv of the all-gather method."""
     *leaves, grad_out = (ring.shard(x) for x in inputs)
     leaves = [x.clone().requires_grad_() for x in leaves]
+    out = all_gather_attention(*leaves, pattern, ring, is_causal=is_causal, seq_len=inputs[0].shape[1])
+    return leaves, [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
+
+
+def gathered(
+    rings: RingSpec, layout: LayoutKind, cut: bool, inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool
+) -> list[Tensor]:
+    """out, dq, dk and dv of the all-gather method for the whole sequence. Every rank calls this."""
+    ring = ring_of(NATIVE, rings, layout)
     with fine_cuts() if cut else contextlib.nullcontext():
-        out = all_gather_attention(*leaves, pattern, ring, is_causal=is_causal, seq_len=seq_len)
-        grads = torch.autograd.grad(out, leaves, grad_out)
-    return [ring.unshard(x.detach(), seq_len=seq_len) for x in (out, *grads)]
+        _, results = attend(ring, inputs, pattern, is_causal)
+    return [ring.unshard(x, seq_len=inputs[0].shape[1]) for x in results]
 
 
 CASES = {
@@ -123,16 +113,16 @@ def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     inputs = tensors(seq_len, heads, kv_heads)
     wanted = by_reference(inputs, pattern, is_causal)
     plain = [x.detach() for x in inputs]
-    for rings, layout, cut in HOW_CUT:
-        for rank, got in enumerate(world.run(gathered, rings, plain, pattern, is_causal, layout, cut)):
+    for how in HOW_CUT:
+        for rank, got in enumerate(world.run(gathered, *how, plain, pattern, is_causal)):
             for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
-                assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {rings} {layout}"
+                assert (ours - reference).abs().max() < 1e-12, f"{what}, rank {rank} of {how}"
 
 
 def test_all_gather_sums_in_fp32(world: World) -> None:
     inputs = tensors(256, 2, 2, torch.bfloat16)
     pattern = DilatedPattern((64, 256), (1, 2))
-    got, *_ = world.run(gathered, FOUR, inputs, pattern, True, "contiguous")
+    got, *_ = world.run(gathered, FOUR, "contiguous", False, inputs, pattern, True)
     for ours, reference in zip(got, by_reference(inputs, pattern, True), strict=True):
         assert ours.dtype == torch.bfloat16
         assert (ours.double() - reference).abs().max() < 2**-7 * reference.abs().max()
@@ -160,23 +150,18 @@ def tcp_bytes_sent() -> int:
     return total
 
 
-def collectives(rings: RingSpec, inputs: list[Tensor], pattern: DilatedPattern) -> dict[str, Any]:
+def collectives(inputs: list[Tensor], pattern: DilatedPattern) -> dict[str, Any]:
     """The buffer bytes of each collective of a call, the stated bytes, and the sent bytes. Every rank calls this."""
-    ring = ring_here(NATIVE, rings)
-    assert ring is not None
-    seq_len = inputs[0].shape[1]
-    *leaves, grad_out = (ring.shard(x) for x in inputs)
-    query, key, value = (x.clone().requires_grad_() for x in leaves)
+    ring = ring_of(NATIVE)
     dist.barrier()
     before = tcp_bytes_sent()
     with (
         mock.patch.object(dist, "all_gather", wraps=dist.all_gather) as all_gather,
         mock.patch.object(dist, "reduce_scatter", wraps=dist.reduce_scatter) as reduce_scatter,
     ):
-        out = all_gather_attention(query, key, value, pattern, ring, is_causal=True, seq_len=seq_len)
-        torch.autograd.grad(out, (query, key, value), grad_out)
+        (query, key, value), _ = attend(ring, inputs, pattern, True)
     dist.barrier()
-    stated = AttentionInputs(query, key, value, is_causal=True, seq_len=seq_len)
+    stated = AttentionInputs(query, key, value, is_causal=True, seq_len=inputs[0].shape[1])
     return {
         "all-gather": [call.args[1].nbytes for call in all_gather.call_args_list],
         "reduce-scatter": [call.args[0].nbytes for call in reduce_scatter.call_args_list],
@@ -192,7 +177,7 @@ def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world: World) ->
     pattern = DilatedPattern((2048, 8192, 16384), (1, 4, 16))
     rows = 4 * 1024 + 4 * 256
     gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32
-    for found in world.run(collectives, FOUR, tensors(16384, 4, 2, torch.bfloat16), pattern):
+    for found in world.run(collectives, tensors(16384, 4, 2, torch.bfloat16), pattern):
         assert found["all-gather"] == [gathered, gathered]
         assert found["reduce-scatter"] == [reduced]
         assert found["stated"] == {"forward": 3 * gathered, "backward": 3 * gathered + 2 * 3 * reduced}
@@ -201,6 +186,6 @@ def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world: World) ->
 
 
 def test_all_gather_calls_no_collective_where_no_branch_crosses(world: World) -> None:
-    for found in world.run(collectives, FOUR, tensors(128, 2, 2), DilatedPattern((16, 32), (1, 2))):
+    for found in world.run(collectives, tensors(128, 2, 2), DilatedPattern((16, 32), (1, 2))):
         assert found["all-gather"] == found["reduce-scatter"] == []
         assert found["stated"] == {"forward": 0, "backward": 0}

@@ -9,12 +9,11 @@ from zlib import crc32
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
-from test_capture_gpu import ADAPTER, DEVICE, each_dtype, each_kernel, on_host, run
+from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, on_host
 
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
-from ring_backends.ring.ring import Ring
-from ring_backends.testing.calls import Results, difference, expected, local_call, new_attention, plain
+from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 pytestmark = [
@@ -37,13 +36,8 @@ def check(got: Results, case: AttentionCase) -> None:
     They are roundings of a sum of head_dim products as large as the largest number in any result: the gradient of a
     query with a single key is the difference of two such sums.
     """
-    exact, yardstick = expected(case), plain(case)
-    largest = max(float(x[x.isfinite()].abs().amax()) for x in exact if x.isfinite().any())
-    for name, tensor in got._asdict().items():
-        wanted, other = getattr(exact, name), getattr(yardstick, name)
-        rounding = largest * case.head_dim**0.5 * torch.finfo(tensor.dtype).eps
-        bound = 2 * difference(other, wanted) + 4 * rounding
-        assert difference(tensor, wanted) <= bound, f"{name}: {difference(tensor, wanted)} exceeds {bound}"
+    terms = 4 * max(map(largest, expected(case))) * case.head_dim**0.5
+    check_bounded(got, case, lambda name, tensor, wanted: terms * torch.finfo(tensor.dtype).eps)
 
 
 @each_dtype
@@ -62,6 +56,6 @@ def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torc
     def check_case(case: AttentionCase) -> None:
         case = replace(case, batch=min(case.batch, 2))
         attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
-        check(on_host(run(local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention))), case)
+        check(on_host(call_of(case, attention).results()), case)
 
     check_case()

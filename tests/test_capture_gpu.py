@@ -63,18 +63,13 @@ def call_of(case: AttentionCase, attention: Any) -> LocalCall:
     return local_call(ADAPTER, Ring(), case, device=DEVICE, attention=attention)
 
 
-def run(call: LocalCall) -> Results:
-    out, lse = call(return_lse=True)
-    return Results(out, lse, *torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out))
-
-
 def on_host(results: Results) -> Results:
     return Results(*(x.detach().cpu() for x in results if x is not None))
 
 
 def tensors_of(call: LocalCall) -> list[Tensor]:
     marks = [x for x in call.options.values() if isinstance(x, Tensor)]
-    return [call.query, call.key, call.value, call.grad_out, *marks]
+    return [*call.inputs, call.grad_out, *marks]
 
 
 def capture(call: LocalCall) -> tuple[Callable[[], None], Results]:
@@ -82,11 +77,11 @@ def capture(call: LocalCall) -> tuple[Callable[[], None], Results]:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        run(call)
+        call.results()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        results = run(call)
+        results = call.results()
     return graph.replay, results
 
 
@@ -112,12 +107,12 @@ def test_a_captured_call_is_replayed_with_other_inputs(kernel: Kernel, name: str
 def test_inductor_puts_a_call_into_a_cuda_graph(kernel: Kernel, name: str) -> None:
     case = case_for(kernel, name, torch.float16)
     attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
-    run(call_of(case, attention))  # copies the constants outside of the memory pool of the CUDA graph
+    call_of(case, attention).results()  # copies the constants outside of the memory pool of the CUDA graph
     torch.compiler.reset()
     counters.clear()
     compiled = torch.compile(attention, fullgraph=True, mode="reduce-overhead")
     for seed in (*SEEDS, *SEEDS):  # the first call warms up, the second records, the others replay
         other = replace(case, seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
-        check_rounded(on_host(run(call_of(other, compiled))), other, kernel.name)
+        check_rounded(on_host(call_of(other, compiled).results()), other, kernel.name)
     assert counters["inductor"]["cudagraph_skips"] == 0

@@ -25,7 +25,7 @@ from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.engine import compiled
 from ring_backends.ring.ring import Ring
-from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, expected, local_call
+from ring_backends.testing.calls import FP64_TOLERANCE, check_results, expected, local_call
 from ring_backends.testing.compiled import CASES, Graphs
 from ring_backends.testing.reference import reference_attention
 from ring_backends.torch_internals import internal
@@ -76,6 +76,17 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
+def tensors(
+    seq_len: int = SEQ_LEN, *, batch: int = 1, dtype: torch.dtype = torch.float64, **options: Any
+) -> list[Tensor]:
+    """query, key and value."""
+    return [torch.randn(batch, seq_len, HEADS, HEAD_DIM, dtype=dtype, **options) for _ in range(3)]
+
+
+def assert_equal(got: Any, wanted: Any, tolerance: float = FP64_TOLERANCE) -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+
+
 def results(block: Any, **options: Any) -> list[Tensor]:
     """out, and the gradients of the input and of all parameters."""
     x = torch.randn(2, SEQ_LEN, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -108,8 +119,7 @@ def test_a_compiled_block_has_one_operator_per_direction(name: str) -> None:
     graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))
     options = OPTIONS[name]
     got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), **options)
-    for one, right in zip(got, results(Block(Reference()), **options), strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+    assert_equal(got, results(Block(Reference()), **options), 1e-9)
     assert graphs.operators() == [{"attend_forward": 1}, {"attend_backward": 1}]
     for graph in (*graphs.forward, *graphs.backward):
         assert not [node for node in graph.graph.nodes if is_vector_of_int64(node.meta.get("val"))]
@@ -141,10 +151,9 @@ def test_a_compiled_call_is_exact(name: str) -> None:
     case = CASES[name]
     call, graphs = local_call("ring_backends.adapters.native", Ring(), case), Graphs()
     attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
-    out, lse = replace(call, attention=attention)(return_lse=True)
-    assert not lse.requires_grad
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    check_results(Results(out.detach(), lse, *grads), expected(case), FP64_TOLERANCE, case)
+    got = replace(call, attention=attention).results()
+    assert not got.lse.requires_grad
+    check_results(got, expected(case), FP64_TOLERANCE, case)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -153,8 +162,8 @@ def test_a_compiled_call_is_exact(name: str) -> None:
 def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: torch.dtype) -> None:
     """No result shares memory with another or with an input, and fake results have the strides of real ones."""
     attention = RingDilatedAttention(*pattern, kernel=kernel)
-    tensors = [torch.randn(2, SEQ_LEN, HEADS, HEAD_DIM, dtype=dtype) for _ in range(3)]
-    inputs = [*tensors, None, None, None]
+    query, key, value = tensors(batch=2, dtype=dtype)
+    inputs = [query, key, value, None, None, None]
     options = json.dumps({"is_causal": True, "seq_len": SEQ_LEN, "return_lse": False, "dropout_p": 0.0})
     constants = json.dumps(compiled.constants(attention.pattern, attention.ring, None, kernel))
     checks = "test_schema", "test_faketensor"
@@ -163,7 +172,7 @@ def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: tor
     of_backward = [*inputs, out, lse, torch.randn_like(out)]
     torch.library.opcheck(compiled.attend_backward, (of_backward, options, constants), test_utils=checks)
     grads = compiled.attend_backward(of_backward, options, constants)
-    held = [x.untyped_storage().data_ptr() for x in (*tensors, of_backward[-1], out, lse, *grads)]
+    held = [x.untyped_storage().data_ptr() for x in (query, key, value, of_backward[-1], out, lse, *grads)]
     assert len({*held}) == len(held)
     assert all(x.is_contiguous() for x in (out, lse, *grads))
 
@@ -173,46 +182,40 @@ def test_another_length_is_compiled_again() -> None:
     attention = RingDilatedAttention(**PATTERN)
     function = torch.compile(attention, fullgraph=True, backend=counter)
     for seq_len, graphs in ((40, 1), (24, 2), (40, 2), (17, 3)):
-        tensors = [torch.randn(1, seq_len, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(3)]
-        wanted, _ = reference_attention(*tensors, **PATTERN)
-        torch.testing.assert_close(function(*tensors), wanted, rtol=0, atol=FP64_TOLERANCE)
+        inputs = tensors(seq_len)
+        assert_equal(function(*inputs), reference_attention(*inputs, **PATTERN)[0])
         assert counter.frame_count == graphs
 
 
 def test_numbers_that_torch_makes_symbols() -> None:
     """Modules with other numbers share one compiled function. After the first, torch makes symbols of numbers."""
 
-    def attend(attention: Any, *tensors: Tensor) -> Any:
-        return attention(*tensors)
+    def attend(attention: Any, *inputs: Tensor) -> Any:
+        return attention(*inputs)
 
-    function = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, dtype=torch.float64) for _ in range(3)]
+    function, inputs = torch.compile(attend, fullgraph=True, backend="aot_eager"), tensors()
     for width, rate, scale in ((8, 1, 0.5), (10, 2, -0.25), (20, 4, 0.75)):
         attention = RingDilatedAttention([width, 40], [1, rate], scale=scale)
-        wanted, _ = reference_attention(*tensors, (width, 40), (1, rate), scale=scale)
-        torch.testing.assert_close(function(attention, *tensors), wanted, rtol=0, atol=FP64_TOLERANCE)
+        wanted, _ = reference_attention(*inputs, (width, 40), (1, rate), scale=scale)
+        assert_equal(function(attention, *inputs), wanted)
 
 
 def test_equal_modules_share_one_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
-    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM) for _ in range(3)]
     for attention in (RingDilatedAttention(**PATTERN), RingDilatedAttention(**PATTERN)):
-        torch.compile(attention, fullgraph=True, backend=counter)(*tensors)
+        torch.compile(attention, fullgraph=True, backend=counter)(*tensors(dtype=torch.float32))
     assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_casts_the_call(dtype: torch.dtype) -> None:
     attention = RingDilatedAttention(**PATTERN)
-    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, requires_grad=True) for _ in range(3)]
-    answers = []
+    inputs, answers = tensors(dtype=torch.float32, requires_grad=True), []
     for function in (attention, torch.compile(attention, fullgraph=True, backend="aot_eager")):
         with torch.autocast("cpu", dtype=dtype):
-            out = function(*tensors)
-        answers.append([out, *torch.autograd.grad(out.float().square().sum(), tensors)])
-    for got, wanted in zip(*answers, strict=True):
-        assert got.dtype == wanted.dtype
-        assert torch.equal(got, wanted)
+            out = function(*inputs)
+        answers.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
+    assert_equal(*answers, tolerance=0)
 
 
 @pytest.mark.parametrize("how", ["recomputed", "kept"])
@@ -226,8 +229,7 @@ def test_activation_checkpointing(how: str) -> None:
 
     block.__class__ = Checkpointed
     got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), is_causal=True)
-    for one, right in zip(got, results(Block(Reference()), is_causal=True), strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+    assert_equal(got, results(Block(Reference()), is_causal=True), 1e-9)
     forward, backward = graphs.operators()
     assert forward == {"attend_forward": 1}
     assert backward["attend_backward"] == 1
@@ -235,18 +237,16 @@ def test_activation_checkpointing(how: str) -> None:
 
 
 def test_a_call_does_not_need_its_module_any_more() -> None:
-    tensors = [torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    inputs = tensors(requires_grad=True)
     attention = RingDilatedAttention(**PATTERN)
-    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*tensors)
-    wanted = torch.autograd.grad(reference_attention(*tensors, **PATTERN)[0].sum(), tensors)
+    out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs)
+    wanted = torch.autograd.grad(reference_attention(*inputs, **PATTERN)[0].sum(), inputs)
     with mock.patch.dict(compiled._modules.data, clear=True):
-        got = torch.autograd.grad(out.sum(), tensors)
-    for one, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=FP64_TOLERANCE)
+        assert_equal(torch.autograd.grad(out.sum(), inputs), wanted)
 
 
 def test_errors_quote_the_message_of_the_check() -> None:
-    query = torch.randn(1, SEQ_LEN, HEADS, HEAD_DIM)
+    query, _, _ = tensors()
     function = torch.compile(RingDilatedAttention(**PATTERN), fullgraph=True, backend="aot_eager")
     with pytest.raises(RuntimeError, match=r"ValueError.*key has shape \[1, 3, 4, 8\]"):
         function(query, query[:, :3], query)

@@ -10,7 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernel_cases import CUDA, CUDA_KERNELS, Case, CountOperators, cases, check, dense, kernel_id, tile_backward
+from kernel_cases import (
+    CUDA,
+    CUDA_KERNELS,
+    Case,
+    CountOperators,
+    cases,
+    check,
+    dense,
+    kernel_id,
+    run_tile,
+    tile_backward,
+)
 from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -58,8 +69,7 @@ class CudaOperators(TorchDispatchMode):
         assert lse.is_contiguous()
         assert lse.shape == q.shape[:3]
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
-        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
-        return tuple(grad.to(q.dtype) for grad in grads)
+        return gradients(do, q, k, v, out, lse, causal_pairs(q, k, causal), scale)
 
     def efficient_attention(self, q, k, v, bias, compute_lse, dropout=0.0, causal=False, *, scale):
         demand_vectors(q, k, v)
@@ -80,8 +90,7 @@ class CudaOperators(TorchDispatchMode):
         assert all(stride % 8 == 0 for stride in lse.stride()[:2])
         assert lse.stride(2) == 1
         hidden = self.efficient_hidden(q, k, bias, causal)
-        grads = tile_backward(*floats(do, q, k, v, out), lse[:, :, : q.shape[2]], hidden, scale)
-        return *(grad.to(q.dtype) for grad in grads), None
+        return *gradients(do, q, k, v, out, lse[:, :, : q.shape[2]], hidden, scale), None
 
     @staticmethod
     def efficient_hidden(q: Tensor, k: Tensor, bias: Tensor | None, causal: bool) -> Tensor:
@@ -114,9 +123,7 @@ class CudaOperators(TorchDispatchMode):
         assert lse.is_contiguous()
         assert lse.shape == (q.shape[:3] if self.cudnn_lse_dims == 3 else (*q.shape[:3], 1))
         assert (max_q, max_k) == (q.shape[2], k.shape[2])
-        lse = lse.reshape(q.shape[:3])
-        grads = tile_backward(*floats(do, q, k, v, out), lse, causal_pairs(q, k, causal), scale)
-        return tuple(grad.to(q.dtype) for grad in grads)
+        return gradients(do, q, k, v, out, lse.reshape(q.shape[:3]), causal_pairs(q, k, causal), scale)
 
     @staticmethod
     def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -136,8 +143,9 @@ def demand_vectors(*tensors: Tensor) -> None:
         assert all(offset % vector == 0 for offset in (x.storage_offset(), *x.stride()[:-1]))
 
 
-def floats(*tensors: Tensor) -> list[Tensor]:
-    return [x.float() for x in tensors]
+def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *more: Any) -> tuple[Tensor, ...]:
+    grads = tile_backward(*(x.float() for x in (do, q, k, v, out)), *more)
+    return tuple(grad.to(q.dtype) for grad in grads)
 
 
 def causal_pairs(q: Tensor, k: Tensor, causal: bool) -> Tensor:
@@ -204,10 +212,8 @@ def test_a_head_beyond_the_limits_of_flash_is_an_error() -> None:
 def test_cudnn_leaves_single_rows_to_flash() -> None:
     query = torch.empty(2, 4, 1, 64, device="meta", dtype=torch.bfloat16)
     key = torch.empty(2, 2, 300, 64, device="meta", dtype=torch.bfloat16)
-    kernel, options = aten_cudnn.AtenCudaCudnnKernel(), {"is_causal": False, "scale": 1.0, "key_mask": None}
     with CountOperators() as launched:
-        out, lse = kernel.forward(query, key, key, **options)
-        kernel.backward(out, query, key, key, out, lse, **options)
+        run_tile(aten_cudnn.AtenCudaCudnnKernel(), query, key, key, query, scale=1.0)
     assert launched.counts["aten._scaled_dot_product_flash_attention.default"] == 1
     assert launched.counts["aten._scaled_dot_product_flash_attention_backward.default"] == 1
 
@@ -234,15 +240,10 @@ def test_tiles_beyond_the_limits_on_a_gpu(kernel: Kernel, shape: tuple[int, ...]
     """The last entries of a large batch have the results that they have alone."""
     if kernel.not_supported_reasons(KernelInputs(CUDA, torch.bfloat16, head_dim=shape[3])):
         pytest.skip(f"{kernel.name}: {available_kernels()[kernel.name]}")
-    query, key, value, grad_out = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16)
-    options: dict[str, Any] = {"is_causal": False, "scale": 0.3, "key_mask": None}
-    out, lse = kernel.forward(query, key, value, **options)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
-    last = [x[-3:] for x in (grad_out, query, key, value)]
-    own_out, own_lse = kernel.forward(*last[1:], **options)
-    own_grads = kernel.backward(*last, own_out, own_lse, **options)
-    for found, wanted in zip((out, lse, *grads), (own_out, own_lse, *own_grads), strict=True):
-        torch.testing.assert_close(found[-3:], wanted)
+    tensors = torch.randn(4, *shape, device="cuda", dtype=torch.bfloat16)
+    found = run_tile(kernel, *tensors, scale=0.3)
+    wanted = run_tile(kernel, *tensors[:, -3:], scale=0.3)
+    torch.testing.assert_close(tuple(x[-3:] for x in found), wanted)
 
 
 @pytest.mark.gpu

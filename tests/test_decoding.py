@@ -20,7 +20,7 @@ from ring_backends.adapters import native
 from ring_backends.engine.cache import Run
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.reference import reference_attention
-from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, new_ring, ring_here
+from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
 from ring_backends.testing.world import RanksFailedError, World
 
 NATIVE = "ring_backends.adapters.native"
@@ -80,7 +80,7 @@ class Case:
             mask = None if self.mask is None else ring.shard(self.mask[:, : self.prompt])
             out = module.prefill(*local, cache, seq_len=self.prompt, key_padding_mask=mask)
             wanted = ring.shard(self.expected()[0][:, : self.prompt])
-            torch.testing.assert_close(out, wanted, rtol=0, atol=1e-10)
+            assert_equal(out, wanted)
         outs, lses, start = [], [], self.prompt
         for step in self.steps:
             tensors = [tensor[:, start : start + step] for tensor in self.tensors]
@@ -94,16 +94,14 @@ class Case:
         return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
+def assert_equal(got: Any, wanted: Any, what: object = "") -> None:
+    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
+
+
 def check(seed: int, module_of: Any) -> None:
     case = Case.random(seed)
-    out, lse = case.decoded(module_of(case.pattern))
-    expected_out, expected_lse = case.expected()
-    torch.testing.assert_close(
-        out, expected_out[:, case.prompt :], rtol=0, atol=1e-10, msg=lambda text: f"{seed}: {text}"
-    )
-    torch.testing.assert_close(
-        lse, expected_lse[:, :, case.prompt :], rtol=0, atol=1e-10, msg=lambda text: f"{seed}: {text}"
-    )
+    out, lse = case.expected()
+    assert_equal(case.decoded(module_of(case.pattern)), (out[:, case.prompt :], lse[:, :, case.prompt :]), seed)
 
 
 @pytest.mark.parametrize("begin", range(0, 60, 20))
@@ -117,9 +115,8 @@ def check_here(adapter: str, spec: RingSpec, layout: Any, seeds: range) -> None:
     if ring is None:
         return
     ring = ring.with_layout(layout)
-    module_class = __import__(adapter, fromlist=["RingDilatedAttention"]).RingDilatedAttention
     for seed in seeds:
-        check(seed, lambda pattern: module_class(**pattern, ring=ring))
+        check(seed, lambda pattern: backend(adapter).RingDilatedAttention(**pattern, ring=ring))
 
 
 ANOTHER_RING = pytest.mark.matrix(reason="another ring")
@@ -173,16 +170,19 @@ def last_rows(sequence: list[Tensor], number: int) -> Tensor:
     return reference_attention(*sequence, **PATTERN, is_causal=True)[0][:, -number:]
 
 
+def attending(ring: Ring | None = None, **options: Any) -> tuple[Any, Any]:
+    """A module and a cache for it."""
+    module = native.RingDilatedAttention(**PATTERN, ring=ring)
+    return module, module.new_cache(**options)
+
+
 def edit_here() -> None:
-    """Truncation, a copy of the cache, and a reordered batch, on a ring of two."""
-    ring = ring_here(NATIVE, TWO)
-    assert ring is not None
-    check_edits(ring)
+    check_edits(ring_of(NATIVE, TWO))
 
 
 def check_edits(ring: Ring) -> None:
-    module = native.RingDilatedAttention(**PATTERN, ring=ring)
-    cache = module.new_cache()
+    """Truncate a cache, copy it, and reorder its batch."""
+    module, cache = attending(ring)
     prompt, first, second, third = tokens(9, 1), tokens(5, 2), tokens(4, 3), tokens(2, 4)
     module.prefill(*(ring.shard(tensor) for tensor in prompt), cache, seq_len=9)
     module.decode(*first, cache)
@@ -191,19 +191,19 @@ def check_edits(ring: Ring) -> None:
     cache.truncate(11)  # two of the new tokens stay
     kept = joined(prompt, [tensor[:, :2] for tensor in first])
     out = module.decode(*second, cache)
-    torch.testing.assert_close(out, last_rows(joined(kept, second), 4), rtol=0, atol=1e-10)
+    assert_equal(out, last_rows(joined(kept, second), 4))
 
     cache.truncate(4)  # a part of the prompt
     out = module.decode(*third, cache)
     wanted = last_rows(joined([tensor[:, :4] for tensor in prompt], third), 2)
-    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-10)
+    assert_equal(out, wanted)
 
     order = torch.tensor([1, 1, 0])
     copied.select_batch(order)
     third = [tensor[order] for tensor in third]
     out = module.decode(*third, copied)
     whole = joined([tensor[order] for tensor in joined(prompt, first)], third)
-    torch.testing.assert_close(out, last_rows(whole, 2), rtol=0, atol=1e-10)
+    assert_equal(out, last_rows(whole, 2))
 
 
 def test_truncate_copy_and_reorder(pair: World) -> None:
@@ -213,8 +213,7 @@ def test_truncate_copy_and_reorder(pair: World) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(dtype: torch.dtype) -> None:
-    module = native.RingDilatedAttention(**PATTERN)
-    cache = module.new_cache()
+    module, cache = attending()
     prompt, new = tokens(20, 1, dtype=dtype), tokens(3, 2, dtype=dtype)
     module.prefill(*prompt, cache)
     out = module.decode(*new, cache)
@@ -225,8 +224,7 @@ def test_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_a_nan_in_an_ignored_key() -> None:
-    module = native.RingDilatedAttention(**PATTERN)
-    cache = module.new_cache()
+    module, cache = attending()
     prompt, new = tokens(10, 1), tokens(1, 2)
     ignored = torch.zeros(B, 10, dtype=torch.bool)
     ignored[:, 7] = True
@@ -236,8 +234,7 @@ def test_a_nan_in_an_ignored_key() -> None:
 
 
 def test_memory_does_not_exceed_max_len() -> None:
-    module = native.RingDilatedAttention(**PATTERN)
-    cache = module.new_cache(max_len=100)
+    module, cache = attending(max_len=100)
     module.prefill(*tokens(10), cache)
     reserved = cache.nbytes
     for step in range(90):
@@ -248,8 +245,7 @@ def test_memory_does_not_exceed_max_len() -> None:
 
 
 def test_a_module_does_not_take_the_cache_of_another() -> None:
-    module = native.RingDilatedAttention(**PATTERN)
-    cache = module.new_cache()
+    module, cache = attending()
     module.decode(*tokens(1), cache)
     other = copy.deepcopy(module)
     with pytest.raises(ValueError, match="cache holds the keys of module 0, and this is module 0, copy 1"):
@@ -264,8 +260,7 @@ def test_a_module_does_not_take_the_cache_of_another() -> None:
     ],
 )
 def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message: str) -> None:
-    module = native.RingDilatedAttention(**PATTERN)
-    cache = module.new_cache()
+    module, cache = attending()
     module.decode(*tokens(4), cache)
     cache.truncate(0)
     with pytest.raises(ValueError, match=message):
@@ -273,22 +268,19 @@ def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message
     assert cache.seq_len == 0
     module.prefill(*tokens(6, 1), cache)
     out = module.decode(*tokens(1, 2), cache)
-    torch.testing.assert_close(out, last_rows(joined(tokens(6, 1), tokens(1, 2)), 1), rtol=0, atol=1e-10)
+    assert_equal(out, last_rows(joined(tokens(6, 1), tokens(1, 2)), 1))
 
 
 def early_here() -> None:
     """A batch is reordered, and inference mode ends, when rank 1 holds no row yet."""
-    ring = ring_here(NATIVE, TWO)
-    assert ring is not None
-    module = native.RingDilatedAttention(**PATTERN, ring=ring)
-    cache = module.new_cache()
+    module, cache = attending(ring_of(NATIVE, TWO))
     first, second = tokens(1, 1), tokens(1, 2)
     with torch.inference_mode():
         module.decode(*first, cache)
     cache.select_batch(torch.tensor([1, 0]))
     out = module.decode(*second, cache)
     whole = joined([tensor[[1, 0]] for tensor in first], second)
-    torch.testing.assert_close(out, last_rows(whole, 1), rtol=0, atol=1e-10)
+    assert_equal(out, last_rows(whole, 1))
 
 
 def test_ranks_without_rows(pair: World) -> None:
@@ -333,23 +325,28 @@ def test_invalid_arguments() -> None:
         module.new_cache(max_len=0)
 
 
+def after_steps(number: int) -> tuple[Any, Any]:
+    """A module on a new ring of two, and its cache after a prompt and this number of steps."""
+    ring = new_ring(NATIVE, TWO, timeout=timedelta(seconds=SHORT))
+    module, cache = attending(ring)
+    module.prefill(*(ring.shard(tensor) for tensor in tokens(8)), cache, seq_len=8)
+    for step in range(number):
+        module.decode(*tokens(1, step), cache)
+    return module, cache
+
+
 def unequal_here(what: str) -> Ended:
     """Rank 1 decodes something else than rank 0, on a new ring of two."""
-    ring = new_ring(NATIVE, TWO, timeout=timedelta(seconds=SHORT))
-    assert ring is not None
-    module = native.RingDilatedAttention(**PATTERN, ring=ring)
-    cache = module.new_cache()
-    module.prefill(*(ring.shard(tensor) for tensor in tokens(8)), cache, seq_len=8)
-    module.decode(*tokens(1, 1), cache)
-    other = ring.rank == 1
+    module, cache = after_steps(1)
+    other = module.ring.rank == 1
     if what == "length" and other:
         cache.truncate(8)
     if what == "cache" and other:
         cache.ring = Ring()
     if what == "edits":
         cache.select_batch(torch.tensor([1, 0] if other else [0, 1]))
-    new = tokens(2 if what == "number" and other else 1, 5 if what == "tokens" and other else 2)
-    return ending(lambda: module.decode(*new, cache))
+    step = tokens(2 if what == "number" and other else 1, 5 if what == "tokens" and other else 2)
+    return ending(lambda: module.decode(*step, cache))
 
 
 @pytest.mark.parametrize(
@@ -371,14 +368,8 @@ def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
 
 def killed_here() -> Ended:
     """Rank 1 kills itself in the midst of decoding."""
-    ring = new_ring(NATIVE, TWO, timeout=timedelta(seconds=SHORT))
-    assert ring is not None
-    module = native.RingDilatedAttention(**PATTERN, ring=ring)
-    cache = module.new_cache()
-    module.prefill(*(ring.shard(tensor) for tensor in tokens(8)), cache, seq_len=8)
-    for step in range(3):
-        module.decode(*tokens(1, step), cache)
-    if ring.rank == 1:
+    module, cache = after_steps(3)
+    if module.ring.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return ending(lambda: module.decode(*tokens(1, 9), cache))
 

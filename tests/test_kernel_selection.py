@@ -32,20 +32,30 @@ from ring_backends.kernels import (
 
 @pytest.fixture
 def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A function that makes torch report an NVIDIA GPU of a given compute capability."""
+    """A function that makes torch report a GPU of a given compute capability."""
 
     def claim(
-        major: int, minor: int, *, flash: bool = True, cudnn: int | None = 91600, triton: str | None = "no Triton"
+        capability: tuple[int, int],
+        *,
+        flash: bool = True,
+        cudnn: int | None = 91600,
+        triton: str | None = "no Triton",
+        hip: str | None = None,
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (major, minor))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H100")
         monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: flash)
         monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(triton_launch, "import_failure", lambda: triton)
 
     return claim
+
+
+def inputs_of(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128, **options: Any) -> KernelInputs:
+    """A call on a GPU."""
+    return KernelInputs(CUDA, dtype, head_dim, **options)
 
 
 def test_cpu_prefers_flash_then_math() -> None:
@@ -63,127 +73,132 @@ def test_on_meta_no_device_is_a_reason() -> None:
         assert select_kernel(name, KernelInputs(torch.device("meta"), torch.float16, head_dim=64)).name == name
 
 
+FP16, FP32 = {"dtype": torch.float16}, {"dtype": torch.float32}
+STEP = {"needs_grad": False, "is_step": True}
+
+
 @pytest.mark.parametrize(
-    ("capability", "dtype", "head_dim", "has_key_mask", "expected"),
+    ("capability", "gpu", "inputs", "expected"),
     [
-        ((8, 0), torch.bfloat16, 64, False, "aten_cuda_flash"),
-        ((9, 0), torch.float16, 256, False, "aten_cuda_flash"),
-        ((9, 0), torch.bfloat16, 64, True, "aten_cuda_efficient"),
-        ((8, 6), torch.bfloat16, 256, False, "aten_cuda_efficient"),
-        ((8, 0), torch.float32, 64, False, "aten_cuda_efficient"),
-        ((8, 0), torch.float32, 66, False, "math"),
-        ((8, 0), torch.bfloat16, 100, False, "math"),
-        ((8, 0), torch.float64, 64, False, "math"),
-        ((7, 5), torch.float16, 64, False, "aten_cuda_efficient"),
-        ((7, 5), torch.bfloat16, 64, False, "math"),
-        ((6, 1), torch.float32, 33, True, "aten_cuda_efficient"),
-        ((3, 7), torch.float32, 64, False, "math"),
+        ((8, 0), {}, {"head_dim": 64}, "aten_cuda_flash"),
+        ((9, 0), {}, {**FP16, "head_dim": 256}, "aten_cuda_flash"),
+        ((9, 0), {}, {"head_dim": 64, "has_key_mask": True}, "aten_cuda_efficient"),
+        ((8, 6), {}, {"head_dim": 256}, "aten_cuda_efficient"),
+        ((8, 0), {}, {**FP32, "head_dim": 64}, "aten_cuda_efficient"),
+        ((8, 0), {}, {**FP32, "head_dim": 66}, "math"),
+        ((8, 0), {}, {"head_dim": 100}, "math"),
+        ((8, 0), {}, {"dtype": torch.float64, "head_dim": 64}, "math"),
+        ((7, 5), {}, {**FP16, "head_dim": 64}, "aten_cuda_efficient"),
+        ((7, 5), {}, {"head_dim": 64}, "math"),
+        ((6, 1), {}, {**FP32, "head_dim": 33, "has_key_mask": True}, "aten_cuda_efficient"),
+        ((3, 7), {}, {**FP32, "head_dim": 64}, "math"),
+        # cuDNN comes first on Hopper, and only in a correct version.
+        ((9, 0), {}, {}, "aten_cuda_cudnn"),
+        ((8, 0), {}, {}, "aten_cuda_flash"),
+        ((10, 0), {}, {}, "aten_cuda_flash"),
+        ((12, 0), {}, {}, "aten_cuda_flash"),
+        *((capability, {"flash": False}, {}, "aten_cuda_cudnn") for capability in ((9, 0), (8, 0), (10, 0), (12, 0))),
+        ((9, 0), {"cudnn": 91002}, {}, "aten_cuda_flash"),
+        ((9, 0), {"cudnn": 91002, "hip": "7.0"}, {}, "math"),
+        # A step of decoding prefers flash.
+        ((9, 0), {}, STEP, "aten_cuda_flash"),
+        ((9, 0), {"flash": False}, STEP, "aten_cuda_cudnn"),
+        # Triton comes first only with masks, documents or dropout.
+        ((9, 0), {"triton": None}, {"head_dim": 64}, "aten_cuda_cudnn"),
+        ((9, 0), {"triton": None}, {"head_dim": 64, "has_key_mask": True}, "triton_dilated"),
+        ((9, 0), {"triton": None}, {"head_dim": 64, "has_documents": True}, "triton_dilated"),
+        ((9, 0), {"triton": None}, {"head_dim": 64, "has_dropout": True}, "triton_dilated"),
     ],
+    ids=str,
 )
 def test_cuda_prefers_what_the_gpu_can_run(
     gpu_of: Callable[..., None],
     capability: tuple[int, int],
-    dtype: torch.dtype,
-    head_dim: int,
-    has_key_mask: bool,
+    gpu: dict[str, Any],
+    inputs: dict[str, Any],
     expected: str,
 ) -> None:
-    gpu_of(*capability)
-    assert select_kernel("auto", KernelInputs(CUDA, dtype, head_dim, has_key_mask)).name == expected
+    gpu_of(capability, **gpu)
+    assert select_kernel("auto", inputs_of(**inputs)).name == expected
 
 
-def test_cudnn_comes_first_on_hopper_and_only_in_a_correct_version(
+def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(
     gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=128)
-    for capability, expected in (((9, 0), "cudnn"), ((8, 0), "flash"), ((10, 0), "flash"), ((12, 0), "flash")):
-        gpu_of(*capability)
-        assert select_kernel("auto", inputs).name == f"aten_cuda_{expected}"
-        gpu_of(*capability, flash=False)
-        assert select_kernel("auto", inputs).name == "aten_cuda_cudnn"
-    gpu_of(9, 0)
+    gpu_of((9, 0))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert select_kernel("auto", inputs).name == "aten_cuda_flash"
+        assert select_kernel("auto", inputs_of()).name == "aten_cuda_flash"
         with pytest.raises(ValueError, match="deterministic"):
-            select_kernel("aten_cuda_cudnn", inputs)
-    gpu_of(9, 0, cudnn=91002)
-    assert select_kernel("auto", inputs).name == "aten_cuda_flash"
+            select_kernel("aten_cuda_cudnn", inputs_of())
+    gpu_of((9, 0), cudnn=91002)
     with pytest.raises(ValueError, match=r"cuDNN 9\.15\.1 .*91002"):
-        select_kernel("aten_cuda_cudnn", inputs)
-    monkeypatch.setattr(torch.version, "hip", "7.0")
-    assert select_kernel("auto", inputs).name == "math"
+        select_kernel("aten_cuda_cudnn", inputs_of())
 
 
-def test_a_step_of_decoding_prefers_flash(gpu_of: Callable[..., None]) -> None:
-    gpu_of(9, 0)
-    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=128, needs_grad=False, is_step=True)
-    assert select_kernel("auto", inputs).name == "aten_cuda_flash"
-    gpu_of(9, 0, flash=False)
-    assert select_kernel("auto", inputs).name == "aten_cuda_cudnn"
+@pytest.mark.parametrize("option", [None, "has_key_mask", "has_documents", "has_dropout"])
+def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., None], option: str | None) -> None:
+    gpu_of((9, 0), triton="Triton is not installed")
+    inputs = inputs_of(head_dim=64, **{option: True} if option else {})
+    assert select_kernel("auto", inputs).name != "triton_dilated"
+    with pytest.raises(ValueError, match="Triton is not installed"):
+        select_kernel("triton_dilated", inputs)
 
 
-def kernel_times(path: Path, *times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> str:
-    """Write a file as ``info --probe`` does: (kernel, head_dim, rows, seconds of forward and backward together)."""
-    listed = [
-        {
-            "kernel": kernel,
-            "dtype": "bfloat16",
-            "head_dim": head_dim,
-            "rows": rows,
-            "rate": 1,
-            "forward_seconds": seconds / 4,
-            "backward_seconds": seconds * 3 / 4,
-            **change,
-        }
-        for kernel, head_dim, rows, seconds in times
-    ]
-    path.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
-    return str(path)
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A function that writes a file as ``info --probe`` does, and lets RING_BACKENDS_PROBE name it."""
+
+    def write(*times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> None:
+        """Times are (kernel, head_dim, rows, seconds of forward and backward together)."""
+        listed = []
+        for kernel, head_dim, rows, seconds in times:
+            entry = {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
+            entry |= {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
+            listed.append(entry | change)
+        file = tmp_path / "probe.json"
+        file.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
+        monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
+
+    return write
 
 
 def test_dilated_rows_may_have_a_kernel_of_their_own(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    gpu_of: Callable[..., None], measured: Callable[..., None]
 ) -> None:
-    inputs = KernelInputs(CUDA, torch.bfloat16, 128)
-
-    def chosen(
-        lengths: list[int], rates: list[int], inputs: KernelInputs = inputs, ring_size: int = 1
-    ) -> tuple[str, str | None]:
-        layout = SequenceLayout(2**17, ring_size)
+    def chosen(lengths: list[int], rates: list[int], ring_size: int = 1, **options: bool) -> tuple[str, str | None]:
+        inputs, layout = inputs_of(**options), SequenceLayout(2**17, ring_size)
         dense, in_place = kernels_of_call("auto", inputs, DilatedPattern(lengths, rates), layout)
         assert all(rates[branch] > 1 for branch in in_place)
         names = {kernel.name for kernel in in_place.values()}
         assert len(names) <= 1
         return dense.name, names.pop() if names else None
 
-    gpu_of(9, 0, triton=None)
+    gpu_of((9, 0), triton=None)
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", "triton_dilated")
     assert chosen([2048, 2**17], [1, 4]) == ("aten_cuda_cudnn", None)  # 32,768 rows
     assert chosen([2048, 2**17], [1, 4], ring_size=16) == ("aten_cuda_cudnn", "triton_dilated")  # 2,048 in each piece
     assert chosen([2048, 8192, 2**17], [1, 4, 4]) == ("aten_cuda_cudnn", "triton_dilated")
     assert chosen([2048], [1]) == ("aten_cuda_cudnn", None)
     assert chosen([8192], [4]) == ("triton_dilated", None)
-    assert chosen([2048, 8192], [1, 4], replace(inputs, has_dropout=True)) == ("triton_dilated", None)
+    assert chosen([2048, 8192], [1, 4], has_dropout=True) == ("triton_dilated", None)
     times = [("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001)]
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *times, rate=4))
+    measured(*times, rate=4)
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
-    assert explain_choice(replace(inputs, is_dilated=True))[1].startswith("measured here")
-    gpu_of(9, 0)
+    assert explain_choice(inputs_of(is_dilated=True))[1].startswith("measured here")
+    gpu_of((9, 0))
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
 
 
-TIMES = (
-    ("aten_cuda_flash", 128, 256, 0.003),
-    ("aten_cuda_cudnn", 128, 256, 0.004),
-    ("triton_dilated", 128, 256, 0.002),
-    ("aten_cuda_flash", 128, 8192, 0.002),
-    ("aten_cuda_cudnn", 128, 8192, 0.003),
-    ("triton_dilated", 128, 8192, 0.004),
-    ("aten_cuda_flash", 64, 8192, 0.005),
-    ("aten_cuda_cudnn", 64, 8192, 0.004),
-    ("triton_dilated", 64, 8192, 0.003),
-)
+TIMES = [
+    (name, head_dim, rows, seconds)
+    for head_dim, rows, *times in (
+        (128, 256, 0.003, 0.004, 0.002),
+        (128, 8192, 0.002, 0.003, 0.004),
+        (64, 8192, 0.005, 0.004, 0.003),
+    )
+    for name, seconds in zip(("aten_cuda_flash", "aten_cuda_cudnn", "triton_dilated"), times, strict=True)
+]
 
 
 @pytest.mark.parametrize(
@@ -201,68 +216,58 @@ TIMES = (
     ],
 )
 def test_measured_times_decide(
-    gpu_of: Callable[..., None],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    head_dim: int,
-    rows: int | None,
-    expected: str,
+    gpu_of: Callable[..., None], measured: Callable[..., None], head_dim: int, rows: int | None, expected: str
 ) -> None:
-    gpu_of(9, 0, triton=None)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
-    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim, rows=rows)
+    gpu_of((9, 0), triton=None)
+    measured(*TIMES)
+    inputs = inputs_of(head_dim=head_dim, rows=rows)
     assert select_kernel("auto", inputs).name == expected
     name, why = explain_choice(inputs)
     assert name == expected
     assert why.startswith("measured here with head_dim")
     # A kernel that cannot run the call is not chosen, however fast it was.
-    monkeypatch.setattr(triton_launch, "import_failure", lambda: "Triton is not installed")
+    gpu_of((9, 0), triton="Triton is not installed")
     assert select_kernel("auto", inputs).name != "triton_dilated"
     # A measurement of other calls does not overrule what a kernel says of key masks.
-    monkeypatch.setattr(triton_launch, "import_failure", lambda: None)
+    gpu_of((9, 0), triton=None)
     assert select_kernel("auto", replace(inputs, has_key_mask=True)).name == "triton_dilated"
 
 
-def test_measured_times_in_words(gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    gpu_of(9, 0)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(tmp_path / "probe.json", *TIMES))
-    name, why = explain_choice(KernelInputs(CUDA, torch.bfloat16, 128, rows=256))
+def test_measured_times_in_words(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
+    gpu_of((9, 0))
+    measured(*TIMES)
+    name, why = explain_choice(inputs_of(rows=256))
     assert name == "aten_cuda_flash"
     assert "head_dim 128, 256 rows: triton_dilated 2 ms, aten_cuda_flash 3 ms, aten_cuda_cudnn 4 ms" in why
     assert "triton_dilated cannot: no Triton" in why
 
 
-def test_times_of_another_gpu_or_dtype_are_not_used(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    gpu_of(9, 0)
-    file = tmp_path / "probe.json"
-    inputs = KernelInputs(CUDA, torch.bfloat16, 128)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", kernel_times(file, *TIMES, device="NVIDIA A100"))
-    name, why = explain_choice(inputs)
+def test_times_of_another_gpu_or_dtype_are_not_used(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
+    gpu_of((9, 0))
+    measured(*TIMES, device="NVIDIA A100")
+    name, why = explain_choice(inputs_of())
     assert name == "aten_cuda_cudnn"
     assert "563" in why
     assert "RING_BACKENDS_PROBE was measured on NVIDIA A100" in why
-    kernel_times(file, *TIMES, dtype="float16")  # the file is read again after a change
-    name, why = explain_choice(inputs)
+    measured(*TIMES, dtype="float16")  # the file is read again after a change
+    name, why = explain_choice(inputs_of())
     assert name == "aten_cuda_cudnn"
     assert "no times in torch.bfloat16" in why
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"kernel_times": {"device": "x"}}', "rows"])
 def test_a_file_without_times_is_an_error(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: str | None
+    gpu_of: Callable[..., None], measured: Callable[..., None], tmp_path: Path, content: str | None
 ) -> None:
-    file = tmp_path / "probe.json"
-    if content == "rows":
-        kernel_times(file, ("aten_cuda_flash", 128, 0, 1.0))
-    elif content is not None:
-        file.write_text(content)
-    monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
+    measured(("aten_cuda_flash", 128, 0, 1.0))
+    if content is None:
+        (tmp_path / "probe.json").unlink()
+    elif content != "rows":
+        (tmp_path / "probe.json").write_text(content)
     assert select_kernel("auto", KernelInputs(CPU, torch.float32, 64)).name == "aten_cpu_flash"  # not read
-    gpu_of(9, 0)
+    gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"RING_BACKENDS_PROBE = .*info --probe --json FILE.*unset"):
-        select_kernel("auto", KernelInputs(CUDA, torch.bfloat16, 64))
+        select_kernel("auto", inputs_of(head_dim=64))
 
 
 @pytest.mark.parametrize(
@@ -284,32 +289,11 @@ def test_a_file_without_times_is_an_error(
 def test_the_choice_in_words(
     gpu_of: Callable[..., None], capability: tuple[int, int], inputs: dict[str, Any], expected: str, words: str
 ) -> None:
-    gpu_of(*capability, triton=None)
-    call = KernelInputs(**{"device": CUDA, "dtype": torch.bfloat16, "head_dim": 128, **inputs})
+    gpu_of(capability, triton=None)
+    call = inputs_of(**inputs)
     name, why = explain_choice(call)
     assert name == expected == select_kernel("auto", call).name
     assert re.search(words, why), why
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({}, "aten_cuda_cudnn"),
-        ({"has_key_mask": True}, "triton_dilated"),
-        ({"has_documents": True}, "triton_dilated"),
-        ({"has_dropout": True}, "triton_dilated"),
-    ],
-)
-def test_triton_comes_first_only_with_masks_documents_or_dropout(
-    gpu_of: Callable[..., None], options: dict[str, bool], expected: str
-) -> None:
-    inputs = KernelInputs(CUDA, torch.bfloat16, head_dim=64, **options)
-    gpu_of(9, 0, triton=None)
-    assert select_kernel("auto", inputs).name == expected
-    gpu_of(9, 0, triton="Triton is not installed")
-    assert select_kernel("auto", inputs).name != "triton_dilated"
-    with pytest.raises(ValueError, match="Triton is not installed"):
-        select_kernel("triton_dilated", inputs)
 
 
 def test_importing_the_package_does_not_import_triton() -> None:
@@ -369,27 +353,32 @@ def test_only_the_cuda_kernels_are_unverified() -> None:
 def test_auto_dtype_by_gpu_generation(
     gpu_of: Callable[..., None], capability: tuple[int, int], expected: torch.dtype
 ) -> None:
-    gpu_of(*capability)
+    gpu_of(capability)
     assert auto_dtype("cuda:0") == expected
     assert resolve_dtype("auto", CUDA) == expected
     assert auto_dtype(CPU) == torch.float32
     assert auto_dtype("meta") == torch.float32
 
 
-def test_resolve_dtype() -> None:
-    for spec in ("fp16", "float16", torch.float16):
-        assert resolve_dtype(spec, CPU) == torch.float16
-    for spec in ("bf16", "bfloat16", torch.bfloat16):
-        assert resolve_dtype(spec, CPU) == torch.bfloat16
-    for spec in ("fp64", "float64", torch.float64):
-        assert resolve_dtype(spec, CPU) == torch.float64
-    for spec in ("fp32", "float32", torch.float32, "auto"):
-        assert resolve_dtype(spec, CPU) == torch.float32
-    for bad in ("half", "", torch.int32, torch.float8_e4m3fn):
-        with pytest.raises(ValueError, match=r"dtype = .*'bf16'"):
-            resolve_dtype(bad, CPU)
-    with pytest.raises(TypeError, match="dtype = 16"):
-        resolve_dtype(16, CPU)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("dtype", "names"),
+    [
+        (torch.float16, ("fp16", "float16")),
+        (torch.bfloat16, ("bf16", "bfloat16")),
+        (torch.float64, ("fp64", "float64")),
+        (torch.float32, ("fp32", "float32", "auto")),
+    ],
+    ids=str,
+)
+def test_resolve_dtype(dtype: torch.dtype, names: tuple[str, ...]) -> None:
+    assert {resolve_dtype(spec, CPU) for spec in (dtype, *names)} == {dtype}
+
+
+@pytest.mark.parametrize("spec", ["half", "", torch.int32, torch.float8_e4m3fn, 16], ids=str)
+def test_an_invalid_dtype(spec: Any) -> None:
+    error, text = (TypeError, "dtype = 16") if spec == 16 else (ValueError, r"dtype = .*'bf16'")
+    with pytest.raises(error, match=text):
+        resolve_dtype(spec, CPU)
 
 
 def test_auto_dtype_of_an_absent_gpu_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,20 @@ from kernel_cases import (
     LAYOUTS,
     PRECISIONS,
     Case,
+    CountOperators,
     cases,
     check,
+    check_a_row_without_keys,
     dense_with_grads,
     error,
     hidden_pairs,
     kernel_id,
     make_inputs,
+    run_tile,
 )
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import (
-    Kernel,
-)
+from ring_backends.kernels import Kernel
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel, backward_dtype
 from ring_backends.kernels.math import MathKernel
 
@@ -58,17 +58,7 @@ def test_longer_tiles_in_every_memory_layout(kernel: Kernel, layout: str) -> Non
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
 def test_a_row_with_infinite_lse_has_no_gradient(kernel: Kernel) -> None:
-    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float64)
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
-    out, lse = kernel.forward(query, key, value, **options)
-    lse[:, :, 4] = -torch.inf
-    out[:, :, 4] = 0.0
-    dq, dk, dv = kernel.backward(grad_out, query, key, value, out, lse, **options)
-    grad_out[:, :, 4] = 0.0
-    lse[:, :, 4] = 0.0
-    dq0, dk0, dv0 = kernel.backward(grad_out, query, key, value, out, lse, **options)
-    assert (dq[:, :, 4] == 0).all()
-    assert max(error(dq, dq0), error(dk, dk0), error(dv, dv0)) < 1e-12
+    check_a_row_without_keys(kernel, torch.float64, 1e-12)
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
@@ -78,60 +68,47 @@ def test_a_row_with_infinite_lse_has_no_gradient(kernel: Kernel) -> None:
 def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(
     kernel: Kernel, length: int, scale: float, poison: float
 ) -> None:
-    options: dict[str, Any] = {"is_causal": True, "scale": scale}
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=length, seq_k=length, seq_older=0), torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
     key_mask[:, :, 2] = True
-    out, lse = kernel.forward(query, key, value, key_mask=key_mask, **options)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, key_mask=key_mask, **options)
+    options: dict[str, Any] = {"is_causal": True, "scale": scale, "key_mask": key_mask}
+    out, lse = kernel.forward(query, key, value, **options)
+    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
 
     def same(actual: Tensor, expected: Tensor) -> bool:
         """Compare bitwise for the math kernel. A NaN makes other kernels switch to it, so allow a tolerance."""
         return torch.equal(actual, expected) if isinstance(kernel, MathKernel) else error(actual, expected) < 1e-5
 
-    def spoiled(x: Tensor, *at: int) -> Tensor:
-        x = x.clone()
-        for position in at:
-            x[:, :, position] = poison
-        return x
+    def spoiled(x: Tensor, position: int) -> Tensor:
+        return x.index_fill(2, torch.tensor([position]), poison)
 
     # Spoil a masked key. No result changes.
-    out2, lse2 = kernel.forward(query, spoiled(key, 2), spoiled(value, 2), key_mask=key_mask, **options)
-    assert same(out2, out)
-    assert same(lse2, lse)
-    grads2 = kernel.backward(
-        grad_out, query, spoiled(key, 2), spoiled(value, 2), out, lse, key_mask=key_mask, **options
-    )
-    assert all(same(a, b) for a, b in zip(grads, grads2, strict=True))
+    inputs = query, spoiled(key, 2), spoiled(value, 2)
+    assert all(map(same, kernel.forward(*inputs, **options), (out, lse)))
+    assert all(map(same, kernel.backward(grad_out, *inputs, out, lse, **options), grads))
 
     # Spoil value 7. Rows 0 to 6 do not see it and do not change. The other rows are not finite.
-    out2, lse2 = kernel.forward(query, key, spoiled(value, 7), key_mask=key_mask, **options)
+    out2, lse2 = kernel.forward(query, key, spoiled(value, 7), **options)
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2, lse)
     assert not out2[:, :, 7:].isfinite().any()
 
     # Spoil key 7. out, LSE and query gradients of rows 0 to 6 do not change.
-    out2, lse2 = kernel.forward(query, spoiled(key, 7), value, key_mask=key_mask, **options)
+    out2, lse2 = kernel.forward(query, spoiled(key, 7), value, **options)
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2[:, :, :7], lse[:, :, :7])
-    dq, _, _ = kernel.backward(
-        grad_out, query, spoiled(key, 7), spoiled(value, 7), out, lse, key_mask=key_mask, **options
-    )
+    dq, _, _ = kernel.backward(grad_out, query, spoiled(key, 7), spoiled(value, 7), out, lse, **options)
     assert same(dq[:, :, :7], grads[0][:, :, :7])
 
     # Spoil query 3 and its gradient. Later keys, which it does not see, keep their gradients.
-    _, dk, dv = kernel.backward(
-        spoiled(grad_out, 3), spoiled(query, 3), key, value, out, lse, key_mask=key_mask, **options
-    )
+    _, dk, dv = kernel.backward(spoiled(grad_out, 3), spoiled(query, 3), key, value, out, lse, **options)
     assert same(dk[:, :, 4:], grads[1][:, :, 4:])
     assert same(dv[:, :, 4:], grads[2][:, :, 4:])
     assert not dv[:, :, [0, 1, 3]].isfinite().any()
 
     # Spoil the last query, which sees all keys except the masked one.
     last = length - 1
-    _, dk, dv = kernel.backward(
-        spoiled(grad_out, last), spoiled(query, last), key, value, out, lse, key_mask=key_mask, **options
-    )
+    _, dk, dv = kernel.backward(spoiled(grad_out, last), spoiled(query, last), key, value, out, lse, **options)
     assert (dk[:, :, 2] == 0).all()
     assert (dv[:, :, 2] == 0).all()
 
@@ -187,46 +164,21 @@ def test_half_precision_on_any_cpu(instructions: tuple[str, ...], dtype: torch.d
         check(AtenCpuFlashKernel(), Case(seq_q=100, seq_k=100, head_dim=16, masked=True, layout=layout), dtype)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Records the element count of the largest tensor that any operator returns."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numel = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for x in result if isinstance(result, (tuple, list)) else [result]:
-            if isinstance(x, Tensor):
-                self.numel = max(self.numel, x.numel())
-        return result
-
-
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_math_needs_memory_linear_in_the_sequence(is_causal: bool) -> None:
     largest_of = {}
     for seq in (512, 1024):
-        query = torch.randn(1, 2, seq, 8)
-        key = torch.randn(1, 1, seq, 8)
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": 0.3, "key_mask": None}
-        kernel = MathKernel(block=64)
-        with LargestTensor() as recorder:
-            out, lse = kernel.forward(query, key, key, **options)
-            kernel.backward(out, query, key, key, out, lse, **options)
-        largest_of[seq] = recorder.numel
+        query, key = torch.randn(1, 2, seq, 8), torch.randn(1, 1, seq, 8)
+        with CountOperators() as launched:
+            run_tile(MathKernel(block=64), query, key, key, query, is_causal=is_causal, scale=0.3)
+        largest_of[seq] = max(shape.numel() for _, shape in launched.results)
     # Two query heads share one key head. The inputs are the largest tensors, because the scores of a block are smaller.
     assert largest_of == {512: 2 * 512 * 8, 1024: 2 * 1024 * 8}
 
 
 def test_math_ignores_autocast() -> None:
-    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float32)
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
-
-    def run() -> list[Tensor]:
-        out, lse = MathKernel().forward(query, key, value, **options)
-        return [out, lse, *MathKernel().backward(grad_out, query, key, value, out, lse, **options)]
-
-    expected = run()
+    inputs = make_inputs(Case(seq_older=0), torch.float32)[:4]
+    expected = run_tile(MathKernel(), *inputs, is_causal=True, scale=0.4)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = run()
-    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+        actual = run_tile(MathKernel(), *inputs, is_causal=True, scale=0.4)
+    assert all(map(torch.equal, actual, expected))

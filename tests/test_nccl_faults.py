@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -17,9 +16,11 @@ import torch.distributed as dist
 from nccl_cases import (
     Communicator,
     SimulatedRing,
-    attention,
+    attended,
     begin,
+    check_error,
     ended,
+    hop_from,
     local_inputs,
     run,
     simulated_cuda,
@@ -31,7 +32,6 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.reports import REFUSED
-from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.training.comparison import ComparedTraining
 
 
@@ -45,9 +45,7 @@ def test_a_peer_that_never_comes() -> None:
     """All ranks raise in time, also those that exchange nothing with the lost rank. The process goes on."""
 
     def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
+        attend, inputs = attended(ring)
         if ring.rank == 1:
             return None
         started = time.monotonic()
@@ -58,12 +56,10 @@ def test_a_peer_that_never_comes() -> None:
     results = run(4, call)
     for rank in (0, 2, 3):
         first, seconds, again, synchronized, num_aborts = results[rank]
-        assert isinstance(first, RingPeerError), first
-        assert f"rank {rank} waited in step" in str(first)
+        check_error(first, RingPeerError, f"rank {rank} waited in step")
         assert seconds < 6
         for error in (again, synchronized):
-            assert isinstance(error, RingPeerError)
-            assert "initialize()" in str(error)
+            check_error(error, RingPeerError, "initialize()")
         assert num_aborts == 1
 
 
@@ -78,9 +74,7 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
     """The next call raises when it begins. A call that has begun raises when it posts its next hop."""
 
     def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
+        attend, inputs = attended(ring)
         begin(ring)
         if ring.rank == 1:
             return None
@@ -96,27 +90,23 @@ def test_a_lost_peer_is_reported_without_synchronize(use: str) -> None:
         return ended(lambda: post(hops, 1))
 
     results = run(2, call)
-    assert isinstance(results[0], RingPeerError), results
-    assert "waited in step" in str(results[0])
-    assert "the hop did not end on the GPU" in str(results[0])
+    check_error(results[0], RingPeerError, "waited in step", "the hop did not end on the GPU")
 
 
 def test_an_error_of_nccl_ends_the_wait_at_once() -> None:
     """Long before the deadline. A completed hop of an aborted communicator is no mismatch."""
 
     def call(ring: SimulatedRing) -> Any:
-        assert ring.agreement is not None
         for seq_len in (8, 9):
             begin(ring, seq_len)
-        hop = ring.post({}, {1 - ring.rank: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
+        hop = hop_from(ring, 1 - ring.rank)
         ring.agreement.follow(begin(ring), "rank waited", hop)
         ring.agreement.has_error = lambda: True
         ring.aborted.set()
         return ended(ring.synchronize)
 
     for error in run(2, call, seconds=60):
-        assert isinstance(error, RingPeerError), error
-        assert "NCCL reported an error" in str(error)
+        check_error(error, RingPeerError, "NCCL reported an error")
 
 
 def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
@@ -125,13 +115,11 @@ def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
     def call(ring: SimulatedRing) -> Any:
         begin(ring, 8)
         if ring.rank == 1:
-            assert ring.agreement is not None
             return ring.agreement.report_error("forward", ValueError("broken"))
         return ended(lambda: begin(ring, 9))
 
     error, _ = run(2, call, seconds=60)
-    assert isinstance(error, RingPeerError), error
-    assert "rank 1 raised ValueError: broken" in str(error)
+    check_error(error, RingPeerError, "rank 1 raised ValueError: broken")
 
 
 @pytest.mark.parametrize("after_hops", [False, True])
@@ -150,9 +138,7 @@ def test_a_refused_call() -> None:
     """The waiting rank raises long before its deadline, and names the refusal."""
 
     def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
-        ring.synchronize()
+        attend, inputs = attended(ring)
         refused = ring.rank == 1
         first = ended(lambda: (attend(*inputs, is_causal=7 if refused else False), ring.synchronize()))
         while refused and not ring.communicator.store.check(["failed"]):
@@ -162,8 +148,7 @@ def test_a_refused_call() -> None:
     (mismatch, _), (refusal, later) = run(2, call, seconds=60)
     assert isinstance(refusal, TypeError)
     for error in (mismatch, later):
-        assert isinstance(error, RingMismatchError), error
-        assert "rank 1 refused its arguments with TypeError: is_causal = 7" in str(error)
+        check_error(error, RingMismatchError, "rank 1 refused its arguments with TypeError: is_causal = 7")
 
 
 @pytest.mark.parametrize("how", ["raises", "vanishes"])
@@ -172,14 +157,12 @@ def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
     """NCCL connects to a new peer while the host posts a hop, without a timeout."""
 
     def call(ring: SimulatedRing) -> Any:
-        attend, inputs = attention(ring), local_inputs(ring)
-        attend(*inputs)
+        attend, inputs = attended(ring)
         ring.unshard(inputs[0])
         ring.synchronize()
         begin(ring)
         if ring.rank == 1:
             if how == "raises":
-                assert ring.agreement is not None
                 ring.agreement.report_error("a tile", MemoryError("no room"))
             return None
         ring.communicator.is_stuck = True
@@ -220,8 +203,7 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
         made = begin(ring)
         if ring.rank == 0:
             return None
-        hop = ring.post({}, {0: torch.zeros(4, dtype=torch.uint8)}, 7).wait(timedelta(seconds=1))
-        assert ring.agreement is not None
+        hop = hop_from(ring, 0)
         ring.agreement.follow(made, "rank 1 waited", hop)
         ring.agreement._notices.store = store = LostStore(answers)
         with ring.agreement.waiting(made, mock.Mock()):  # collectives of a framework, for example
@@ -232,15 +214,13 @@ def test_a_lost_store_changes_no_deadline(hangs: bool) -> None:
     if answers is not None:
         answers.set()
     assert num_checks <= 2  # by the watchdog, and to collect reports
-    assert isinstance(error, RingPeerError), error
-    assert "the hop did not end on the GPU" in str(error)
+    check_error(error, RingPeerError, "the hop did not end on the GPU")
 
 
 def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
     """Rank 0 of a ring of two in a call. Rank 1 has closed the ring. No watchdog runs."""
     communicator = Communicator(2)
     ring, configuration = SimulatedRing.of(communicator, 0, seconds=8), Configuration({"seq_len": 8})
-    assert ring.agreement is not None
     communicator.store.set("check/0/1", configuration.text)
     call = ring.agreement.begin(configuration)
     communicator.store.set("failed/1", json.dumps({"calls": {}, "raised": None, REFUSED: {}}))
@@ -251,8 +231,7 @@ def ring_with_closed_peer() -> tuple[SimulatedRing, Agreement, Call]:
 def test_hops_of_an_aborted_communicator_are_no_mismatch() -> None:
     """The abort that ends a wait of the host also ends hops, which have received nothing."""
     ring, agreement, call = ring_with_closed_peer()
-    hop = ring.post({}, {1: torch.zeros(4, dtype=torch.uint8)}, call.tag(0)).wait(timedelta(seconds=1))
-    assert isinstance(hop, StreamHop)
+    hop = hop_from(ring, 1, call.tag(0))
     hop.headers.numbers[1] = 123
     agreement.follow(call, "rank 0 waited", hop)
 
@@ -291,13 +270,12 @@ def test_an_unshard_that_raises_is_reported(direction: str) -> None:
         ring.synchronize()
         if ring.rank == 1:
             object.__setattr__(ring, "exchange", mock.Mock(side_effect=MemoryError("no room")))
-        part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward  # type: ignore[no-untyped-call]
+        part = partial(ring.unshard, rows) if direction == "forward" else whole.sum().backward
         return ended(lambda: (part(), ring.synchronize()))
 
     waiting, raised = run(2, call, seconds=60)
     assert isinstance(raised, MemoryError), raised
-    assert isinstance(waiting, RingPeerError), waiting
-    assert "rank 1 raised MemoryError: no room" in str(waiting)
+    check_error(waiting, RingPeerError, "rank 1 raised MemoryError: no room")
 
 
 def test_a_captured_call_is_refused() -> None:
@@ -320,8 +298,6 @@ def test_a_captured_call_is_refused() -> None:
         mock.patch.object(torch.cuda, "is_current_stream_capturing", side_effect=is_capturing),
     ):
         (mismatch, *after), (refusal, *after_refusal) = run(2, call, seconds=60)
-    assert isinstance(refusal, RuntimeError), refusal
-    assert "a call on a ring of 2 ranks cannot be captured in a CUDA graph" in str(refusal)
-    assert isinstance(mismatch, RingMismatchError), mismatch
-    assert "rank 1 refused" in str(mismatch)
+    check_error(refusal, RuntimeError, "a call on a ring of 2 ranks cannot be captured in a CUDA graph")
+    check_error(mismatch, RingMismatchError, "rank 1 refused")
     assert after == after_refusal == [None, 0]

@@ -23,7 +23,7 @@ from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.reports import REFUSED
 from ring_backends.ring.stream_hops import Headers
-from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
+from ring_backends.testing.calls import RankResult, check_results, expected, join, run_case_here
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.rings import FOUR
 from ring_backends.testing.world import World
@@ -49,15 +49,9 @@ def groups_of_nccl(made: list[dict[str, Any]]) -> Iterator[None]:
 
     def recorded(*arguments: Any, **more: Any) -> Any:
         *others, options = arguments
-        made.append(
-            {
-                "high priority": options.is_high_priority_stream,
-                "timeouts": (options._timeout, more["timeout"]),
-                "handling": os.environ.get(ERROR_HANDLING),
-                "bound to": world.bound_device_id,
-                "device_id": more.get("device_id"),
-            }
-        )
+        group = {"high priority": options.is_high_priority_stream, "timeouts": (options._timeout, more["timeout"])}
+        group |= {"handling": os.environ.get(ERROR_HANDLING)}
+        made.append(group | {"bound to": (world.bound_device_id, more.get("device_id"))})
         return make(*others, **more)
 
     world.bound_device_id = GPU
@@ -89,29 +83,26 @@ def make_a_ring(chosen: str | None) -> tuple[dict[str, Any], str | None, timedel
 def test_the_group_of_a_ring_over_nccl(world: World, chosen: str | None) -> None:
     """Hops have a high priority. Torch neither splits the world's communicator nor ends the process first."""
     timeout = timedelta(seconds=400)
+    wanted = {
+        "high priority": True,
+        "timeouts": (timeout, timeout),
+        "handling": chosen or "2",
+        "bound to": (None, None),
+    }
     for made, after, watched in world.run(make_a_ring, chosen):
-        assert made["high priority"]
-        assert made["timeouts"] == (timeout, timeout)
-        assert made["handling"] == (chosen or "2")
+        assert made == wanted
         assert after == chosen
-        assert made["bound to"] is None
-        assert made["device_id"] is None
         assert watched > timeout + timedelta(minutes=30)
 
 
-def errors_of_groups() -> list[bool]:
-    """Whether a group of NCCL has an error, for each state of its backend."""
+def test_errors_that_torch_found() -> None:
     errors = torch._C._distributed_c10d.ErrorType
     states = errors.SUCCESS, errors.COMM_ERROR, errors.TIMEOUT
     backends = [SimpleNamespace(get_error=lambda state=state: state) for state in states]
     groups = [SimpleNamespace(_get_backend=lambda device, x=x: x) for x in backends]
     wrapped = SimpleNamespace(wrapped_pg=backends[1])  # as with TORCH_DISTRIBUTED_DEBUG=DETAIL
     groups.append(SimpleNamespace(_get_backend=lambda device: wrapped))
-    return [rendezvous._nccl_has_error(group) for group in groups]  # type: ignore[arg-type]
-
-
-def test_errors_that_torch_found() -> None:
-    assert errors_of_groups() == [False, True, True, True]
+    assert [rendezvous._nccl_has_error(group) for group in groups] == [False, True, True, True]
 
 
 @pytest.mark.parametrize(("bound", "used"), [(torch.device("cuda", 3), 3), (None, 0)])
@@ -157,10 +148,9 @@ def test_aborted_collectives_raise_even_if_they_return(
             for _ in range(2):
                 agreement.end_vain_wait()
 
-    with mock.patch.object(collectives, "_abort_frameworks") as abort:
-        with pytest.raises(error, match=text):
-            step()
-        assert abort.call_count == 1
+    with mock.patch.object(collectives, "_abort_frameworks") as abort, pytest.raises(error, match=text):
+        step()
+    assert abort.call_count == 1
 
 
 @pytest.mark.parametrize("chosen", [None, "1"])
@@ -177,8 +167,8 @@ def test_torch_writes_no_dump_unless_chosen(chosen: str | None) -> None:
     assert seen == [chosen or "0"]
 
 
-def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str | None]]:
-    """Call attention with headers over gloo. Returns the result, the number of hops, and the differences."""
+def attend_with_headers(adapter: str) -> tuple[RankResult, list[str | None]]:
+    """Call attention with headers over gloo. Returns the result, and the difference that each hop found."""
     differences: list[str | None] = []
 
     def follow(works: Any, headers: Headers, device: torch.device) -> None:
@@ -189,7 +179,7 @@ def attend_with_headers(adapter: str) -> tuple[RankResult | None, int, list[str 
         mock.patch.object(transfer, "follow", follow),
     ):
         result = run_case_here(adapter, FOUR, "zigzag", EDGE_CASES["grouped queries"], True, "cpu")
-    return result, len(differences), differences
+    return result, differences
 
 
 @pytest.mark.parametrize("name", ["native", "fsdp", "deepspeed", "fairscale"])
@@ -198,8 +188,8 @@ def test_every_adapter_sends_headers(world: World, name: str) -> None:
     if reason is not None:
         pytest.skip(f"{name}: {reason}")
     case = EDGE_CASES["grouped queries"]
-    results, counts, differences = zip(*world.run(attend_with_headers, f"ring_backends.adapters.{name}"), strict=True)
-    assert all(count > 0 for count in counts)
-    assert not any(text for texts in differences for text in texts)
-    got = whole([result.results for result in results], case.seq_len, "zigzag")
-    check_results(got, expected(case), 1e-10, case)
+    results, differences = zip(*world.run(attend_with_headers, f"ring_backends.adapters.{name}"), strict=True)
+    for of_rank in differences:
+        assert of_rank
+        assert not any(of_rank)
+    check_results(join(results, case.seq_len, "zigzag"), expected(case), 1e-10, case)

@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -19,8 +20,10 @@ from nccl_cases import (
     Stream,
     attention,
     begin,
+    check_error,
     copy_to_host,
     ended,
+    hop_from,
     local_inputs,
     run,
     simulated_cuda,
@@ -31,7 +34,7 @@ from ring_backends.attention import dilated_attention
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring.ring import Ring
-from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop, _copy_to_host
+from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer
 
 
@@ -59,79 +62,64 @@ def test_attention_over_streams_is_exact_and_its_headers_agree() -> None:
 
 def test_the_host_waits_for_nothing(cuda: Cuda) -> None:
     """Nothing arrives, and yet both the transfer and the ring return. Each step is in the order of the stream."""
-    (result,) = run(1, lambda ring: one_hop_to_nobody(ring, cuda), seconds=60)
-    events, is_over_before, is_over_after, header = result
-    assert events == ["wait for the hop", "copy headers"]
-    assert not is_over_before
-    assert is_over_after
-    assert header is None
-
-
-def one_hop_to_nobody(ring: SimulatedRing, cuda: Cuda) -> tuple[list[str], bool, bool, str | None]:
-    tag = 7
-    hop = ring.post({}, {0: torch.zeros(4, dtype=torch.uint8)}, tag).wait(timedelta(seconds=1))
-    assert hop is not None
-    assert ring.agreement is not None
-    ring.agreement.follow(begin(ring), "rank 0 waited", hop)
-    before = hop.is_over()
-    for message in (Headers.of(tag, [], DEVICE).numbers.view(torch.uint8), torch.ones(4, dtype=torch.uint8)):
-        ring.communicator.send(0, 0, message)
-    return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
-
-
-@pytest.mark.parametrize("difference", ["is_causal", "modules"])
-def test_calls_of_equal_sizes_that_differ(difference: str) -> None:
-    """All ranks have agreed on both calls before, and NCCL pairs their messages."""
 
     def call(ring: SimulatedRing) -> Any:
-        inputs = local_inputs(ring)
-        modules = attention(ring), attention(ring)
-        modules[0](*inputs)
-        modules[1](*inputs)
-        modules[0](*inputs, key_padding_mask=None, is_causal=True)
-        ring.synchronize()
-        odd = ring.rank == 1
-        if difference == "modules":
-            return ended(lambda: (modules[odd](*inputs), ring.synchronize()))
-        return ended(lambda: (modules[0](*inputs, is_causal=odd), ring.synchronize()))
+        tag = 7
+        hop = hop_from(ring, 0, tag)
+        ring.agreement.follow(begin(ring), "rank 0 waited", hop)
+        before = hop.is_over()
+        for message in (Headers.of(tag, [], DEVICE).numbers.view(torch.uint8), torch.ones(4, dtype=torch.uint8)):
+            ring.communicator.send(0, 0, message)
+        return cuda.events[threading.get_ident()], before, hop.is_over(), hop.difference()
 
-    named = {"is_causal": "is_causal (rank 0: False, rank 1: True", "modules": "order of calls (rank 0: attention 1"}
-    for error in run(2, call):
-        assert isinstance(error, RingMismatchError), error
-        assert named[difference] in str(error), error
+    assert run(1, call, seconds=60) == [(["wait for the hop", "copy headers"], False, True, None)]
+
+
+def call_differently(ring: SimulatedRing, difference: str) -> Exception | None:
+    """Make calls of equal sizes that differ between the ranks. All ranks have agreed on each of them before."""
+    inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
+    modules[0](*inputs)
+    modules[1](*inputs)
+    modules[0](*inputs, key_padding_mask=None, is_causal=True)
+    ring.synchronize()
+    odd = ring.rank == 1
+    attend = modules[odd] if difference == "modules" else partial(modules[0], is_causal=odd)
+    return ended(lambda: (attend(*inputs), ring.synchronize()))
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ("is_causal", "is_causal (rank 0: False, rank 1: True"),
+        ("modules", "order of calls (rank 0: attention 1"),
+    ],
+)
+def test_calls_of_equal_sizes_that_differ(difference: str, named: str) -> None:
+    """NCCL pairs their messages."""
+    for error in run(2, partial(call_differently, difference=difference)):
+        check_error(error, RingMismatchError, named)
 
 
 def test_without_headers_calls_of_equal_sizes_would_pass() -> None:
     """The simulated communicator finds no difference itself, so the headers found those of the test above."""
-
-    def call(ring: SimulatedRing) -> Any:
-        inputs, modules = local_inputs(ring), (attention(ring), attention(ring))
-        modules[0](*inputs)
-        modules[1](*inputs)
-        ring.synchronize()
-        return ended(lambda: (modules[ring.rank](*inputs), ring.synchronize()))
-
     with mock.patch.object(Headers, "difference", return_value=None):
-        assert run(2, call) == [None, None]
+        assert run(2, partial(call_differently, difference="modules")) == [None, None]
 
 
 def test_a_mismatch_is_named_if_the_peer_reports_nothing() -> None:
     """The peer has sent the message of another hop, and does not use the ring again."""
 
     def call(ring: SimulatedRing) -> Any:
-        assert ring.agreement is not None
         made = begin(ring)
         if ring.rank == 1:
             ring.post({0: torch.zeros(4, dtype=torch.uint8)}, {}, made.tag(3))
             return None
-        hop = ring.post({}, {1: torch.zeros(4, dtype=torch.uint8)}, made.tag(2)).wait(timedelta(seconds=1))
-        ring.agreement.follow(made, "rank 0 waited for a hop", hop)
+        ring.agreement.follow(made, "rank 0 waited for a hop", hop_from(ring, 1, made.tag(2)))
         return ended(ring.synchronize)
 
     error, _ = run(2, call)
-    assert isinstance(error, RingMismatchError), error
-    assert "rank 0 waited for a hop, but rank 1 sent hop 3 of the call" in str(error)
-    assert "expected was hop 2" in str(error)
+    text = "rank 0 waited for a hop, but rank 1 sent hop 3 of the call"
+    check_error(error, RingMismatchError, text, "expected was hop 2")
 
 
 def test_memory_of_a_hop_that_nobody_waits_for_is_not_reused() -> None:
@@ -174,7 +162,7 @@ def test_a_header_on_the_host_is_never_zero() -> None:
     """Whatever was received. Until a header has arrived, it is zero."""
     headers = Headers.of(5, [1, 2], DEVICE)
     headers.numbers[1:] = torch.tensor([headers.value, 0])
-    arrived = _copy_to_host(headers.numbers)
+    arrived = copy_to_host(headers.numbers)
     assert all(arrived.tolist())
     assert headers.difference(arrived.tolist()) == (
         "rank 2 sent no header, but bytes of another message; expected was hop 5 of the call with hash 0x0000"
@@ -184,9 +172,7 @@ def test_a_header_on_the_host_is_never_zero() -> None:
 def test_payload_in_place_of_a_header_is_a_difference() -> None:
     headers = Headers.of(5, [2], DEVICE)
     assert headers.difference([headers.value, headers.value]) is None
-    text = headers.difference([headers.value, 123])
-    assert text is not None
-    assert "rank 2 sent no header, but bytes of another message" in text
+    assert "rank 2 sent no header, but bytes of another message" in headers.difference([headers.value, 123])
 
 
 def test_finished_hops_are_freed_by_the_thread_of_the_ring() -> None:

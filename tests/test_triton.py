@@ -5,6 +5,7 @@ Both parts need Triton, and neither needs a GPU. ``tox run -e triton`` runs them
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -21,7 +22,7 @@ import pytest
 import torch
 from hypothesis import given, seed
 from hypothesis import strategies as st
-from kernel_cases import LAYOUTS, Case, cases, error, make_inputs
+from kernel_cases import LAYOUTS, Case, cases, check_a_row_without_keys, run_tile
 from kernel_cases import check as check_tile
 from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
 
@@ -34,7 +35,7 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.testing.calls import Results, local_call, new_attention, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.fine_cuts import fine_cuts
-from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.rings import TWO, ring_of
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -111,13 +112,8 @@ def test_scores_of_a_whole_block_that_overflow() -> None:
     query, key, value, grad_out = torch.randn(4, 1, 1, 24, 16, generator=torch.Generator().manual_seed(0))
     query = torch.full_like(query, 40.0)
     key[:, :, :8], key[:, :, 8:] = -3e38 / 16, key[:, :, 8:] * 1e-2  # scores of the first block: -inf
-    options: dict[str, Any] = {"is_causal": False, "scale": 1.0, "key_mask": None}
-    by_kernel = []
-    for kernel in (KERNEL, MathKernel()):
-        out, lse = kernel.forward(query, key, value, **options)
-        by_kernel.append((out, lse, *kernel.backward(grad_out, query, key, value, out, lse, **options)))
-    for actual, wanted in zip(*by_kernel, strict=True):
-        torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-4)
+    by_kernel = [run_tile(kernel, query, key, value, grad_out, scale=1.0) for kernel in (KERNEL, MathKernel())]
+    torch.testing.assert_close(*by_kernel, rtol=1e-4, atol=1e-4)
 
 
 @interpreted
@@ -145,8 +141,7 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
     value[:, :, 1] = float("nan")
     mask = torch.tensor([[[True, False, False, False]]])  # the first row is causal, and sees only the first key
     options: dict[str, Any] = {"is_causal": True, "scale": 0.25, "key_mask": mask}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    grad_query, _, _ = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    out, lse, grad_query, _, _ = run_tile(KERNEL, query, key, value, grad_out, **options)
     assert lse[0, 0, 0] == float("-inf")
     assert out[:, :, 0].eq(0).all()
     assert grad_query[:, :, 0].eq(0).all()
@@ -156,9 +151,7 @@ def test_a_row_that_sees_no_key_has_gradient_0_beside_nan() -> None:
 def test_an_infinite_key_that_weighs_nothing_has_gradient_0() -> None:
     query, key, value, grad_out = torch.rand(4, 1, 1, 17, 16, generator=torch.Generator().manual_seed(0))
     key[0, 0, 3, 0] = float("-inf")  # queries are positive, so its scores are -inf
-    options: dict[str, Any] = {"is_causal": False, "scale": 0.25, "key_mask": None}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    _, grad_key, grad_value = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
+    *_, grad_key, grad_value = run_tile(KERNEL, query, key, value, grad_out, scale=0.25)
     assert grad_key[0, 0, 3].eq(0).all()
     assert grad_value[0, 0, 3].eq(0).all()
 
@@ -178,8 +171,7 @@ def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
     assert mask is not None
     position = int(mask.all(0).nonzero()[-1])
     broken = replace(case, spoiled=((spoiled, position, math.nan),))
-    for actual, wanted in zip(results(broken), results(case), strict=True):
-        assert torch.equal(actual, wanted)
+    assert all(map(torch.equal, results(broken), results(case)))
 
 
 @interpreted
@@ -190,17 +182,15 @@ def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
     position = int((ids[0] < 0).nonzero()[-1])
     names = ("query", "key", "value", "grad_out")
     broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
-    for actual, wanted in zip(results(broken), results(case), strict=True):
-        assert torch.equal(actual, wanted)
+    assert all(map(torch.equal, results(broken), results(case)))
 
 
 @interpreted
 def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
     case = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 2), dropout_p=0.2)
     before = case.tensors()
-    for first, second in zip(results(case), results(case), strict=True):
-        assert torch.equal(first, second)
-    assert all(torch.equal(x, y) for x, y in zip(before[:4], case.tensors()[:4], strict=True))
+    assert all(map(torch.equal, results(case), results(case)))
+    assert all(map(torch.equal, before[:4], case.tensors()[:4]))
 
 
 @interpreted
@@ -213,8 +203,7 @@ def test_inputs_in_any_memory_layout() -> None:
         pattern = case.segment_lengths, case.dilation_rates
         out = dilated_attention(*leaves, *pattern, is_causal=True, kernel="triton_dilated")
         grads = torch.autograd.grad(out, leaves, layout(grad_out))
-        for actual, of_contiguous in zip((out, *grads), (wanted.out, *wanted[2:]), strict=True):
-            assert torch.equal(actual, of_contiguous)
+        assert all(map(torch.equal, (out, *grads), (wanted.out, *wanted[2:])))
 
 
 # The harness calls a kernel with single tiles too: comparisons with other methods do.
@@ -227,30 +216,18 @@ def test_single_tiles_equal_the_dense_softmax(case: Case) -> None:
 
 @interpreted
 def test_a_row_with_infinite_lse_has_no_gradient() -> None:
-    query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), torch.float32)
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
-    out, lse = KERNEL.forward(query, key, value, **options)
-    lse[:, :, 4] = -torch.inf
-    out[:, :, 4] = 0.0
-    dq, dk, dv = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
-    grad_out[:, :, 4] = 0.0
-    lse[:, :, 4] = 0.0
-    dq0, dk0, dv0 = KERNEL.backward(grad_out, query, key, value, out, lse, **options)
-    assert (dq[:, :, 4] == 0).all()
-    assert max(error(dq, dq0), error(dk, dk0), error(dv, dv0)) < 1e-6
+    check_a_row_without_keys(KERNEL, torch.float32, 1e-6)
 
 
-def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int) -> Results:
+def run_on_ring(case: AttentionCase, layout: Any, min_bytes: int, is_beside: bool = False) -> Results:
     """Run a case on a ring of two processes, with blocks of heads and hops cut down to ``min_bytes``."""
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
-    ring = ring.with_layout(layout)
-    with fine_cuts(min_bytes):
-        attention = new_attention(ADAPTER, ring, case, kernel="triton_dilated")
-        call = local_call(ADAPTER, ring, case, attention=attention)
-        out, lse = call(return_lse=True)
-        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return Results(*(x.detach() for x in (out, lse, *grads)))
+    with fine_cuts(min_bytes), beside_another_kernel() if is_beside else contextlib.nullcontext():
+        attention = new_attention(ADAPTER, ring_of(ADAPTER, TWO, layout), case, kernel="triton_dilated")
+        return local_call(ADAPTER, attention.ring, case, attention=attention).results()
+
+
+def check_on_ring(world: World, case: AttentionCase, layout: Any, *how: Any) -> None:
+    check(case, whole(world.run(run_on_ring, case, layout, *how, ranks=(0, 1))[:2], case.seq_len, layout))
 
 
 RINGED = replace(
@@ -275,30 +252,16 @@ RINGED = replace(
 )
 def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, options: dict[str, Any]) -> None:
     case = replace(RINGED, **options)
-    answers = world.run(run_on_ring, case, layout, min_bytes, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))  # type: ignore[arg-type]
+    check_on_ring(world, case, layout, min_bytes)
 
 
-BESIDE = replace(
-    RINGED,
-    seq_len=48,
-    segment_lengths=(8, 24, 48),
-    dilation_rates=(1, 2, 4),
-    num_heads=4,
-    num_kv_heads=2,
-    is_causal=True,
-)
+BESIDE = replace(RINGED, seq_len=48, segment_lengths=(8, 24, 48), dilation_rates=(1, 2, 4), num_heads=4, num_kv_heads=2)
 
 
 def beside_another_kernel() -> Any:
     """Let the CPU kernel compute the dense branch and the second one, and Triton the last, as ``auto`` may on a GPU."""
     kernels = AtenCpuFlashKernel(), {2: KERNEL}
     return mock.patch("ring_backends.engine.call.kernels_of_call", return_value=kernels)
-
-
-def run_beside_on_ring(case: AttentionCase, layout: Any) -> Results:
-    with beside_another_kernel():
-        return run_on_ring(case, layout, 2**20)
 
 
 @interpreted
@@ -314,8 +277,7 @@ def test_one_branch_beside_another_kernel(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_branch_beside_another_kernel_on_a_ring(world: World, dtype: torch.dtype, layout: str) -> None:
     case = replace(BESIDE, dtype=dtype)
-    answers = world.run(run_beside_on_ring, case, layout, ranks=(0, 1))[:2]
-    check(case, whole(answers, case.seq_len, layout))  # type: ignore[arg-type]
+    check_on_ring(world, case, layout, 2**20, True)
 
 
 @interpreted

@@ -72,19 +72,17 @@ class RowsCase:
         return groups // self.segments, positions, torch.tensor(self.heads)[:, None]
 
     def tensor(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
-        rest = () if self.head_dim is None else (self.head_dim,)
-        return LAYOUTS[self.layout](random((self.batch, self.seq_len, self.num_heads, *rest), dtype, self.seed + seed))
+        return LAYOUTS[self.layout](self.random((self.batch, self.seq_len, self.num_heads), dtype, seed))
 
     def values(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
         """Gathered rows, whose rows lie outermost in memory."""
-        rest = () if self.head_dim is None else (self.head_dim,)
-        shape = (self.batch * self.segments, self.rows, len(self.heads), *rest)
-        return random(shape, dtype, self.seed + seed).transpose(1, 2)
+        return self.random((self.batch * self.segments, self.rows, len(self.heads)), dtype, seed).transpose(1, 2)
 
-
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    return (numbers * 100).to(dtype) if not dtype.is_floating_point else numbers.to(dtype)
+    def random(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.seed + seed)
+        shape = shape if self.head_dim is None else (*shape, self.head_dim)
+        numbers = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (numbers if dtype.is_floating_point else numbers * 100).to(dtype)
 
 
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -101,12 +99,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def rows_cases(draw: st.DrawFn, *, head_dims: tuple[int | None, ...] = (4, 1, 3, 20, None)) -> RowsCase:
     num_heads = draw(st.integers(1, 6))
     heads = draw(st.lists(st.integers(0, num_heads - 1), min_size=1, max_size=num_heads, unique=True))
-    phases = draw(
-        st.one_of(
-            st.lists(st.integers(0, 5), min_size=len(heads), max_size=len(heads)),
-            st.builds(lambda rate: [head % rate for head in heads], st.integers(1, 4)),
-        )
-    )
+    any_phases = st.lists(st.integers(0, 5), min_size=len(heads), max_size=len(heads))
+    by_head = st.builds(lambda rate: [head % rate for head in heads], st.integers(1, 4))
+    phases = draw(any_phases | by_head)
     rate, rows, segments = draw(st.integers(1, 5)), draw(st.integers(1, 20)), draw(st.integers(1, 3))
     extent = max(phases) + (rows - 1) * rate + 1
     # Segments of one head do not overlap: they are at least as far apart as their rows reach.
@@ -170,11 +165,8 @@ def test_merged_rows_equal_the_formula(case: RowsCase, value_dtype: torch.dtype,
     out, tile_out = case.tensor(torch.float32), case.values(value_dtype, 1)
     lse, tile_lse = out[..., 0] * 3, case.values(torch.float32, 2)[..., 0] * 3
     generator = torch.Generator().manual_seed(case.seed)
-    for result, its_lse in ((out, lse), (tile_out, tile_lse)):
-        chance = {"none": 0.0, "some": 0.4, "all": 1.0}[blind]
-        is_blind = torch.rand(its_lse.shape, generator=generator) < chance
-        its_lse.masked_fill_(is_blind, -math.inf)
-        result.masked_fill_(is_blind.unsqueeze(-1), 0.0)
+    for result in ((out, lse), (tile_out, tile_lse)):
+        blind_rows(*result, {"none": 0.0, "some": 0.4, "all": 1.0}[blind], generator)
     expected_out, expected_lse = merged(out[case.indices()], lse[case.indices()], tile_out, tile_lse)
     untouched = torch.ones_like(lse, dtype=torch.bool)
     untouched[case.indices()] = False
@@ -187,6 +179,13 @@ def test_merged_rows_equal_the_formula(case: RowsCase, value_dtype: torch.dtype,
         torch.testing.assert_close(actual[case.indices()].double(), expected, rtol=8 * eps, atol=16 * eps)
     assert torch.equal(out[untouched], before[untouched])
     assert torch.equal(lse[untouched], lse_before[untouched])
+
+
+def blind_rows(out: Tensor, lse: Tensor, chance: float, generator: torch.Generator) -> None:
+    """Let some rows see no key: LSE = −inf and out = 0."""
+    is_blind = torch.rand(lse.shape, generator=generator) < chance
+    lse.masked_fill_(is_blind, -math.inf)
+    out.masked_fill_(is_blind.unsqueeze(-1), 0.0)
 
 
 def merged(out: Tensor, lse: Tensor, tile_out: Tensor, tile_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,9 +217,7 @@ def test_the_same_rows_of_two_results_are_merged(case: RowsCase) -> None:
     out, other = case.tensor(torch.float16), case.tensor(torch.float32, 1)
     lse, other_lse = out[..., 0].float() * 3, other[..., 0] * 3
     at = case.indices()
-    blind = torch.rand(lse.shape, generator=torch.Generator().manual_seed(case.seed)) < 0.3
-    lse.masked_fill_(blind, -math.inf)
-    out.masked_fill_(blind.unsqueeze(-1), 0.0)
+    blind_rows(out, lse, 0.3, torch.Generator().manual_seed(case.seed))
     expected_out, expected_lse = merged(out[at], lse[at], other[at], other_lse[at])
     merge_rows(out, lse, other, other_lse, case.dilated)
     torch.testing.assert_close(out[at].double(), expected_out, rtol=1e-3, atol=1e-3)
@@ -242,19 +239,21 @@ def test_a_nan_stays_in_its_row_and_two_runs_are_equal() -> None:
     assert out[batch, position, head].isnan().all()
     assert int(out.isnan().sum()) == case.head_dim
     assert not lse.isnan().any()
-    for first, second in zip(*runs, strict=True):
-        torch.testing.assert_close(first, second, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(*runs, rtol=0, atol=0, equal_nan=True)
+
+
+SMALL = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
 
 
 def test_many_tensors_take_several_launches() -> None:
-    case = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
+    case = SMALL
     parts = [Rows(case.tensor(torch.float32, i), case.dilated, case.values(torch.float32, 99)) for i in range(11)]
     gather_many(parts)
     assert all(torch.equal(part.values, part.tensor[case.indices()]) for part in parts)
 
 
 def test_a_launch_without_rows_does_nothing() -> None:
-    case = RowsCase(0, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
+    case = replace(SMALL, batch=0)
     gather_many([Rows(case.tensor(torch.float32), case.dilated, case.values(torch.float32))])
     gather_many([])
     out, tile_out = case.tensor(torch.float32), case.values(torch.float32)

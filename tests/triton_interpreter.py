@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from torch import Tensor
 
 from ring_backends import dilated_attention
-from ring_backends.testing.calls import Results, expected, plain
+from ring_backends.testing.calls import Results, check_bounded, expected, largest
 from ring_backends.testing.strategies import AttentionCase
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -86,17 +86,7 @@ def error_norm(actual: Tensor, wanted: Tensor) -> float:
     return float(gap.norm()) if gap.isfinite().all() else math.inf
 
 
-def largest(x: Tensor) -> float:
-    finite = x[x.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
-
-
 def check(case: AttentionCase, actual: Results) -> None:
     """No error may exceed twice the error of plain attention in the same dtype, and a few fp32 roundings per number."""
-    exact, yardstick = expected(case), plain(case)
-    rounding = 4 * max(map(largest, exact)) * torch.finfo(torch.float32).eps
-    for name, tensor in actual._asdict().items():
-        wanted, other = getattr(exact, name), getattr(yardstick, name)
-        assert tensor.dtype == other.dtype, name
-        bound = 2 * error_norm(other, wanted) + rounding * math.sqrt(tensor.numel())
-        assert error_norm(tensor, wanted) <= bound, (name, error_norm(tensor, wanted), bound)
+    rounding = 4 * max(map(largest, expected(case))) * torch.finfo(torch.float32).eps
+    check_bounded(actual, case, lambda name, tensor, wanted: rounding * math.sqrt(tensor.numel()), error_norm)

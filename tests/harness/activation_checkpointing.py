@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,24 +19,12 @@ from torch.utils.checkpoint import (
 
 from ring_backends.activation_checkpointing import attention_operators, keep_attention, remember_attention
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, case_of_ring, check_results, local_call, new_attention
+from ring_backends.testing.calls import Results, call_here, check_results
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.compiled import Graphs
+from ring_backends.testing.gradients import CASE
 from ring_backends.testing.rings import FOUR, RingSpec, every_size_and_layout, ring_here
-from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
-
-_CASE = AttentionCase(
-    seq_len=41,
-    segment_lengths=(16, 41),
-    dilation_rates=(1, 2),
-    batch=2,
-    num_heads=4,
-    num_kv_heads=2,
-    is_causal=True,
-    masked="random",
-    dtype=torch.float64,
-)
 
 Region = Callable[..., Any]
 Run = Callable[..., Any]
@@ -91,128 +78,114 @@ class Checkpointed:
 
 def checkpointed(adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> Checkpointed | None:
     """Run a checkpointed region with two calls of attention."""
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
+    if ring_here(adapter, rings) is None:
         return None
-    ring = ring.with_layout(layout)
-    case = case_of_ring(_CASE, place[0])
-    call = local_call(adapter, ring, case, attention=new_attention(adapter, ring, case))
+    call = call_here(adapter, CASE, rings, layout)
+    traffic = call.attention.ring.traffic
 
     def region(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         first = call.attention(query.sin(), key, value, **call.options)
         out, lse = call.attention(first.sin(), key, value, return_lse=True, **call.options)
         return out + first, lse
 
-    inputs = [call.query, call.key, call.value]
-    ring.traffic.reset()
-    out, lse = WAYS[how](region, *inputs)
-    forward = ring.traffic.messages, ring.traffic.bytes
+    traffic.reset()
+    out, lse = WAYS[how](region, *call.inputs)
+    forward = traffic.messages, traffic.bytes
     out.backward(call.grad_out)
-    results = Results(out.detach(), lse.detach(), *(tensor.grad for tensor in inputs))
-    return Checkpointed(results, forward, (ring.traffic.messages, ring.traffic.bytes))
+    results = Results(out.detach(), lse.detach(), *(tensor.grad for tensor in call.inputs))
+    return Checkpointed(results, forward, (traffic.messages, traffic.bytes))
 
 
-def regions_in_any_order(adapter: str, how: str) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """Run three regions, and their backwards in another order, with and without checkpointing.
+@dataclass(frozen=True)
+class Compared:
+    """Gradients and sent messages of regions with and without checkpointing."""
 
-    Returns:
-        Gradients with and without checkpointing; messages with and without checkpointing.
-    """
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
-    found = []
-    for way in ("plain", how):
-        ring.traffic.reset()
-        inputs = [[x.detach().clone().requires_grad_() for x in (call.query, call.key, call.value)] for _ in range(3)]
+    gradients: list[Tensor]
+    messages: int
+    plain_gradients: list[Tensor]
+    plain_messages: int
+
+
+def regions_in_any_order(adapter: str, how: str) -> Compared:
+    """Run three regions, and their backwards in another order, with and without checkpointing."""
+    call = call_here(adapter, CASE)
+    traffic = call.attention.ring.traffic
+    found: list[Any] = []
+    for way in (how, "plain"):
+        traffic.reset()
+        inputs = [[x.detach().clone().requires_grad_() for x in call.inputs] for _ in range(3)]
         outs = [
             WAYS[way](partial(call.attention, **call.options), query * (index + 1), key, value)
             for index, (query, key, value) in enumerate(inputs)
         ]
         for index in (1, 2, 0):
             outs[index].backward(call.grad_out)
-        found.append(([x.grad for tensors in inputs for x in tensors], ring.traffic.messages))
-    (wanted, plain), (got, kept) = found
-    return got, wanted, kept, plain  # type: ignore[return-value]
+        found += [x.grad for tensors in inputs for x in tensors], traffic.messages
+    return Compared(*found)
 
 
-def nested(adapter: str) -> tuple[list[Tensor], list[Tensor], int, int]:
-    """Run a checkpointed region within another one.
-
-    Returns:
-        Gradients with and without checkpointing; messages with and without checkpointing.
-    """
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
-    inputs = [call.query, call.key, call.value]
-    region = partial(call.attention, **call.options)
-    ring.traffic.reset()
-    wanted = list(torch.autograd.grad(region(*inputs), inputs, call.grad_out))
-    plain = ring.traffic.messages
-    ring.traffic.reset()
-    got = list(torch.autograd.grad(_kept(partial(_kept, region), *inputs), inputs, call.grad_out))
-    return got, wanted, ring.traffic.messages, plain
+def nested(adapter: str) -> Compared:
+    """Run a region with a checkpoint within another one, and without checkpointing."""
+    call = call_here(adapter, CASE)
+    traffic, region = call.attention.ring.traffic, partial(call.attention, **call.options)
+    found: list[Any] = []
+    for run in (partial(_kept, partial(_kept, region)), region):
+        traffic.reset()
+        found += call.gradients(run(*call.inputs)), traffic.messages
+    return Compared(*found)
 
 
 def backward_again(adapter: str, how: str) -> tuple[list[Tensor | None], list[Tensor | None]]:
     """The gradients after the first backward of a region, and after the second."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
-    inputs = [call.query, call.key, call.value]
-    out = WAYS[how](partial(call.attention, **call.options), *inputs)
+    call = call_here(adapter, CASE)
+    out = WAYS[how](partial(call.attention, **call.options), *call.inputs)
     out.backward(call.grad_out, retain_graph=True)
-    once = [None if x.grad is None else x.grad.clone() for x in inputs]
+    once = [None if x.grad is None else x.grad.clone() for x in call.inputs]
     out.backward(call.grad_out)
-    return once, [x.grad for x in inputs]
+    return once, [x.grad for x in call.inputs]
 
 
-def compiled(adapter: str, how: str) -> tuple[list[Tensor], list[Tensor], list[Any], int, int, int]:
+def compiled(adapter: str, how: str) -> tuple[Compared, list[Any], int]:
     """Compare a compiled region with an eager one.
 
     Returns:
-        Gradients of the compiled and of the eager region; the operators of the graphs; messages of the compiled
-        region, of the eager forward, and of the eager forward and backward.
+        The comparison, the operators of the graphs, and the messages of the eager forward.
     """
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call, graphs = local_call(adapter, ring, _CASE), Graphs()
-    inputs = [call.query, call.key, call.value]
+    call, graphs = call_here(adapter, CASE), Graphs()
+    traffic = call.attention.ring.traffic
 
     def region(query: Tensor, key: Tensor, value: Tensor) -> Any:
         return call.attention(query.sin(), key, value, **call.options).sin()
 
-    ring.traffic.reset()
-    out = region(*inputs)
-    forward = ring.traffic.messages
-    wanted = list(torch.autograd.grad(out, inputs, call.grad_out))
-    plain = ring.traffic.messages
-    ring.traffic.reset()
+    traffic.reset()
+    out = region(*call.inputs)
+    forward = traffic.messages
+    plain = call.gradients(out), traffic.messages
+    traffic.reset()
     checkpointed_region = torch.compile(partial(WAYS[how], region), fullgraph=True, backend=graphs.backend)
-    got = list(torch.autograd.grad(checkpointed_region(*inputs), inputs, call.grad_out))
-    return got, wanted, graphs.operators(), ring.traffic.messages, forward, plain
+    grads = call.gradients(checkpointed_region(*call.inputs))
+    return Compared(grads, traffic.messages, *plain), graphs.operators(), forward
 
 
-def _check_close(got: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, right in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=1e-12)
+def _check(compared: Compared, more_messages: int = 0) -> None:
+    torch.testing.assert_close(compared.gradients, compared.plain_gradients, rtol=0, atol=1e-12)
+    assert compared.messages == compared.plain_messages + more_messages
 
 
 def check_checkpointed(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, how: str) -> None:
     """Recomputation repeats the messages of the forward. Kept attention sends as much as without checkpointing."""
     plain = world.run(checkpointed, adapter, rings, layout, "plain")
     again = world.run(checkpointed, adapter, rings, layout, how)
-    for rank in (rank for ranks in rings.rings for rank in ranks):
-        check_results(again[rank].results, plain[rank].results, 1e-13, f"rank {rank}")
-        wanted = plain[rank].whole
-        if how in RECOMPUTING:
-            wanted = wanted[0] + plain[rank].forward[0], wanted[1] + plain[rank].forward[1]
-        assert again[rank].whole == wanted, f"rank {rank}"
-        assert again[rank].forward == plain[rank].forward
-    sent = sum(plain[rank].forward[0] for ranks in rings.rings for rank in ranks)
-    assert (sent > 0) == (rings.size > 1)
+    for rank, (got, wanted) in enumerate(zip(again, plain, strict=True)):
+        if rings.place(rank) is None:
+            continue
+        check_results(got.results, wanted.results, 1e-13, f"rank {rank}")
+        times = 1 if how in RECOMPUTING else 0
+        sent = tuple(both + times * of_forward for both, of_forward in zip(wanted.whole, wanted.forward, strict=True))
+        assert got.whole == sent, f"rank {rank}"
+        assert got.forward == wanted.forward
+    assert any(wanted.forward[0] for wanted in plain if wanted is not None) == (rings.size > 1)
 
 
 @core
@@ -228,21 +201,17 @@ class ActivationCheckpointTests(AdapterSuite):
 
     @pytest.mark.parametrize("how", ["kept", "remembered"])
     def test_kept_attention_with_backwards_in_any_order(self, world: World, how: str) -> None:
-        for got, wanted, kept, plain in world.run(regions_in_any_order, self.adapter, how):
-            _check_close(got, wanted)
-            assert kept == plain
+        for compared in world.run(regions_in_any_order, self.adapter, how):
+            _check(compared)
 
     def test_kept_attention_in_a_checkpoint_within_another(self, world: World) -> None:
         """The recomputation of the outer region does not consume the results that the inner region keeps."""
-        for got, wanted, kept, plain in world.run(nested, self.adapter):
-            _check_close(got, wanted)
-            assert kept == plain
+        for compared in world.run(nested, self.adapter):
+            _check(compared)
 
     def test_kept_attention_is_for_one_backward(self, world: World) -> None:
         for once, twice in world.run(backward_again, self.adapter, "remembered"):
-            for one, both in zip(once, twice, strict=True):
-                assert one is not None
-                torch.testing.assert_close(both, 2 * one, rtol=0, atol=1e-12)
+            torch.testing.assert_close(twice, [2 * x for x in once], rtol=0, atol=1e-12)
         for outcome in world.run_collect(backward_again, self.adapter, "kept"):
             assert outcome.raised(RuntimeError), outcome
             assert "backward" in outcome.message, outcome
@@ -250,8 +219,6 @@ class ActivationCheckpointTests(AdapterSuite):
     @pytest.mark.parametrize("how", ["non-reentrant", "kept"])
     def test_a_compiled_region_keeps_attention(self, world: World, how: str) -> None:
         times = 0 if how == "kept" else 1
-        for got, wanted, operators, messages, forward_messages, plain in world.run(compiled, self.adapter, how):
-            _check_close(got, wanted)
-            forward, backward = operators
+        for compared, (forward, backward), forward_messages in world.run(compiled, self.adapter, how):
+            _check(compared, times * forward_messages)
             assert (forward["ring_forward"], backward["ring_forward"]) == (1, times)
-            assert messages == plain + times * forward_messages

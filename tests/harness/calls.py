@@ -6,7 +6,7 @@ that a leak between rings changes the results.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -17,13 +17,8 @@ from torch import Tensor
 
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.reference import (
-    dense_attention,
-    reference_attention,
-    reference_counts,
-    reference_phantom_counts,
-)
-from ring_backends.testing.rings import RingSpec, backend, ring_here, rows_of_ranks
+from ring_backends.testing.reference import reference_attention
+from ring_backends.testing.rings import FOUR, RingSpec, backend, ring_here, ring_of, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -63,8 +58,21 @@ class LocalCall:
     grad_out: Tensor
     options: dict[str, Any]
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        return [self.query, self.key, self.value]
+
     def __call__(self, **options: Any) -> Any:
-        return self.attention(self.query, self.key, self.value, **{**self.options, **options})
+        return self.attention(*self.inputs, **{**self.options, **options})
+
+    def gradients(self, out: Tensor, **options: Any) -> list[Tensor]:
+        """dq, dk and dv."""
+        return list(torch.autograd.grad(out, self.inputs, self.grad_out, **options))
+
+    def results(self) -> Results:
+        """Make the call and run its backward."""
+        out, lse = self(return_lse=True)
+        return Results(out.detach(), lse, *self.gradients(out))
 
 
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
@@ -85,21 +93,36 @@ def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **option
 def local_call(
     adapter: str, ring: Ring, case: AttentionCase, *, device: str = "cpu", gradients: bool = True, attention: Any = None
 ) -> LocalCall:
-    """The call of this rank. With ``attention=None``, it constructs a new module."""
+    """The call of a rank. With ``attention=None``, it constructs a new module."""
     rows = rows_of_ranks(case.seq_len, ring.size, ring.layout_kind)[ring.rank]
-    tensors = (*case.tensors(), case.document_ids())
-    query, key, value, grad_out, mask, documents = (None if x is None else x[:, rows].to(device) for x in tensors)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    assert grad_out is not None
+    *tensors, mask = case.tensors()
+    query, key, value, grad_out = (x[:, rows].to(device) for x in tensors)
+    marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
     for tensor in (query, key, value):
         tensor.requires_grad_(gradients)
-    options = {"is_causal": case.is_causal, "seq_len": case.seq_len, "key_padding_mask": mask}
-    options |= {"document_ids": documents, "dropout_seed": case.seed}
+    options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len, "dropout_seed": case.seed}
+    options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
     if attention is None:
         attention = new_attention(adapter, ring, case)
     return LocalCall(attention, query, key, value, grad_out, options)
+
+
+def call_here(
+    adapter: str,
+    case: AttentionCase,
+    rings: RingSpec = FOUR,
+    layout: LayoutKind = "contiguous",
+    *,
+    device: str = "cpu",
+    gradients: bool = True,
+    **options: Any,
+) -> LocalCall:
+    """The call of this rank, on its cached ring and with the numbers of this ring. ``options`` are the module's."""
+    ring, place = ring_of(adapter, rings, layout), rings.place(dist.get_rank())
+    assert place is not None
+    case = case_of_ring(case, place[0])
+    attention = new_attention(adapter, ring, case, **options)
+    return local_call(adapter, ring, case, device=device, gradients=gradients, attention=attention)
 
 
 def case_of_ring(case: AttentionCase, index: int) -> AttentionCase:
@@ -107,32 +130,22 @@ def case_of_ring(case: AttentionCase, index: int) -> AttentionCase:
     return replace(case, seed=case.seed + 7919 * index)
 
 
-def case_of_results(case: AttentionCase, index: int, answers: Sequence[RankResult]) -> AttentionCase:
-    """The case that the ranks of ring ``index`` have run."""
-    (replica,) = {answer.data_rank for answer in answers}
-    return replace(case_of_ring(case, index), replica=replica)
-
-
 def run_case_here(
     adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, gradients: bool, device: str
 ) -> RankResult | None:
     """Run one case on this rank."""
-    ring = ring_here(adapter, rings)
-    place = rings.place(dist.get_rank())
-    if ring is None or place is None:
+    if ring_here(adapter, rings) is None:
         return None
-    ring = ring.with_layout(layout)
-    call = local_call(adapter, ring, case_of_ring(case, place[0]), device=device, gradients=gradients)
+    call = call_here(adapter, case, rings, layout, device=device, gradients=gradients)
+    ring = call.attention.ring
     ring.traffic.reset()
     out, lse = call(return_lse=True)
     assert not lse.requires_grad
-    forward_bytes, forward_messages = ring.traffic.bytes, ring.traffic.messages
+    forward = ring.traffic.bytes, ring.traffic.messages
     ring.traffic.reset()
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out) if gradients else (None,) * 3
+    grads = call.gradients(out) if gradients else (None,) * 3
     results = Results(*(None if x is None else x.detach().cpu() for x in (out, lse, *grads)))  # type: ignore[arg-type]
-    return RankResult(
-        results, ring.data_rank, forward_bytes, forward_messages, ring.traffic.bytes, ring.traffic.messages
-    )
+    return RankResult(results, ring.data_rank, *forward, ring.traffic.bytes, ring.traffic.messages)
 
 
 def run_cases_here(
@@ -153,9 +166,7 @@ def run_cases(
 ) -> list[list[list[RankResult]]]:
     """Run cases on all ranks. Returns results indexed by case, ring and ring rank."""
     by_rank = world.run(run_cases_here, adapter, rings, layout, cases, gradients, device)
-    return [
-        [[by_rank[global_rank][index] for global_rank in ranks] for ranks in rings.rings] for index in range(len(cases))
-    ]
+    return [rings.by_ring([answers[index] for answers in by_rank]) for index in range(len(cases))]
 
 
 def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Results:
@@ -169,11 +180,25 @@ def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Resul
     return Results(*fields)  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=256)
+def join(answers: Sequence[RankResult], seq_len: int, layout: LayoutKind = "contiguous") -> Results:
+    """Join the answers of the ranks of a ring to the results of the whole sequence."""
+    return whole([answer.results for answer in answers], seq_len, layout)
+
+
 def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
     """The results of the dense fp64 reference."""
+    return _dense(case, torch.float64, gradients)
+
+
+def plain(case: AttentionCase) -> Results:
+    """The results of dense PyTorch attention in the dtype of the case. Its error bounds the error of a kernel."""
+    return _dense(case, case.dtype, True)
+
+
+@lru_cache(maxsize=512)
+def _dense(case: AttentionCase, dtype: torch.dtype, gradients: bool) -> Results:
     *tensors, grad_out, mask = case.tensors()
-    query, key, value = leaves = [tensor.double().requires_grad_(gradients) for tensor in tensors]
+    query, key, value = leaves = [tensor.to(dtype).requires_grad_(gradients) for tensor in tensors]
     out, lse = reference_attention(
         query,
         key,
@@ -182,33 +207,10 @@ def expected(case: AttentionCase, *, gradients: bool = True) -> Results:
         key_padding_mask=mask,
         document_ids=case.document_ids(),
         weight_factors=case.weight_factors(),
+        dtype=dtype,
     )
-    grads = torch.autograd.grad(out, leaves, grad_out.double()) if gradients else ()
+    grads = torch.autograd.grad(out, leaves, grad_out.to(dtype)) if gradients else ()
     return Results(out.detach(), lse, *grads)
-
-
-@lru_cache(maxsize=256)
-def plain(case: AttentionCase) -> Results:
-    """The results of dense PyTorch attention in the dtype of the case. Its error bounds the error of a kernel."""
-    query, key, value, grad_out, mask = case.tensors()
-    options = case.options()
-    scale, padding = options.pop("scale"), options.pop("padding")
-    counts = reference_counts(case.seq_len, case.num_heads, **options)
-    phantoms = reference_phantom_counts(case.seq_len, case.num_heads, **options) if padding == "zeros" else None
-    leaves = [tensor.requires_grad_() for tensor in (query, key, value)]
-    out, lse = dense_attention(
-        query,
-        key,
-        value,
-        counts,
-        phantom_counts=phantoms,
-        scale=scale,
-        key_padding_mask=mask,
-        document_ids=case.document_ids(),
-        weight_factors=case.weight_factors(),
-        dtype=case.dtype,
-    )
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
 
 
 def difference(got: Tensor | None, wanted: Tensor | None) -> float:
@@ -244,11 +246,8 @@ def check_exact(
 ) -> list[list[list[RankResult]]]:
     """Run fp64 cases and compare the results of every ring with the reference."""
     answers = run_cases(world, adapter, rings, layout, cases, gradients=gradients)
-    for case, by_ring in zip(cases, answers, strict=True):
-        for index, ring_answers in enumerate(by_ring):
-            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            wanted = expected(case_of_results(case, index, ring_answers), gradients=gradients)
-            check_results(got, wanted, FP64_TOLERANCE, f"{case} on ring {index}")
+    for index, got, case in _results_of_rings(answers, cases, layout):
+        check_results(got, expected(case, gradients=gradients), FP64_TOLERANCE, f"{case} on ring {index}")
     return answers
 
 
@@ -263,10 +262,18 @@ def check_rounding(
 ) -> None:
     """Run cases of lower precision, and check them as :func:`check_rounded` does."""
     answers = run_cases(world, adapter, rings, layout, cases, device=device)
+    for index, got, case in _results_of_rings(answers, cases, layout):
+        check_rounded(got, case, f"ring {index}")
+
+
+def _results_of_rings(
+    answers: Sequence[Sequence[Sequence[RankResult]]], cases: Sequence[AttentionCase], layout: LayoutKind
+) -> Iterator[tuple[int, Results, AttentionCase]]:
+    """The index, the joined results, and the case of every ring, for each case."""
     for case, by_ring in zip(cases, answers, strict=True):
-        for index, ring_answers in enumerate(by_ring):
-            got = whole([answer.results for answer in ring_answers], case.seq_len, layout)
-            check_rounded(got, case_of_results(case, index, ring_answers), f"ring {index}")
+        for index, of_ring in enumerate(by_ring):
+            (replica,) = {answer.data_rank for answer in of_ring}
+            yield index, join(of_ring, case.seq_len, layout), replace(case_of_ring(case, index), replica=replica)
 
 
 def check_rounded(got: Results, case: AttentionCase, what: str = "") -> None:
@@ -276,19 +283,36 @@ def check_rounded(got: Results, case: AttentionCase, what: str = "") -> None:
     number. A flash backward recomputes the weights from the LSE. The rounding of the LSE is a relative error of the
     weights that grows with the LSE.
     """
+    lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, largest(expected(case).lse))
+
+    def allowed(name: str, tensor: Tensor, wanted: Tensor) -> float:
+        return lse_rounding if name == "lse" else (torch.finfo(tensor.dtype).eps + lse_rounding) * largest(wanted)
+
+    check_bounded(got, case, allowed, what=what)
+
+
+def check_bounded(
+    got: Results,
+    case: AttentionCase,
+    allowed: Callable[[str, Tensor, Tensor], float],
+    error: Callable[[Tensor, Tensor], float] = difference,
+    what: str = "",
+) -> None:
+    """Check that no error exceeds twice the error of plain attention in the same dtype, and what ``allowed`` adds.
+
+    Args:
+        allowed: a function of the name, the result, and the exact result.
+        error: the error of a result. The first argument is the result, the second the exact result.
+    """
     exact, yardstick = expected(case), plain(case)
-    lse_rounding = torch.finfo(got.lse.dtype).eps * max(1.0, _largest(exact.lse))
     for name, tensor in got._asdict().items():
-        assert tensor.dtype == getattr(yardstick, name).dtype, f"{case}: {name} is {tensor.dtype}"
-        wanted = getattr(exact, name)
-        floor = lse_rounding
-        if name != "lse":
-            floor = (torch.finfo(tensor.dtype).eps + lse_rounding) * _largest(wanted)
-        bound = 2 * difference(getattr(yardstick, name), wanted) + floor
-        gap = difference(tensor, wanted)
-        assert gap <= bound, f"{case} {what}: {name} has error {gap}, which exceeds {bound}"
+        wanted, other = getattr(exact, name), getattr(yardstick, name)
+        assert tensor.dtype == other.dtype, f"{case}: {name} is {tensor.dtype}"
+        bound, found = 2 * error(other, wanted) + allowed(name, tensor, wanted), error(tensor, wanted)
+        assert found <= bound, f"{case} {what}: {name} has error {found}, which exceeds {bound}"
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
+    """The largest finite magnitude, or 0."""
     finite = tensor[tensor.isfinite()].abs()
     return float(finite.max()) if finite.numel() else 0.0

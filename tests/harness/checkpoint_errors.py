@@ -8,7 +8,7 @@ import os
 import pickle
 import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,63 +81,51 @@ def sign(path: Path) -> None:
         (path / MANIFEST).write_text(json.dumps(manifest))
 
 
-def load_spoiled(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[list[Ended], bool]:
-    """Load damaged checkpoints, then an intact one. Returns the errors, and whether the intact one restores."""
-    trainer = Trainer(adapter, TWO, "contiguous", Recipe(dtype=torch.float32), options)
-    trainer.step(0)
-    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
-    trainer.state.save(whole)
-    endings = []
-    for how in SPOILED:
-        path = Path(folder, how)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
-            spoil(path, how, str(Path(folder, f"made by {how}")))
-        dist.barrier()
-        endings.append(ending(partial(trainer.state.load, path)))
-    trainer.state.load(whole)
-    return endings, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+def changes_of(files: Sequence[Path], what: str, folder: str) -> dict[str, Callable[[Path], None]]:
+    """Functions that change a copy of a checkpoint, by what they do. ``files`` are relative to the checkpoint."""
+    if what == "spoiled":
+        return {how: partial(spoil, how=how, made=str(Path(folder, f"made by {how}"))) for how in SPOILED}
+    ways = ("damaged",) if files == [Path(".")] else ("damaged", "missing")
+    return {f"{file} {how}": partial(damage, file=file, how=how) for file in files for how in ways}
 
 
-def load_damaged(adapter: str, folder: str, options: Mapping[str, Any]) -> tuple[dict[str, Ended], set[int], bool]:
-    """Load checkpoints in which one bit of a file is flipped or a file is missing, then an intact one.
+def load_changed(
+    adapter: str, folder: str, what: str, options: Mapping[str, Any]
+) -> tuple[dict[str, Ended], set[int], bool]:
+    """Load changed copies of a checkpoint, then the checkpoint, in a run with other parameters.
 
     Returns:
         The errors; the step counts after them; and whether the intact checkpoint restores the state.
     """
     trainer = Trainer(adapter, TWO, "contiguous", ADAM, options)
     trainer.step(0)
-    whole, saved = Path(folder, "whole"), trainer.state.full_state_dict()
+    whole, copy, saved = Path(folder, "whole"), Path(folder, "copy"), trainer.state.full_state_dict()
     trainer.state.save(whole)
-    names = [file.relative_to(whole) for file in files_of(whole)]
+    fresh = Trainer(adapter, TWO, "contiguous", replace(ADAM, seed=7), options)
     endings, counts = {}, set()
-    for name in names:
-        for how in ("damaged", "missing") if whole.is_dir() else ("damaged",):
-            path = Path(folder, "copy")
-            dist.barrier()
-            if dist.get_rank() == 0:
-                (shutil.copytree if whole.is_dir() else shutil.copy)(whole, path)
-                damage(path / name if whole.is_dir() else path, how)
-            dist.barrier()
-            fresh = Trainer(adapter, TWO, "contiguous", replace(ADAM, seed=7), options)
-            endings[f"{name} {how}"] = ending(partial(fresh.state.load, path))
-            counts.add(fresh.state.step_count)
-            dist.barrier()
-            if dist.get_rank() == 0:
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-    trainer.state.load(whole)
-    restored = all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
-    return endings, counts, restored
+    for name, change in changes_of([file.relative_to(whole) for file in files_of(whole)], what, folder).items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            (shutil.copytree if whole.is_dir() else shutil.copy)(whole, copy)
+            change(copy)
+        dist.barrier()
+        endings[name] = ending(partial(fresh.state.load, copy))
+        counts.add(fresh.state.step_count)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(copy) if copy.is_dir() else copy.unlink()
+    fresh.state.load(whole)
+    return endings, counts, fresh.has_state(saved)
 
 
-def damage(file: Path, how: str) -> None:
+def damage(path: Path, file: Path, how: str) -> None:
+    """Flip one bit of a file of a checkpoint, or remove the file."""
     if how == "missing":
-        file.unlink()
+        (path / file).unlink()
         return
-    content = bytearray(file.read_bytes())
+    content = bytearray((path / file).read_bytes())
     content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    (path / file).write_bytes(content)
 
 
 PLACES = ("pipe", "device", "folder with a thesis")
@@ -202,23 +190,19 @@ def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tup
 
 class CheckpointErrorTests(AdapterSuite):
     @requires("training", "save and load")
-    def test_damaged_checkpoints_are_refused_and_run_no_code(self, world: World, tmp_path: Path) -> None:
-        for endings, restored in world.run(load_spoiled, self.adapter, str(tmp_path), dict(self.framework_options)):
-            for how, ended in zip(SPOILED, endings, strict=True):
+    @pytest.mark.parametrize("what", ["spoiled", "damaged"])
+    def test_changed_checkpoints_are_refused_and_run_no_code(self, world: World, tmp_path: Path, what: str) -> None:
+        options = dict(self.framework_options)
+        for endings, counts, restored in world.run(
+            load_changed, self.adapter, str(tmp_path), what, options, timeout=240
+        ):
+            for how, ended in endings.items():
                 assert ended.is_a(ValueError), (how, ended)
-                assert f"path = '{tmp_path / how}'" in ended.message, ended
-            assert restored
-        assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
-
-    @requires("training", "save and load")
-    def test_damage_is_reported_on_every_rank(self, world: World, tmp_path: Path) -> None:
-        by_rank = world.run(load_damaged, self.adapter, str(tmp_path), dict(self.framework_options), timeout=240)
-        for endings, counts, restored in by_rank:
-            for what, ended in endings.items():
-                assert ended.is_a(ValueError), (what, ended)
-                assert str(tmp_path / "copy") in ended.message, (what, ended)
+                assert str(tmp_path / "copy") in ended.message, (how, ended)
+                assert what == "damaged" or f"path = '{tmp_path / 'copy'}'" in ended.message, (how, ended)
             assert counts == {0}
             assert restored
+        assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
 
     @requires("training", "save and load")
     @pytest.mark.parametrize("what", PLACES)

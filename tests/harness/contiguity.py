@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
+from ring_backends.testing.calls import LocalCall, Results, call_here, check_results, expected, whole
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.rings import FOUR, in_every_layout, ring_here
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.rings import in_every_layout
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -58,13 +60,10 @@ VIEWS: dict[str, Callable[[torch.Generator, Shape], Tensor]] = {
 
 def memory_layout_here(adapter: str, layout: LayoutKind, views: list[str]) -> tuple[Results, Results]:
     """The results of views, and of contiguous copies. ``views`` has the name of the view of each rank."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    ring = ring.with_layout(layout)
-    call = local_call(adapter, ring, _CASE, gradients=False)
-    generator = torch.Generator().manual_seed(ring.rank)
-    view = VIEWS[views[ring.rank]]
-    tensors = [view(generator, tuple(x.shape)) for x in (call.query, call.key, call.value, call.grad_out)]
+    call = call_here(adapter, _CASE, layout=layout, gradients=False)
+    rank = call.attention.ring.rank
+    generator, view = torch.Generator().manual_seed(rank), VIEWS[views[rank]]
+    tensors = [view(generator, tuple(x.shape)) for x in (*call.inputs, call.grad_out)]
     mask = _mask_view(call.options["key_padding_mask"])
     memory = [torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()) for x in [*tensors, mask]]
     before = [numbers.clone() for numbers in memory]
@@ -84,34 +83,23 @@ def _mask_view(mask: Tensor) -> Tensor:
 
 def _results(call: LocalCall, tensors: list[Tensor], mask: Tensor) -> Results:
     *inputs, grad_out = tensors
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    query, key, value = (x.detach().requires_grad_() for x in inputs)
     options = {**call.options, "key_padding_mask": mask}
-    out, lse = call.attention(*leaves, return_lse=True, **options)
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+    return LocalCall(call.attention, query, key, value, grad_out, options).results()
 
 
 IN_PLACE = ("query", "key", "value", "key_padding_mask", "out")
 
 
-def modify_in_place(adapter: str, name: str) -> tuple[str, Results]:
-    """Change a tensor between forward and backward. Returns the error message and the results of a later call."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    attention = new_attention(adapter, ring, _CASE)
-    call = local_call(adapter, ring, _CASE, attention=attention)
+def modify_in_place(adapter: str, name: str) -> tuple[Ended, Results]:
+    """Change a tensor between forward and backward. Returns how it ended, and the results of a later call."""
+    call = call_here(adapter, _CASE)
     out = call()
     tensors = {**vars(call), **call.options, "out": out}
     with torch.no_grad():
         tensors[name].logical_not_() if name == "key_padding_mask" else tensors[name].mul_(2)
-    message = "no error"
-    try:
-        out.backward(call.grad_out)
-    except RuntimeError as error:
-        message = str(error)
-    call = local_call(adapter, ring, _CASE, attention=attention)
-    out, lse = call(return_lse=True)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return message, Results(out.detach(), lse, *grads)
+    ended = ending(lambda: out.backward(call.grad_out))
+    return ended, replace(call_here(adapter, _CASE), attention=call.attention).results()
 
 
 @core
@@ -129,6 +117,8 @@ class ContiguityTests(AdapterSuite):
 
     @pytest.mark.parametrize("name", IN_PLACE)
     def test_a_change_in_place_before_backward_is_an_error(self, world: World, name: str) -> None:
-        messages, results = zip(*world.run(modify_in_place, self.adapter, name), strict=True)
-        assert all("modified by an inplace operation" in message for message in messages), messages
+        endings, results = zip(*world.run(modify_in_place, self.adapter, name), strict=True)
+        for ended in endings:
+            assert ended.is_a(RuntimeError), ended
+            assert "modified by an inplace operation" in ended.message, ended
         check_results(whole(results, _CASE.seq_len, "contiguous"), expected(_CASE), 1e-10)

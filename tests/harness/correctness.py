@@ -8,18 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     Results,
-    case_of_ring,
+    call_here,
     check_exact,
     check_results,
     check_rounding,
     difference,
-    local_call,
+    join,
     run_cases,
     whole,
 )
@@ -32,7 +31,6 @@ from ring_backends.testing.rings import (
     every_layout,
     every_ring_and_layout,
     every_size_and_layout,
-    ring_here,
 )
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -117,18 +115,15 @@ ROUNDED_CASES = (
 )
 
 
-def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase, how: str) -> Any:
+def attend_once(adapter: str, layout: LayoutKind, case: AttentionCase, how: str) -> Any:
     """Make the call that ``how`` names. Returns the results of this rank."""
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
-        return None
-    call = local_call(adapter, ring.with_layout(layout), case_of_ring(case, place[0]))
+    call = call_here(adapter, case, layout=layout)
     if how == "without seq_len":
         return call(seq_len=None, return_lse=True)
     if how == "under autocast":
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = call()
-        return out, torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out.to(out.dtype))
+        return out, torch.autograd.grad(out, call.inputs, call.grad_out.to(out.dtype))
     if how == "out alone":
         return call(), call(return_lse=True)
     assert how == "no ring"
@@ -139,15 +134,8 @@ def attend_once(adapter: str, rings: RingSpec, layout: LayoutKind, case: Attenti
 
 def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[str]:
     """Make a call twice. Returns the names of the results of this rank that are not bitwise equal."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    found = []
-    for _ in range(2):
-        call = local_call(adapter, ring.with_layout(layout), case)
-        out, lse = call(return_lse=True)
-        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-        found.append(Results(out, lse, *grads))
-    return [name for name in Results._fields if not torch.equal(getattr(found[0], name), getattr(found[1], name))]
+    first, second = (call_here(adapter, case, layout=layout).results() for _ in range(2))
+    return [name for name in Results._fields if not torch.equal(getattr(first, name), getattr(second, name))]
 
 
 @core
@@ -182,23 +170,14 @@ class CorrectnessTests(AdapterSuite):
     @every_layout
     @pytest.mark.parametrize("is_causal", [False, True])
     def test_results_do_not_depend_on_the_ring_size(self, world: World, layout: LayoutKind, is_causal: bool) -> None:
-        case = AttentionCase(
-            seq_len=1003,
-            segment_lengths=(64, 401, 2048),
-            dilation_rates=(1, 3, 4),
-            num_heads=4,
-            num_kv_heads=2,
-            head_dim=16,
-            is_causal=is_causal,
-            masked="random",
-            dtype=torch.float64,
-        )
+        case = replace(_LONGER, segment_lengths=(64, 401, 2048), dilation_rates=(1, 3, 4), num_kv_heads=2)
+        case = replace(case, seq_len=1003, is_causal=is_causal, masked="random", dtype=torch.float64)
         alone: Results | None = None
         for rings in SIZES:
             if rings.capability in self.without:
                 continue
             ((answers, *_),) = run_cases(world, self.adapter, rings, layout, [case])
-            got = whole([answer.results for answer in answers], case.seq_len, layout)
+            got = join(answers, case.seq_len, layout)
             if alone is None:
                 alone = got
             check_results(got, alone, 1e-12, rings)
@@ -210,14 +189,14 @@ class CorrectnessTests(AdapterSuite):
 
     def test_seq_len_defaults_to_equal_shards(self, world: World) -> None:
         case = replace(_CASE, seq_len=24, is_causal=True)
-        assumed = world.run(attend_once, self.adapter, FOUR, "zigzag", case, "without seq_len")
+        assumed = world.run(attend_once, self.adapter, "zigzag", case, "without seq_len")
         got = whole([Results(*answer) for answer in assumed], 24, "zigzag")
         ((answers,),) = run_cases(world, self.adapter, FOUR, "zigzag", [case], gradients=False)
-        check_results(got, whole([answer.results for answer in answers], 24, "zigzag"), 0)
+        check_results(got, join(answers, 24, "zigzag"), 0)
 
     def test_lse_is_returned_on_request(self, world: World) -> None:
         case = replace(_CASE, batch=2, dtype=torch.bfloat16)
-        for out, (same_out, lse) in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "out alone"):
+        for out, (same_out, lse) in world.run(attend_once, self.adapter, "contiguous", case, "out alone"):
             assert torch.equal(out, same_out)
             assert out.requires_grad
             assert out.dtype == torch.bfloat16
@@ -227,10 +206,8 @@ class CorrectnessTests(AdapterSuite):
 
     def test_autocast_casts_as_for_torch_attention(self, world: World) -> None:
         case = replace(_CASE, dtype=torch.float32)
-        exact = whole_of(run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
-        outs, grads = zip(
-            *world.run(attend_once, self.adapter, FOUR, "contiguous", case, "under autocast"), strict=True
-        )
+        exact = join(run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0], 26)
+        outs, grads = zip(*world.run(attend_once, self.adapter, "contiguous", case, "under autocast"), strict=True)
         assert {out.dtype for out in outs} == {torch.bfloat16}
         assert {grad.dtype for rank_grads in grads for grad in rank_grads} == {torch.float32}
         assert difference(torch.cat(outs, 1), exact.out) < 0.02
@@ -239,8 +216,8 @@ class CorrectnessTests(AdapterSuite):
 
     def test_no_ring_is_a_ring_of_one(self, world: World) -> None:
         case = replace(_CASE, dilation_rates=(2,))
-        wanted = whole_of(run_cases(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
-        for alone in world.run(attend_once, self.adapter, FOUR, "contiguous", case, "no ring"):
+        wanted = join(run_cases(world, self.adapter, FOUR, "contiguous", [case], gradients=False)[0][0], 26)
+        for alone in world.run(attend_once, self.adapter, "contiguous", case, "no ring"):
             check_results(Results(*alone), wanted, 1e-12)
 
     @pytest.mark.gpu
@@ -252,12 +229,8 @@ class CorrectnessTests(AdapterSuite):
         answers = run_cases(world, self.adapter, rings, layout, cases, device="cuda")
         alone = run_cases(world, self.adapter, rings, layout, cases)
         for case, on_gpu, on_cpu in zip(cases, answers, alone, strict=True):
-            got, wanted = (whole_of(by_ring[0], case.seq_len, layout) for by_ring in (on_gpu, on_cpu))
+            got, wanted = (join(by_ring[0], case.seq_len, layout) for by_ring in (on_gpu, on_cpu))
             check_results(got, wanted, 1e-10, case)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             shorter = [replace(case, dtype=dtype) for case in ROUNDED_CASES]
             check_rounding(world, self.adapter, rings, layout, shorter, device="cuda")
-
-
-def whole_of(answers: Any, seq_len: int, layout: LayoutKind = "contiguous") -> Results:
-    return whole([answer.results for answer in answers], seq_len, layout)

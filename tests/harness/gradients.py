@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -13,22 +12,21 @@ from torch import Tensor
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
-    LocalCall,
     Results,
+    call_here,
     check_exact,
     check_results,
     difference,
     expected,
-    local_call,
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
-from ring_backends.testing.rings import FOUR, RingSpec, every_ring_and_layout, every_size_and_layout, ring_here
+from ring_backends.testing.rings import RingSpec, every_ring_and_layout, every_size_and_layout
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
-_CASE = AttentionCase(
+CASE = AttentionCase(
     seq_len=41,
     segment_lengths=(16, 41),
     dilation_rates=(1, 2),
@@ -42,51 +40,34 @@ _CASE = AttentionCase(
 _NAMES = ("query", "key", "value")
 
 
-def _inputs(call: LocalCall) -> list[Tensor]:
-    return [call.query, call.key, call.value]
-
-
-def _grads(out: Tensor, call: LocalCall, **options: Any) -> list[Tensor]:
-    return list(torch.autograd.grad(out, _inputs(call), call.grad_out, **options))
-
-
 def gradients_in_part(adapter: str, needed: tuple[str, ...]) -> list[Tensor | None]:
     """The ``.grad`` of the three inputs, if only the inputs in ``needed`` require gradients."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE, gradients=False)
+    call = call_here(adapter, CASE, gradients=False)
     for name in needed:
         getattr(call, name).requires_grad_()
     call().backward(call.grad_out)
-    return [tensor.grad for tensor in _inputs(call)]
+    return [tensor.grad for tensor in call.inputs]
 
 
 def two_calls(adapter: str, case: AttentionCase, other: AttentionCase, order: tuple[int, ...]) -> list[Results]:
     """Make two calls, then run backwards. ``order`` has the index of the call for each backward."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    calls = [local_call(adapter, ring, case), local_call(adapter, ring, other)]
+    calls = [call_here(adapter, case), call_here(adapter, other)]
     outs = [call(return_lse=True) for call in calls]
-    grads = {index: _grads(outs[index][0], calls[index], retain_graph=True) for index in order}
+    grads = {index: calls[index].gradients(outs[index][0], retain_graph=True) for index in order}
     return [Results(out.detach(), lse, *grads[index]) for index, (out, lse) in enumerate(outs)]
 
 
 def accumulated_gradients(adapter: str) -> list[Tensor | None]:
     """Run forward and backward twice on the same tensors. Returns their ``.grad``."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
+    call = call_here(adapter, CASE)
     for _ in range(2):
         call().backward(call.grad_out)
-    return [tensor.grad for tensor in _inputs(call)]
+    return [tensor.grad for tensor in call.inputs]
 
 
 def one_tensor_for_all(adapter: str) -> tuple[Tensor, Tensor]:
     """Pass one tensor as query, key and value. Returns its gradient, and the sum of the gradients of three copies."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    case = replace(_CASE, num_kv_heads=_CASE.num_heads)
-    call = local_call(adapter, ring, case)
+    call = call_here(adapter, replace(CASE, num_kv_heads=CASE.num_heads))
     attention, x, options = call.attention, call.query, call.options
     (together,) = torch.autograd.grad(attention(x, x, x, **options), x, call.grad_out)
     copies = [x.detach().clone().requires_grad_() for _ in range(3)]
@@ -95,24 +76,20 @@ def one_tensor_for_all(adapter: str) -> tuple[Tensor, Tensor]:
 
 
 def differentiate_twice(adapter: str) -> None:
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
-    grads = _grads(call(), call, create_graph=True)
+    call = call_here(adapter, CASE)
+    grads = call.gradients(call(), create_graph=True)
     torch.stack([grad.square().sum() for grad in grads]).sum().backward()
 
 
 def without_gradients(adapter: str) -> list[tuple[Tensor, bool]]:
     """Outputs of a call with gradients, under no_grad, under inference_mode, and of tensors without requires_grad."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    call = local_call(adapter, ring, _CASE)
+    call = call_here(adapter, CASE)
     outs = [call()]
     with torch.no_grad():
         outs.append(call())
     with torch.inference_mode():
         outs.append(call())
-    outs.append(local_call(adapter, ring, _CASE, gradients=False)())
+    outs.append(call_here(adapter, CASE, gradients=False)())
     return [(out.detach(), out.requires_grad) for out in outs]
 
 
@@ -138,7 +115,7 @@ class GradientTests(AdapterSuite):
     )
     def test_only_some_inputs_need_gradients(self, world: World, needed: tuple[str, ...]) -> None:
         by_input = zip(*world.run(gradients_in_part, self.adapter, needed), strict=True)
-        for name, wanted, parts in zip(_NAMES, expected(_CASE)[2:], by_input, strict=True):
+        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:], by_input, strict=True):
             if name in needed:
                 assert difference(torch.cat(parts, 1), wanted) <= FP64_TOLERANCE, name
             else:
@@ -147,7 +124,7 @@ class GradientTests(AdapterSuite):
     @core
     @pytest.mark.parametrize("order", [(0, 1), (1, 0), (1, 0, 1)], ids=str)
     def test_backwards_in_any_order(self, world: World, order: tuple[int, ...]) -> None:
-        cases = (_CASE, replace(_CASE, is_causal=False, segment_lengths=(24, 13), seed=5))
+        cases = (CASE, replace(CASE, is_causal=False, segment_lengths=(24, 13), seed=5))
         by_call = zip(*world.run(two_calls, self.adapter, *cases, order), strict=True)
         for case, results in zip(cases, by_call, strict=True):
             got = whole(results, case.seq_len, "contiguous")
@@ -156,7 +133,7 @@ class GradientTests(AdapterSuite):
     @core
     def test_gradients_accumulate(self, world: World) -> None:
         by_input = zip(*world.run(accumulated_gradients, self.adapter), strict=True)
-        for name, wanted, parts in zip(_NAMES, expected(_CASE)[2:], by_input, strict=True):
+        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:], by_input, strict=True):
             assert difference(torch.cat(parts, 1) / 2, wanted) <= FP64_TOLERANCE, name
 
     @core

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import copy
 import pickle
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import Results, check_results, difference, expected, local_call, new_attention
+from ring_backends.testing.calls import (
+    Results,
+    call_here,
+    check_results,
+    difference,
+    expected,
+    local_call,
+    new_attention,
+)
 from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import DenseAttention
 from ring_backends.testing.rings import (
     FOUR,
@@ -25,6 +33,7 @@ from ring_backends.testing.rings import (
     every_ring_and_layout,
     new_ring,
     ring_here,
+    ring_of,
     rows_of_ranks,
 )
 from ring_backends.testing.strategies import AttentionCase
@@ -37,16 +46,6 @@ _CASE = AttentionCase(
 
 
 @dataclass(frozen=True)
-class Place:
-    """The attributes of a ring on this rank."""
-
-    size: int
-    rank: int
-    data_size: int
-    data_rank: int
-
-
-@dataclass(frozen=True)
 class Cut:
     """A sharded tensor: this rank's positions, its shard, the bytes of its storage, and the unsharded tensor."""
 
@@ -56,9 +55,10 @@ class Cut:
     again: Tensor
 
 
-def place_here(adapter: str, rings: RingSpec) -> Place | None:
+def place_here(adapter: str, rings: RingSpec) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    """(size, rank) of this rank's ring, and (data_size, data_rank)."""
     ring = ring_here(adapter, rings)
-    return None if ring is None else Place(ring.size, ring.rank, ring.data_size, ring.data_rank)
+    return None if ring is None else ((ring.size, ring.rank), (ring.data_size, ring.data_rank))
 
 
 def _numbers(seq_len: int, dim: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -82,8 +82,8 @@ def cut_and_join(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int, dt
 
 def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> list[tuple[Tensor, Tensor]] | None:
     """The gradients of the inputs of shard and unshard. The gradients of their outputs differ between ranks."""
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
+    ring = ring_here(adapter, rings)
+    if ring is None:
         return None
     ring = ring.with_layout(layout)
     grads = []
@@ -91,10 +91,10 @@ def adjoints(adapter: str, rings: RingSpec, layout: LayoutKind, dim: int) -> lis
         numbers = _numbers(seq_len, dim)
         x = numbers.clone().requires_grad_()
         part = ring.shard(x, dim=dim)
-        (grad_x,) = torch.autograd.grad((part * (place[1] + 2)).sum(), x)
+        (grad_x,) = torch.autograd.grad((part * (ring.rank + 2)).sum(), x)
         local = part.detach().requires_grad_()
         joined = ring.unshard(local, dim=dim, seq_len=seq_len)
-        (grad_local,) = torch.autograd.grad((joined * numbers * 10.0 ** place[1]).sum(), local)
+        (grad_local,) = torch.autograd.grad((joined * numbers * 10.0**ring.rank).sum(), local)
         grads.append((grad_x, grad_local))
     return grads
 
@@ -129,13 +129,13 @@ def _sandwich_input() -> tuple[Tensor, list[Tensor]]:
 
 
 def gradients_of_sandwich(adapter: str, rings: RingSpec, layout: LayoutKind) -> list[Tensor] | None:
-    ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
-    if ring is None or place is None:
+    ring = ring_here(adapter, rings)
+    if ring is None:
         return None
     ring = ring.with_layout(layout)
     model = Sandwich(ring, new_attention(adapter, ring, _CASE))
     x, weights = _sandwich_input()
-    return list(torch.autograd.grad((model(x) * weights[place[1]]).sum(), list(model.parameters())))
+    return list(torch.autograd.grad((model(x) * weights[ring.rank]).sum(), list(model.parameters())))
 
 
 def layout_properties(adapter: str) -> list[bool]:
@@ -159,37 +159,26 @@ def layout_properties(adapter: str) -> list[bool]:
 
 def deep_copied(adapter: str) -> tuple[bool, Tensor, Tensor]:
     """Deep-copy a model. Returns whether the copy shares the ring, the original output, and the output of the copy."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    model = nn.Sequential(new_attention(adapter, ring, _CASE))
-    twin: Any = copy.deepcopy(model)
-    call = local_call(adapter, ring, _CASE, attention=model[0])
-    same = local_call(adapter, ring, _CASE, attention=twin[0])
-    return twin[0].ring is ring, call().detach(), same().detach()
+    call = call_here(adapter, _CASE)
+    (twin,) = copy.deepcopy(nn.Sequential(call.attention))
+    return twin.ring is call.attention.ring, call().detach(), replace(call, attention=twin)().detach()
 
 
-def pickled(adapter: str) -> tuple[str, Any]:
-    """Unpickle an attention module. Returns the error of a call without a ring, and the output with a ring."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
-    call = local_call(adapter, ring, _CASE, attention=attention)
-    message = "no error"
-    try:
-        call()
-    except RuntimeError as error:
-        message = str(error)
-    attention.ring = ring
-    return message, call().detach()
+def pickled(adapter: str) -> tuple[Ended, Tensor]:
+    """Unpickle an attention module. Returns how a call without a ring ended, and the output with a ring."""
+    call = call_here(adapter, _CASE)
+    ring, twin = call.attention.ring, pickle.loads(pickle.dumps(call.attention))
+    call = replace(call, attention=twin)
+    ended = ending(call)
+    twin.ring = ring
+    return ended, call().detach()
 
 
 def pickled_alone(adapter: str, rings: RingSpec) -> Results:
     """The results of an unpickled attention module on a ring of one."""
-    ring = ring_here(adapter, rings)
-    assert ring is not None
-    attention = pickle.loads(pickle.dumps(new_attention(adapter, ring, _CASE)))
-    call = local_call(adapter, ring, _CASE, attention=attention, gradients=False)
-    return Results(*call(return_lse=True))
+    call = local_call(adapter, ring_of(adapter, rings), _CASE, gradients=False)
+    twin = pickle.loads(pickle.dumps(call.attention))
+    return Results(*replace(call, attention=twin)(return_lse=True))
 
 
 class LayoutTests(AdapterSuite):
@@ -200,9 +189,9 @@ class LayoutTests(AdapterSuite):
             if where is None:
                 assert place is None
                 continue
-            assert (place.size, place.rank) == (rings.size, where[1])
+            assert place[0] == (rings.size, where[1])
             if len(rings.rings) * rings.size == 4:  # the rings tile the world
-                assert (place.data_size, place.data_rank) == (len(rings.rings), where[0])
+                assert place[1] == (len(rings.rings), where[0])
 
     @core
     @pytest.mark.parametrize(
@@ -212,10 +201,9 @@ class LayoutTests(AdapterSuite):
     def test_shards_are_pieces_of_tensor_split(
         self, world: World, rings: RingSpec, layout: LayoutKind, dim: int, dtype: torch.dtype
     ) -> None:
-        by_rank = world.run(cut_and_join, self.adapter, rings, layout, dim, dtype)
-        for ranks in rings.rings:
-            for ring_rank, global_rank in enumerate(ranks):
-                for seq_len, cut in zip(LENGTHS, by_rank[global_rank], strict=True):
+        for answers in rings.by_ring(world.run(cut_and_join, self.adapter, rings, layout, dim, dtype)):
+            for ring_rank, cuts in enumerate(answers):
+                for seq_len, cut in zip(LENGTHS, cuts, strict=True):
                     rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
                     numbers = _numbers(seq_len, dim, dtype)
                     assert torch.equal(cut.positions, rows)
@@ -228,10 +216,9 @@ class LayoutTests(AdapterSuite):
     @pytest.mark.parametrize("dim", [1, -1])
     @every_ring_and_layout
     def test_shard_and_unshard_backward(self, world: World, rings: RingSpec, layout: LayoutKind, dim: int) -> None:
-        by_rank = world.run(adjoints, self.adapter, rings, layout, dim)
-        for ranks in rings.rings:
-            for ring_rank, global_rank in enumerate(ranks):
-                for seq_len, (grad_x, grad_local) in zip(LENGTHS, by_rank[global_rank], strict=True):
+        for answers in rings.by_ring(world.run(adjoints, self.adapter, rings, layout, dim)):
+            for ring_rank, grads in enumerate(answers):
+                for seq_len, (grad_x, grad_local) in zip(LENGTHS, grads, strict=True):
                     rows = rows_of_ranks(seq_len, rings.size, layout)[ring_rank]
                     numbers = _numbers(seq_len, dim)
                     # The gradient of shard is zero outside the slice. That of unshard sums the gradients of all ranks.
@@ -248,8 +235,8 @@ class LayoutTests(AdapterSuite):
         model = Sandwich(None, DenseAttention(_CASE))
         objective = (model(x) * torch.stack(weights[: rings.size]).sum(0)).sum()
         wanted = torch.autograd.grad(objective, list(model.parameters()))
-        for ranks in rings.rings:
-            sums = [torch.stack(grads).sum(0) for grads in zip(*(by_rank[rank] for rank in ranks), strict=True)]
+        for of_ranks in rings.by_ring(by_rank):
+            sums = [torch.stack(grads).sum(0) for grads in zip(*of_ranks, strict=True)]
             for (name, _), got, want in zip(model.named_parameters(), sums, wanted, strict=True):
                 assert difference(got, want) <= 1e-10 * float(want.abs().max()), name
 
@@ -266,8 +253,10 @@ class LayoutTests(AdapterSuite):
     @core
     def test_an_unpickled_ring_says_what_to_do(self, world: World) -> None:
         wanted = expected(_CASE, gradients=False).out
-        messages, outs = zip(*world.run(pickled, self.adapter), strict=True)
-        assert all("initialize()" in message for message in messages), messages
+        endings, outs = zip(*world.run(pickled, self.adapter), strict=True)
+        for ended in endings:
+            assert ended.is_a(RuntimeError), ended
+            assert "initialize()" in ended.message, ended
         assert difference(torch.cat(outs, 1), wanted) <= 1e-10
 
     @core

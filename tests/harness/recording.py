@@ -23,25 +23,8 @@ from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.schedule.rank_plan import RankPlan
 
-COLLECTIVES = (
-    "_allgather_base",
-    "_reduce_scatter_base",
-    "allgather",
-    "allgather_coalesced",
-    "allgather_into_tensor_coalesced",
-    "allreduce",
-    "allreduce_coalesced",
-    "alltoall",
-    "alltoall_base",
-    "barrier",
-    "broadcast",
-    "gather",
-    "monitored_barrier",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_tensor_coalesced",
-    "scatter",
-)
+_WORDS = ("gather", "reduce", "scatter", "alltoall", "all_to_all", "broadcast", "barrier")
+COLLECTIVES = [name for name in dir(dist.ProcessGroup) if any(word in name for word in _WORDS)]
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ def reference_attention(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     weight_factors: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
 
@@ -56,10 +57,11 @@ def reference_attention(
         key_padding_mask: bool ``[B, n]``, True = ignore this key.
         document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
         weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
+        dtype: dtype of the computation, as in :func:`dense_attention`. None means fp64.
 
     Returns:
-        out, fp64 ``[B, n, H, D]``, and LSE, fp64 ``[B, H, n]``, detached. A query that sees no key has
-        out 0, LSE -inf and gradient 0.
+        out ``[B, n, H, D]``, and LSE ``[B, H, n]``, detached, both in fp64 if ``dtype`` is None. A query that sees no
+        key has out 0, LSE -inf and gradient 0.
 
     Raises:
         ValueError: an option is unknown, or the branches are not valid for this sequence and these heads.
@@ -83,6 +85,7 @@ def reference_attention(
         key_padding_mask=key_padding_mask,
         document_ids=document_ids,
         weight_factors=weight_factors,
+        dtype=dtype,
     )
 
 

@@ -6,12 +6,12 @@ Expected values are computed here from the definition, not by the package under 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from unittest import mock
 
 import pytest
@@ -23,6 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,10 @@ class RingSpec:
             if global_rank in ranks:
                 return index, ranks.index(global_rank)
         return None
+
+    def by_ring(self, by_rank: Sequence[T]) -> list[list[T]]:
+        """Values of global ranks, indexed by ring and ring rank."""
+        return [[by_rank[rank] for rank in ranks] for ranks in self.rings]
 
 
 ONE = RingSpec("1", ((0,), (1,), (2,), (3,)), "size")
@@ -132,26 +138,25 @@ def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
     return new_ring(adapter, rings, timeout=timedelta(seconds=60))
 
 
+def ring_of(adapter: str, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous") -> Ring:
+    """This rank's cached ring, with a layout. All ranks of the world make this call, or have called ``ring_here``."""
+    ring = ring_here(adapter, rings)
+    assert ring is not None
+    return ring.with_layout(layout)
+
+
 def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
     """A new ring, for tests that break it. All ranks of the world make this call."""
-    initialize = backend(adapter).initialize
-    group: Any = None
+    initialize: Callable[..., Ring] = partial(backend(adapter).initialize, layout=layout, timeout=timeout)
     if rings.how == "size":
-        ring: Ring = initialize(rings.size, layout, timeout=timeout)
-        return ring
+        return initialize(rings.size)
     if rings.how == "hosts":
         with mock.patch.dict(os.environ, {HOST_VARIABLE: rings.hosts[dist.get_rank()]}):
-            ring = initialize(rings.size, layout, timeout=timeout, ring_order="topology")
-        return ring
+            return initialize(rings.size, ring_order="topology")
     if rings.how == "mesh axis":
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("column", "row"))
-        group = mesh["row" if rings.rings[0] == (0, 1) else "column"]
-    else:
-        # torch requires that every rank creates every group.
-        groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
-        place = rings.place(dist.get_rank())
-        if place is None:
-            return None
-        group = groups[place[0]]
-    ring = initialize(layout=layout, group=group, timeout=timeout)
-    return ring
+        return initialize(group=mesh["row" if rings.rings[0] == (0, 1) else "column"])
+    # torch requires that every rank creates every group.
+    groups = [dist.new_group(list(ranks)) for ranks in rings.rings]
+    place = rings.place(dist.get_rank())
+    return None if place is None else initialize(group=groups[place[0]])

@@ -19,8 +19,8 @@ from ring_backends.testing.calls import (
     check_results,
     difference,
     expected,
+    join,
     run_cases,
-    whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.reference import reference_counts
@@ -98,8 +98,7 @@ def dependent_rows(name: str, position: int, case: AttentionCase) -> Results:
 @core
 class SpecialValueTests(AdapterSuite):
     def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
-        answers = run_cases(world, self.adapter, FOUR, layout, [case])[0][0]
-        return whole([answer.results for answer in answers], case.seq_len, layout)
+        return join(run_cases(world, self.adapter, FOUR, layout, [case])[0][0], case.seq_len, layout)
 
     @pytest.mark.parametrize(
         "number", [float("nan"), float("inf"), pytest.param(float("-inf"), marks=pytest.mark.slow)], ids=str

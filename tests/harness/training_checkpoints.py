@@ -75,7 +75,7 @@ def load_during_a_step(adapter: str, path: str, options: Mapping[str, Any]) -> t
     refused = ending(lambda: trainer.state.load(path))
     trainer.state.step()
     trainer.state.load(path)
-    return refused, all(torch.equal(x, saved[name]) for name, x in trainer.state.full_state_dict().items())
+    return refused, trainer.has_state(saved)
 
 
 def save_a_setting(adapter: str, path: str, kind: str, options: Mapping[str, Any]) -> tuple[Ended, list[Any], bool]:

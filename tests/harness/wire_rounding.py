@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,10 +11,10 @@ from torch import Tensor
 from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.ring_schedule import RingSchedule
-from ring_backends.testing.calls import local_call, new_attention
+from ring_backends.testing.calls import call_here
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.reference import reference_attention
-from ring_backends.testing.rings import FOUR, ring_here, rows_of_ranks
+from ring_backends.testing.rings import rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -33,36 +32,28 @@ ROUNDING = 2.0**-8
 """The largest relative error of rounding to bf16."""
 
 
-@dataclass(frozen=True)
-class Sent:
-    """One rank's results, with the bytes that its backward sent."""
+class Sent(NamedTuple):
+    """One rank's out and gradients, with the bytes that its backward sent."""
 
     out: Tensor
-    grads: tuple[Tensor, ...]
+    grads: list[Tensor]
     backward_bytes: int
 
 
-def both_ways(adapter: str) -> tuple[Sent, Sent]:
+def both_ways(adapter: str) -> list[Sent]:
     """The same call with dK and dV in fp32 and in bf16 on the wire."""
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
     found = []
     for dtype in (None, torch.bfloat16):
-        attention = new_attention(adapter, ring, CASE, grad_wire_dtype=dtype)
-        call = local_call(adapter, ring, CASE, attention=attention)
-        out = call()
-        ring.traffic.reset()
-        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-        found.append(Sent(out.detach(), grads, ring.traffic.bytes))
-    return found[0], found[1]
+        call = call_here(adapter, CASE, grad_wire_dtype=dtype)
+        out, traffic = call(), call.attention.ring.traffic
+        traffic.reset()
+        found.append(Sent(out.detach(), call.gradients(out), traffic.bytes))
+    return found
 
 
 def disagree(adapter: str) -> None:
     """Rank 1 sends its gradients in another dtype than the other ranks."""
-    ring = ring_here(adapter, FOUR)
-    dtype = torch.bfloat16 if dist.get_rank() == 1 else None
-    assert ring is not None
-    local_call(adapter, ring, CASE, attention=new_attention(adapter, ring, CASE, grad_wire_dtype=dtype))()
+    call_here(adapter, CASE, grad_wire_dtype=torch.bfloat16 if dist.get_rank() == 1 else None)()
 
 
 def shares_of_ranks() -> list[tuple[Tensor, Tensor]]:
@@ -84,9 +75,8 @@ class WireRoundingTests(AdapterSuite):
     @core
     def test_gradients_in_bf16_on_the_wire(self, world: World) -> None:
         by_rank = world.run(both_ways, self.adapter)
-        schedule = RingSchedule(
-            DilatedPattern(CASE.segment_lengths, CASE.dilation_rates), SequenceLayout(CASE.seq_len, 4), 4, 2
-        )
+        pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
+        schedule = RingSchedule(pattern, SequenceLayout(CASE.seq_len, 4), 4, 2)
         sizes: dict[str, Any] = {"batch": CASE.batch, "head_dim": CASE.head_dim, "itemsize": 2, "backward": True}
         for rank, (exact, rounded) in enumerate(by_rank):
             assert torch.equal(exact.out, rounded.out)
