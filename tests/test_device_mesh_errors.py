@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from types import MethodType
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from device_mesh_cases import InnerAttention, N, make_model, mesh_of, put
+from native_ranks import world_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,10 +25,15 @@ from ring_backends.testing.world import World
 FULL = ([N], [1])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2) as ranks:
-        yield ranks
+two = world_of(2)
+
+
+def check(of_ranks: list[list[Ended]], messages: Iterable[str]) -> None:
+    """Every rank raised errors with these messages. An empty message stands for no error."""
+    for of_rank in of_ranks:
+        for ended, message in zip(of_rank, messages, strict=True):
+            assert message in ended.message, (message, ended)
+            assert (ended.error == "no error") == (message == ""), (message, ended)
 
 
 class NoCausal(nn.Module):
@@ -47,14 +53,14 @@ class WithSink(InnerAttention):
         self.sink = nn.Parameter(torch.zeros(4))
 
 
+def dilated() -> Any:
+    return native.RingDilatedAttention([4], [1])
+
+
 def with_own_forward() -> nn.Module:
     module = InnerAttention()
     module.forward = MethodType(InnerAttention.forward, module)  # type: ignore[method-assign]
     return module
-
-
-def applied_twice() -> nn.Module:
-    return put(InnerAttention(), RingDilated(*FULL))
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -64,11 +70,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (WithDropout, r"module = WithDropout: has an nn.Dropout with p = 0.1"),
     "causal": (NoCausal, "is_causal is not given, and the forward of NoCausal has no such argument"),
     "replaced": (with_own_forward, "module = InnerAttention: its forward was replaced on the instance"),
-    "twice": (applied_twice, "module = InnerAttentionOnRing: is on a ring already"),
-    "pattern": (
-        lambda: native.RingDilatedAttention([4], [1]),
-        "segment_lengths: NativeRingDilatedAttention has its own; leave this out of its style",
-    ),
+    "twice": (lambda: put(InnerAttention(), RingDilated(*FULL)), "module = InnerAttentionOnRing: is on a ring already"),
+    "pattern": (dilated, "segment_lengths: NativeRingDilatedAttention has its own; leave this out of its style"),
     "bias_kv": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
     "zero_attn": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_bias_kv and add_zero_attn"),
 }
@@ -79,34 +82,28 @@ class OtherAttention(RingDilatedAttention):
         raise NotImplementedError
 
 
-OWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "options": (
-        lambda: native.RingDilatedAttention([4], [1]),
-        {"is_causal": True, "scale": 1.0},
-        "is_causal, scale: NativeRingDilatedAttention has its own",
+OWN: dict[str, Callable[[], Any]] = {
+    "is_causal, scale: NativeRingDilatedAttention has its own": lambda: put(
+        dilated(), RingDilated(is_causal=True, scale=1.0)
     ),
-    "twice": (
-        lambda: put(native.RingDilatedAttention([4], [1]), RingDilated()),
-        {},
-        "module = NativeRingDilatedAttention: is on a ring already",
+    "module = NativeRingDilatedAttention: is on a ring already": lambda: put(
+        put(dilated(), RingDilated()), RingDilated()
     ),
-    "backend": (
-        lambda: RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])),
-        {},
-        "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes",
+    "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes": (
+        lambda: put(RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])), RingDilated())
     ),
-    "no pattern": (InnerAttention, {}, "segment_lengths is not given: InnerAttention has no pattern of its own"),
+    "segment_lengths is not given: InnerAttention has no pattern of its own": lambda: put(
+        InnerAttention(), RingDilated()
+    ),
 }
 
 
 def own_here() -> list[Ended]:
-    return [ending(lambda make=make, given=given: put(make(), RingDilated(**given))) for make, given, _ in OWN.values()]
+    return [ending(call) for call in OWN.values()]
 
 
 def test_own_modules(two: World) -> None:
-    for of_rank in two.run(own_here):
-        for ended, (*_, message) in zip(of_rank, OWN.values(), strict=True):
-            assert message in ended.message, ended
+    check(two.run(own_here), OWN)
 
 
 def module_here(name: str) -> Ended:
@@ -144,93 +141,84 @@ def test_options(options: dict[str, Any], message: str) -> None:
 
 def meshes_here() -> list[Ended]:
     put(InnerAttention(), RingDilated(*FULL))
-    mesh = mesh_of((1, 2))
-    styles = [
-        RingDilated(*FULL, layout="zigzag"),
-        RingDilated(*FULL, timeout=timedelta(seconds=9)),
-    ]
-    return [
-        *(ending(lambda style=style: parallelize_module(InnerAttention(), mesh["ring"], style)) for style in styles),
-        ending(lambda: parallelize_module(InnerAttention(), mesh, RingDilated(*FULL))),
-        ending(lambda: ring_of(mesh)),
-        ending(lambda: ring_of("ring")),  # type: ignore[arg-type]
-        ending(lambda: ring_of(mesh["data"])),
-        ending(lambda: context_parallel(mesh["data"], buffers=[torch.ones(N)], buffer_seq_dims=[0]).__enter__()),
-        ending(lambda: put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1))),
-        ending(lambda: parallelize_module(InnerAttention(), mesh["ring"], RingDilated(*FULL))),
-    ]
+    return [ending(lambda call=call: call(mesh_of((1, 2)))) for call, _ in MESHES]
+
+
+def parallelize(mesh: DeviceMesh, **options: Any) -> None:
+    parallelize_module(InnerAttention(), mesh, RingDilated(*FULL, **options))
+
+
+MESHES: list[tuple[Callable[[Any], Any], str]] = [
+    (
+        lambda mesh: parallelize(mesh["ring"], layout="zigzag"),
+        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style",
+    ),
+    (
+        lambda mesh: parallelize(mesh["ring"], timeout=timedelta(seconds=9)),
+        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ",
+    ),
+    (lambda mesh: parallelize(mesh), "mesh has 2 axes, ('data', 'ring'): expected one"),
+    (lambda mesh: ring_of(mesh), "mesh has 2 axes"),
+    (lambda mesh: ring_of("ring"), "mesh = str: expected one axis of a DeviceMesh"),  # type: ignore[arg-type]
+    (lambda mesh: ring_of(mesh["data"]), "mesh: no RingDilated has been applied on its axis data"),
+    (
+        lambda mesh: context_parallel(mesh["data"], buffers=[torch.ones(N)], buffer_seq_dims=[0]).__enter__(),
+        "mesh: no RingDilated has been applied on its axis data",
+    ),
+    (
+        lambda mesh: put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1)),
+        "dropout_p is given: MultiheadAttention has dropout = 0.0",
+    ),
+    (lambda mesh: parallelize(mesh["ring"]), ""),
+]
 
 
 def test_meshes(two: World) -> None:
-    expected = [
-        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style",
-        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ",
-        "mesh has 2 axes, ('data', 'ring'): expected one",
-        "mesh has 2 axes",
-        "mesh = str: expected one axis of a DeviceMesh",
-        "mesh: no RingDilated has been applied on its axis data",
-        "mesh: no RingDilated has been applied on its axis data",
-        "dropout_p is given: MultiheadAttention has dropout = 0.0",
-        "",
-    ]
-    for of_rank in two.run(meshes_here):
-        for ended, message in zip(of_rank, expected, strict=True):
-            assert message in ended.message, ended
-        assert of_rank[-1].error == "no error", of_rank[-1]
+    check(two.run(meshes_here), [message for _, message in MESHES])
 
 
-def row(heads: int = 4, rows: int = N) -> Tensor:
-    return torch.ones(2, heads, rows, 8)
+def row(heads: int = 4, n: int = N) -> Tensor:
+    return torch.ones(2, heads, n, 8)
 
 
-CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "mask": (
-        lambda attention: attention(row(), row(), row(), attn_mask=torch.ones(N, N, dtype=torch.bool)),
-        "attn_mask is given: masks of pairs are not supported by a ring",
+def rows() -> list[Tensor]:
+    """Query, key and value."""
+    return [row(), row(), row()]
+
+
+ATTN_MASK = torch.ones(N, N, dtype=torch.bool)
+CALLS: dict[str, Callable[[Any], Any]] = {
+    "attn_mask is given: masks of pairs are not supported by a ring": lambda a: a(*rows(), attn_mask=ATTN_MASK),
+    "enable_gqa = False with 4 query heads and 2 key heads": lambda a: a(row(), row(2), row(2)),
+    f"key has {N - 1} rows and query {N}: cross-attention": lambda a: a(row(), row(n=N - 1), row(n=N - 1)),
+    "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)": (
+        lambda a: a(row()[0], row()[0], row()[0])
     ),
-    "gqa": (
-        lambda attention: attention(row(), row(2), row(2)),
-        "enable_gqa = False with 4 query heads and 2 key heads",
-    ),
-    "cross": (
-        lambda attention: attention(row(), row(rows=N - 1), row(rows=N - 1)),
-        f"key has {N - 1} rows and query {N}: cross-attention",
-    ),
-    "dims": (
-        lambda attention: attention(row()[0], row()[0], row()[0]),
-        "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)",
-    ),
-    "type": (lambda attention: attention(row(), None, row()), "key = NoneType: expected a plain torch.Tensor"),
-    "missing": (lambda attention: attention(row(), row()), "value = NoneType: expected a plain torch.Tensor"),
-    "twice": (lambda attention: attention(row(), row(), row(), q=row()), "q is given twice"),
-    "many": (lambda attention: attention(row(), row(), row(), None), "4 arguments are given by position"),
-    "scale": (lambda attention: attention(row(), row(), row(), scale=1.0), "set RingDilated(scale=1.0)"),
-    "causal": (lambda attention: attention(row(), row(), row(), is_causal=None), "is_causal = None: expected True"),
-    "unknown": (lambda attention: attention(row(), row(), row(), window=3), "window is given: a ring does not have"),
-    "rows": (lambda attention: in_context(attention, row()), "but with seq_len = 44 rank"),
+    "key = NoneType: expected a plain torch.Tensor": lambda a: a(row(), None, row()),
+    "value = NoneType: expected a plain torch.Tensor": lambda a: a(row(), row()),
+    "q is given twice": lambda a: a(*rows(), q=row()),
+    "4 arguments are given by position": lambda a: a(*rows(), None),
+    "set RingDilated(scale=1.0)": lambda a: a(*rows(), scale=1.0),
+    "is_causal = None: expected True": lambda a: a(*rows(), is_causal=None),
+    "window is given: a ring does not have": lambda a: a(*rows(), window=3),
+    "but with seq_len = 44 rank": lambda a: in_context(a, row()),
 }
 
-MULTIHEAD_CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "weights": (lambda attention: attention(x, x, x), "need_weights is given: a ring has no matrix of weights"),
-    "mask": (
-        lambda attention: attention(x, x, x, need_weights=False, attn_mask=torch.ones(3, 3)),
-        "attn_mask is given: masks of pairs",
-    ),
-    "dims": (
-        lambda attention: attention(x[0], x[0], x[0], need_weights=False),
-        "query has shape [2, 8]: expected [local seq, batch, features]",
-    ),
-    "features": (
-        lambda attention: attention(x[..., :7], x, x, need_weights=False),
-        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features",
-    ),
-    "cross": (lambda attention: attention(x, x[1:], x[1:], need_weights=False), "key has 2 rows and query 3"),
-    "bias": (
-        lambda attention: attention(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5)),
-        "key_padding_mask is torch.float32 with values other than 0 and −inf",
-    ),
-}
 x = torch.ones(3, 2, 8)
+MULTIHEAD_CALLS: dict[str, Callable[[Any], Any]] = {
+    "need_weights is given: a ring has no matrix of weights": lambda a: a(x, x, x),
+    "attn_mask is given: masks of pairs": lambda a: a(x, x, x, need_weights=False, attn_mask=torch.ones(3, 3)),
+    "query has shape [2, 8]: expected [local seq, batch, features]": (
+        lambda a: a(x[0], x[0], x[0], need_weights=False)
+    ),
+    "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features": (
+        lambda a: a(x[..., :7], x, x, need_weights=False)
+    ),
+    "key has 2 rows and query 3": lambda a: a(x, x[1:], x[1:], need_weights=False),
+    "key_padding_mask is torch.float32 with values other than 0 and −inf": (
+        lambda a: a(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5))
+    ),
+}
 
 
 def in_context(attention: nn.Module, tensor: Tensor) -> None:
@@ -238,26 +226,25 @@ def in_context(attention: nn.Module, tensor: Tensor) -> None:
         attention(tensor, tensor, tensor)
 
 
+CALLS_OF = {"inner": CALLS, "multihead": MULTIHEAD_CALLS}
+
+
 def calls_here(kind: str) -> list[Ended]:
     module = InnerAttention() if kind == "inner" else nn.MultiheadAttention(8, 2)
     attention = put(module, RingDilated(*FULL, timeout=timedelta(seconds=60)))
-    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
-    return [ending(lambda call=call: call(attention)) for call, _ in calls.values()]
+    return [ending(lambda call=call: call(attention)) for call in CALLS_OF[kind].values()]
 
 
-@pytest.mark.parametrize("kind", ["inner", "multihead"])
+@pytest.mark.parametrize("kind", CALLS_OF)
 def test_calls(two: World, kind: str) -> None:
-    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
-    for of_rank in two.run(calls_here, kind):
-        for ended, (_, message) in zip(of_rank, calls.values(), strict=True):
-            assert message in ended.message, ended
+    check(two.run(calls_here, kind), CALLS_OF[kind])
 
 
 def one_refuses_here() -> Ended:
     """Only rank 0 passes a mask."""
     attention = put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60)))
     mask = None if mesh_of((1, 2)).get_rank() else torch.ones(N, N)
-    return ending(lambda: attention(row(), row(), row(), attn_mask=mask))
+    return ending(lambda: attention(*rows(), attn_mask=mask))
 
 
 def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
@@ -319,5 +306,4 @@ def contexts_here() -> dict[str, Ended]:
 
 def test_contexts(two: World) -> None:
     for of_rank in two.run(contexts_here):
-        for message, ended in of_rank.items():
-            assert message in ended.message, (message, ended)
+        check([[*of_rank.values()]], of_rank)

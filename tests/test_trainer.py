@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import transformers
+from native_ranks import assert_near, world_of
 from trainer_cases import CASES, assert_equal, bf16_losses, evaluations, resume, run
 
 from ring_backends.testing.world import World
@@ -19,16 +19,7 @@ from ring_backends.testing.world import World
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=PRELOAD) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4, preload=PRELOAD) as ranks:
-        yield ranks
+two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
 
 def skip_if_missing(name: str) -> None:
@@ -83,7 +74,7 @@ def test_bf16(two: World) -> None:
     """Rounding of bf16 differs, but by less than the first steps change the loss."""
     expected = bf16_losses(None)
     for found in two.run(bf16_losses, 2):
-        torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
+        assert_near(found, expected, 3e-3)
 
 
 @pytest.mark.parametrize("loss_func", [pytest.param(True, marks=LONG), False])
@@ -92,4 +83,4 @@ def test_evaluations_with_short_last_batches(two: World, average: bool, loss_fun
     """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
     expected = torch.tensor(evaluations(None, average, loss_func))
     for found in two.run(evaluations, 1, average, loss_func):
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
+        assert_near(torch.tensor(found), expected, 1e-5)
