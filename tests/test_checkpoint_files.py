@@ -9,24 +9,14 @@ import pytest
 import torch
 
 from ring_backends.ring.ring import Ring
-from ring_backends.training.checkpoint_files import (
-    MANIFEST,
-    as_loadable,
-    check_file,
-    check_folder,
-    check_place,
-    find_checkpoint,
-    read_manifest,
-    replace_file,
-    replace_folder,
-    save_file,
-)
+from ring_backends.training import checkpoint_files as files
+from ring_backends.training.checkpoint_files import check_file, check_folder, check_place, find_checkpoint
 
 ALONE = Ring()
 
 
 def save(path: Path, text: str) -> None:
-    replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
+    files.replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
 
 
 def test_a_folder_is_replaced(tmp_path: Path) -> None:
@@ -41,7 +31,7 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
 def test_a_symlink_stays_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     for name, write in (("folder", lambda path: save(path, "one")),
-                        ("file", lambda path: replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
+                        ("file", lambda path: files.replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
         link, target = tmp_path / name, tmp_path / "large disk" / name
         link.symlink_to(target)
         for _ in range(2):
@@ -142,7 +132,7 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one two three")
     whole = check_folder(ALONE, path)
-    assert read_manifest(path)["step"] == 3
+    assert files.read_manifest(path)["step"] == 3
     (path / "numbers").write_text("one two four")
     with pytest.raises(ValueError, match="numbers is damaged"):
         check_folder(ALONE, path)
@@ -151,14 +141,14 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path: Path) -> None:
         check_folder(ALONE, path)
     save(path, "four")
     assert check_folder(ALONE, path) != whole
-    (path / MANIFEST).unlink()
-    with pytest.raises(FileNotFoundError, match=MANIFEST):
+    (path / files.MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match=files.MANIFEST):
         check_folder(ALONE, path)
 
 
 def test_flipped_bits_and_truncation_are_detected(tmp_path: Path) -> None:
     path, saved = tmp_path / "checkpoint", {"model": {"weight": torch.randn(50)}, "step": 3}
-    save_file(ALONE, lambda: saved, path)
+    files.save_file(ALONE, lambda: saved, path)
     whole = path.read_bytes()
     check_file(path)
     read = torch.load(path, weights_only=True)
@@ -182,8 +172,8 @@ class OwnNumber:
 def test_numpy_numbers_are_converted_and_other_objects_are_refused() -> None:
     numpy = pytest.importorskip("numpy")
     state = {"lr": numpy.float64(0.1), "betas": (numpy.float32(0.5), 1), "names": ["a"], "on": True, "x": torch.ones(1)}
-    plain = as_loadable(state, "state")
+    plain = files.as_loadable(state, "state")
     assert plain == state
     assert [type(value) for value in (plain["lr"], *plain["betas"], plain["on"])] == [float, float, int, bool]
     with pytest.raises(ValueError, match=r"state\['lr'\]\[1\] is a .*OwnNumber"):
-        as_loadable({"lr": [0.1, OwnNumber()]}, "state")
+        files.as_loadable({"lr": [0.1, OwnNumber()]}, "state")

@@ -9,38 +9,32 @@ from typing import Any
 
 import pytest
 import torch
+import torchscale_reference as ts
 from command_line import refused, shown
+from native_ranks import assert_near
 from torch import Tensor
-from torchscale_reference import (
-    BRANCHES,
-    EMBED_DIM,
-    attention,
-    close,
-    inputs,
-    reference,
-    reference_model,
-    torchscale_state,
-    with_name,
-)
 
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 
 
 def prefixed(prefix: str, **options: Any) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": value for name, value in torchscale_state(**options).items()}
+    return {f"{prefix}{name}": value for name, value in ts.make_state(**options).items()}
 
 
 @pytest.fixture
 def slide_encoder(tmp_path: Path) -> Path:
     """A checkpoint like GigaPath's: an encoder and other modules."""
-    other_modules = {"cls_token": torch.zeros(1, 1, EMBED_DIM), "patch_embed.proj.weight": torch.zeros(EMBED_DIM, 7)}
-    other_modules |= {name: torch.zeros(EMBED_DIM) for name in ("patch_embed.proj.bias", "norm.weight", "norm.bias")}
+    other_modules = {
+        "cls_token": torch.zeros(1, 1, ts.EMBED_DIM),
+        "patch_embed.proj.weight": torch.zeros(ts.EMBED_DIM, 7),
+    }
+    other_modules |= {name: torch.zeros(ts.EMBED_DIM) for name in ("patch_embed.proj.bias", "norm.weight", "norm.bias")}
     path = tmp_path / "slide_encoder.pth"
     torch.save({"model": {**other_modules, **prefixed("encoder.")}, "epoch": 3}, path)
     return path
 
 
-def branch_options(branches: Any = BRANCHES) -> str:
+def branch_options(branches: Any = ts.BRANCHES) -> str:
     lengths, rates = (",".join(map(str, numbers)) for numbers in branches)
     return f"--segment-lengths {lengths} --dilation-rates {rates}"
 
@@ -53,13 +47,13 @@ def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -
     left = printed.partition("Left out")[2]
     for name, entries in (("cls_token", 1), ("patch_embed", 2), ("norm", 2), ("epoch", 1)):
         assert any(name in line and str(entries) in line for line in left.splitlines()), left
-    model = LongNetEncoder.from_checkpoint(target, attention())
-    close(model(inputs("encoder", 37)).detach(), reference("encoder", 4, 37))
+    model = LongNetEncoder.from_checkpoint(target, ts.attention())
+    assert_near(model(ts.inputs("encoder", 37)).detach(), ts.reference("encoder", 4, 37))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder.pt", "slide_encoder.pth"]
     with pytest.raises(ValueError, match="holds a LongNet encoder, and this is LongNetDecoder"):
-        LongNetDecoder.from_checkpoint(target, attention())
+        LongNetDecoder.from_checkpoint(target, ts.attention())
     with pytest.raises(ValueError, match="attention has DilatedPattern"):
-        LongNetEncoder.from_checkpoint(target, attention(branches=((8,), (1,))))
+        LongNetEncoder.from_checkpoint(target, ts.attention(branches=((8,), (1,))))
 
 
 def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
@@ -69,12 +63,16 @@ def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     assert "19, 80, 19" in printed
     assert "not given" in printed
     assert "Left out" not in printed
-    model = LongNetDecoder.from_checkpoint(target, attention())
-    close(model(inputs("decoder", 37)).detach(), reference("decoder", 4, 37))
+    model = LongNetDecoder.from_checkpoint(target, ts.attention())
+    assert_near(model(ts.inputs("decoder", 37)).detach(), ts.reference("decoder", 4, 37))
     options = "--kind decoder --scale-embedding --activation relu --layer-norm-eps 0.1"
     shown(f"convert --num-heads 3 {options}", source, again)
-    model = LongNetDecoder.from_checkpoint(again, attention(), dtype=torch.float32)
-    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(EMBED_DIM))
+    model = LongNetDecoder.from_checkpoint(again, ts.attention(), dtype=torch.float32)
+    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (
+        3,
+        0.1,
+        math.sqrt(ts.EMBED_DIM),
+    )
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
     # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.
@@ -107,7 +105,7 @@ def test_convert_replaces_a_file_only_with_force(slide_encoder: Path, tmp_path: 
     assert "exists already; give another file, or --force" in error
     assert target.read_text() == "precious"
     shown("convert --num-heads 4 --force", slide_encoder, target)
-    LongNetEncoder.from_checkpoint(target, attention())
+    LongNetEncoder.from_checkpoint(target, ts.attention())
 
 
 class Custom:
@@ -129,15 +127,19 @@ MISPLACED = ((8, 10), (1, 4))
         (b"", "", "not a whole file of tensors"),
         (BOTH, "", "--prefix: there are several LongNets, 'decoder.', 'enc"),
         (prefixed("encoder."), "--prefix decoder", "--prefix: prefix = 'decoder.': no layer .*: 'encoder.'"),
-        (torchscale_state(tokens=True), "", "--kind: the names do not show"),
-        (torchscale_state(), "--kind both", "--kind: kind = 'both'"),
-        (torchscale_state(), "--num-heads 5", "num_heads = 5 must divide it"),
-        (torchscale_state(), "--activation swish", "--activation: activation = 'swish'"),
+        (ts.make_state(tokens=True), "", "--kind: the names do not show"),
+        (ts.make_state(), "--kind both", "--kind: kind = 'both'"),
+        (ts.make_state(), "--num-heads 5", "num_heads = 5 must divide it"),
+        (ts.make_state(), "--activation swish", "--activation: activation = 'swish'"),
         (prefixed("encoder.", subln=False, normalize_output=False), "", "post-norm or DeepNorm"),
-        (with_name("layers.0.self_attn.xpos.scale"), "", "xPos"),
-        (torchscale_state(), "--segment-lengths 8,16", "--dilation-rates: dilation_rates is missing"),
-        (torchscale_state(), branch_options(MISPLACED), "--segment-lengths: .*pads every segment.*with --seq-len"),
-        (torchscale_state(), f"{branch_options(MISPLACED)} --seq-len 11", "10 and dilation rate 4 on 11"),
+        (ts.with_name("layers.0.self_attn.xpos.scale"), "", "xPos"),
+        (ts.make_state(), "--segment-lengths 8,16", "--dilation-rates: dilation_rates is missing"),
+        (
+            ts.make_state(),
+            branch_options(MISPLACED),
+            "--segment-lengths: .*pads every segment.*with --seq-len",
+        ),
+        (ts.make_state(), f"{branch_options(MISPLACED)} --seq-len 11", "10 and dilation rate 4 on 11"),
     ],
 )
 def test_convert_refuses_unusable_files(saved: Any, options: str, text: str, tmp_path: Path) -> None:
@@ -164,13 +166,13 @@ def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
 
 def test_a_pattern_that_misplaces_is_accepted_for_shorter_sequences(slide_encoder: Path, tmp_path: Path) -> None:
     shown(f"convert --num-heads 4 {branch_options(MISPLACED)} --seq-len 10", slide_encoder, tmp_path / "to.pt")
-    x = inputs("encoder", 10)
-    got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", attention(branches=MISPLACED))(x)
-    close(got.detach(), reference_model(torchscale_state(), x, 4, MISPLACED, False)[-1])
+    x = ts.inputs("encoder", 10)
+    got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", ts.attention(branches=MISPLACED))(x)
+    assert_near(got.detach(), ts.reference_model(ts.make_state(), x, 4, MISPLACED, False)[-1])
 
 
 def test_a_file_that_convert_did_not_write(slide_encoder: Path) -> None:
     with pytest.raises(ValueError, match="not a file of `ring-backends convert`"):
-        LongNetEncoder.from_checkpoint(slide_encoder, attention())
+        LongNetEncoder.from_checkpoint(slide_encoder, ts.attention())
     with pytest.raises(FileNotFoundError):
-        LongNetEncoder.from_checkpoint("no such file", attention())
+        LongNetEncoder.from_checkpoint("no such file", ts.attention())

@@ -17,12 +17,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import ring_backends.testing.reference
-from ring_backends.testing.reference import (
-    dense_attention,
-    reference_attention,
-    reference_counts,
-    reference_phantom_counts,
-)
+from ring_backends.testing.reference import dense_attention as dense
+from ring_backends.testing.reference import reference_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.strategies import DTYPES, AttentionCase, attention_cases
 
 SMALL = {"max_n": 14, "max_heads": 5, "head_dims": (2, 1), "dtypes": (torch.float64,)}
@@ -122,13 +118,8 @@ def test_one_whole_branch_is_plain_attention(is_causal):
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     # One more key with score 0 and value 0 makes the LSE a factor of the output.
-    with_zero = dense_attention(
-        query,
-        key,
-        value,
-        reference_counts(11, 4, [11], [1], is_causal=is_causal),
-        phantom_counts=torch.ones(4, 11, dtype=torch.int64),
-    )[0]
+    counts, one_more = reference_counts(11, 4, [11], [1], is_causal=is_causal), torch.ones(4, 11, dtype=torch.int64)
+    with_zero = dense(query, key, value, counts, phantom_counts=one_more)[0]
     torch.testing.assert_close(with_zero, out * torch.sigmoid(lse).transpose(1, 2)[..., None])
 
 
@@ -166,12 +157,7 @@ def test_head_groups_by_hand():
 
 @pytest.mark.parametrize(
     ("offset", "by_head"),
-    [
-        (None, [0, 1, 2, 0, 1]),
-        ("mod", [0, 1, 2, 0, 1]),
-        ("block", [0, 0, 1, 1, 2]),
-        ("branch", [0, 0, 0, 0, 0]),
-    ],
+    [(None, [0, 1, 2, 0, 1]), ("mod", [0, 1, 2, 0, 1]), ("block", [0, 0, 1, 1, 2]), ("branch", [0, 0, 0, 0, 0])],
 )
 def test_offsets_by_hand(offset, by_head):
     counts = reference_counts(3, 5, [3], [3], offset=offset)
@@ -236,7 +222,7 @@ def test_dense_attention_in_the_input_dtype(dtype):
     case = AttentionCase(33, (8, 33), (2, 4), num_heads=2, num_kv_heads=2, masked="rows", batch=2, dtype=dtype)
     query, key, value, _, mask = case.tensors()
     counts = reference_counts(33, 2, [8, 33], [2, 4])
-    out, lse = dense_attention(query, key, value, counts, key_padding_mask=mask, dtype=dtype)
+    out, lse = dense(query, key, value, counts, key_padding_mask=mask, dtype=dtype)
     exact_out, exact_lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

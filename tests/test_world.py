@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from dataclasses import dataclass
@@ -16,13 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import environment, output_of, run
 
-import ring_backends.testing.world
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.world import RanksFailedError, World
-
-# The folder from which started processes import the package under test.
-PACKAGE_ROOT = Path(ring_backends.testing.world.__file__).absolute().parents[2]
 
 
 @dataclass
@@ -121,10 +116,10 @@ def test_tensors_are_returned_unchanged(pair):
 
 
 def test_the_environment_of_a_rank(pair):
-    for rank, (threads, backend, environment) in enumerate(pair.run(settings_of_a_rank)):
+    for rank, (threads, backend, variables) in enumerate(pair.run(settings_of_a_rank)):
         assert (threads, backend) == (1, "gloo")
-        assert environment[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
-        assert int(environment[4]) > 0
+        assert variables[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
+        assert int(variables[4]) > 0
 
 
 def test_collected_errors_leave_the_ranks_running(pair):
@@ -138,10 +133,8 @@ def test_collected_errors_leave_the_ranks_running(pair):
     assert not wrong.raised(ValueError)
     assert not fine.raised(RuntimeError)
     assert [outcome.error_type for outcome in pair.run_collect(exit_with_status)] == ["SystemExit"] * 2
-    assert [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])] == [
-        "returned",
-        "not asked",
-    ]
+    statuses = [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])]
+    assert statuses == ["returned", "not asked"]
     assert pair.run(process_ids) == before
 
 
@@ -226,28 +219,25 @@ def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
     assert time.monotonic() - start < 30
 
 
+PRELOADING = """
+import sys
+from ring_backends.testing.world import World
+
+def has(name):
+    return name in sys.modules
+
+if __name__ == "__main__":
+    with World(1, preload=["colorsys", "not_installed"]) as world:
+        print(world.run(has, "colorsys"), "colorsys" in sys.modules)
+"""
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server only on Linux")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server imports only torch")
 def test_ranks_have_the_imports_of_their_server(tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from ring_backends.testing.world import World
-
-            def has(name):
-                return name in sys.modules
-
-            if __name__ == "__main__":
-                with World(1, preload=["colorsys", "not_installed"]) as world:
-                    print(world.run(has, "colorsys"), "colorsys" in sys.modules)
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.stdout == "[True] False\n"
+    script.write_text(PRELOADING)
+    assert run([str(script)], tmp_path, timeout=60).stdout == "[True] False\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/environ")
@@ -258,63 +248,51 @@ def test_ranks_start_with_the_variables_of_their_world(pair):
     assert "TUNABLE" not in os.environ
 
 
+KILLED = """
+import os, signal, time
+from ring_backends.testing.world import World
+
+def hang(parent):
+    print("hanging", flush=True)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    World(1).run(hang, os.getpid())
+"""
+
+
 @pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, time
-            from ring_backends.testing.world import World
-
-            def hang(parent):
-                print("hanging", flush=True)
-                os.kill(parent, signal.SIGKILL)
-                time.sleep(600)
-
-            if __name__ == "__main__":
-                World(1).run(hang, os.getpid())
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "TMPDIR": str(tmp_path)}
+    script.write_text(KILLED)
     # The rank inherits the output pipe, so the output ends only when the rank ends.
-    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = run([str(script)], tmp_path, environment(TMPDIR=str(tmp_path)), timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == "hanging\n"
+
+
+NAMED = """
+from dataclasses import dataclass
+from ring_backends.testing.world import World
+
+@dataclass
+class Parcel:
+    text: str
+
+def same(parcel):
+    return parcel
+
+def test_same():
+    with World(1) as world:
+        assert world.run(same, Parcel("x")) == [Parcel("x")]
+"""
 
 
 @pytest.mark.slow
 def test_ranks_find_functions_of_modules_imported_by_pytest(tmp_path):
     folder = tmp_path / "checks" / "inner"
     folder.mkdir(parents=True)
-    (folder / "test_named.py").write_text(
-        textwrap.dedent(
-            """
-            from dataclasses import dataclass
-            from ring_backends.testing.world import World
-
-            @dataclass
-            class Parcel:
-                text: str
-
-            def same(parcel):
-                return parcel
-
-            def test_same():
-                with World(1) as world:
-                    assert world.run(same, Parcel("x")) == [Parcel("x")]
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--rootdir={tmp_path}", str(folder)],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout
+    (folder / "test_named.py").write_text(NAMED)
+    command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    output_of([*command, f"--rootdir={tmp_path}", str(folder)], tmp_path, timeout=120)
