@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 import ring_backends
@@ -41,7 +42,11 @@ def run(
 
 def output_of(arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None, timeout: float = 240) -> str:
     """Run Python with these arguments, without an error. Returns the output and the error output together."""
-    done = run(arguments, cwd, env, timeout, stderr=subprocess.STDOUT)
+    try:
+        done = run(arguments, cwd, env, timeout, stderr=subprocess.STDOUT)
+    except subprocess.TimeoutExpired as error:
+        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
+        pytest.fail(f"{arguments} did not end within {timeout} s:\n{output}")
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}"
     return done.stdout
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -28,12 +29,12 @@ FULL = ([N], [1])
 two = world_of(2)
 
 
-def check(of_ranks: list[list[Ended]], messages: Iterable[str]) -> None:
-    """Every rank raised errors with these messages. An empty message stands for no error."""
-    for of_rank in of_ranks:
-        for ended, message in zip(of_rank, messages, strict=True):
-            assert message in ended.message, (message, ended)
-            assert (ended.error == "no error") == (message == ""), (message, ended)
+def refused(call: Callable[..., Any], *args: Any, **options: Any) -> Ended:
+    return ending(partial(call, *args, **options))
+
+
+def put_refused(module: Any, **options: Any) -> Ended:
+    return refused(put, module, RingDilated(**options))
 
 
 class NoCausal(nn.Module):
@@ -82,28 +83,15 @@ class OtherAttention(RingDilatedAttention):
         raise NotImplementedError
 
 
-OWN: dict[str, Callable[[], Any]] = {
-    "is_causal, scale: NativeRingDilatedAttention has its own": lambda: put(
-        dilated(), RingDilated(is_causal=True, scale=1.0)
-    ),
-    "module = NativeRingDilatedAttention: is on a ring already": lambda: put(
-        put(dilated(), RingDilated()), RingDilated()
-    ),
-    "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes": (
-        lambda: put(RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])), RingDilated())
-    ),
-    "segment_lengths is not given: InnerAttention has no pattern of its own": lambda: put(
-        InnerAttention(), RingDilated()
-    ),
-}
-
-
-def own_here() -> list[Ended]:
-    return [ending(call) for call in OWN.values()]
-
-
-def test_own_modules(two: World) -> None:
-    check(two.run(own_here), OWN)
+def own_modules_here() -> dict[str, Ended]:
+    return {
+        "is_causal, scale: NativeRingDilatedAttention has its own": put_refused(dilated(), is_causal=True, scale=1.0),
+        "module = NativeRingDilatedAttention: is on a ring already": put_refused(put(dilated(), RingDilated())),
+        "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes": (
+            put_refused(RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])))
+        ),
+        "segment_lengths is not given: InnerAttention has no pattern of its own": put_refused(InnerAttention()),
+    }
 
 
 def module_here(name: str) -> Ended:
@@ -139,112 +127,84 @@ def test_options(options: dict[str, Any], message: str) -> None:
         RingDilated(**{"segment_lengths": [4], "dilation_rates": [1], **options})
 
 
-def meshes_here() -> list[Ended]:
+def parallelized(mesh: DeviceMesh, **options: Any) -> Ended:
+    return refused(parallelize_module, InnerAttention(), mesh, RingDilated(*FULL, **options))
+
+
+def meshes_here() -> dict[str, Ended]:
     put(InnerAttention(), RingDilated(*FULL))
-    return [ending(lambda call=call: call(mesh_of((1, 2)))) for call, _ in MESHES]
-
-
-def parallelize(mesh: DeviceMesh, **options: Any) -> None:
-    parallelize_module(InnerAttention(), mesh, RingDilated(*FULL, **options))
-
-
-MESHES: list[tuple[Callable[[Any], Any], str]] = [
-    (
-        lambda mesh: parallelize(mesh["ring"], layout="zigzag"),
-        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style",
-    ),
-    (
-        lambda mesh: parallelize(mesh["ring"], timeout=timedelta(seconds=9)),
-        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ",
-    ),
-    (lambda mesh: parallelize(mesh), "mesh has 2 axes, ('data', 'ring'): expected one"),
-    (lambda mesh: ring_of(mesh), "mesh has 2 axes"),
-    (lambda mesh: ring_of("ring"), "mesh = str: expected one axis of a DeviceMesh"),  # type: ignore[arg-type]
-    (lambda mesh: ring_of(mesh["data"]), "mesh: no RingDilated has been applied on its axis data"),
-    (
-        lambda mesh: context_parallel(mesh["data"], buffers=[torch.ones(N)], buffer_seq_dims=[0]).__enter__(),
-        "mesh: no RingDilated has been applied on its axis data",
-    ),
-    (
-        lambda mesh: put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1)),
-        "dropout_p is given: MultiheadAttention has dropout = 0.0",
-    ),
-    (lambda mesh: parallelize(mesh["ring"]), ""),
-]
-
-
-def test_meshes(two: World) -> None:
-    check(two.run(meshes_here), [message for _, message in MESHES])
+    mesh = mesh_of((1, 2))
+    ring = mesh["ring"]
+    return {
+        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style": (
+            parallelized(ring, layout="zigzag")
+        ),
+        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ": (
+            parallelized(ring, timeout=timedelta(seconds=9))
+        ),
+        "mesh has 2 axes, ('data', 'ring'): expected one": parallelized(mesh),
+        "mesh has 2 axes": refused(ring_of, mesh),
+        "mesh = str: expected one axis of a DeviceMesh": refused(ring_of, "ring"),
+        "mesh: no RingDilated has been applied on its axis data": refused(ring_of, mesh["data"]),
+        "dropout_p is given: MultiheadAttention has dropout = 0.0": (
+            refused(put, nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1))
+        ),
+        "": parallelized(ring),
+    }
 
 
 def row(heads: int = 4, n: int = N) -> Tensor:
     return torch.ones(2, heads, n, 8)
 
 
-def rows() -> list[Tensor]:
-    """Query, key and value."""
-    return [row(), row(), row()]
+def calls_here() -> dict[str, Ended]:
+    call = partial(refused, put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    rows, one, short = (row(), row(), row()), row()[0], row(n=N - 1)
+    mask = torch.ones(N, N, dtype=torch.bool)
+    return {
+        "attn_mask is given: masks of pairs are not supported by a ring": call(*rows, attn_mask=mask),
+        "enable_gqa = False with 4 query heads and 2 key heads": call(row(), row(2), row(2)),
+        f"key has {N - 1} rows and query {N}: cross-attention": call(row(), short, short),
+        "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)": (
+            call(one, one, one)
+        ),
+        "key = NoneType: expected a plain torch.Tensor": call(row(), None, row()),
+        "value = NoneType: expected a plain torch.Tensor": call(row(), row()),
+        "q is given twice": call(*rows, q=row()),
+        "4 arguments are given by position": call(*rows, None),
+        "set RingDilated(scale=1.0)": call(*rows, scale=1.0),
+        "is_causal = None: expected True": call(*rows, is_causal=None),
+        "window is given: a ring does not have": call(*rows, window=3),
+        "but with seq_len = 44 rank": call_in_context(call, *rows),
+    }
 
 
-ATTN_MASK = torch.ones(N, N, dtype=torch.bool)
-CALLS: dict[str, Callable[[Any], Any]] = {
-    "attn_mask is given: masks of pairs are not supported by a ring": lambda a: a(*rows(), attn_mask=ATTN_MASK),
-    "enable_gqa = False with 4 query heads and 2 key heads": lambda a: a(row(), row(2), row(2)),
-    f"key has {N - 1} rows and query {N}: cross-attention": lambda a: a(row(), row(n=N - 1), row(n=N - 1)),
-    "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)": (
-        lambda a: a(row()[0], row()[0], row()[0])
-    ),
-    "key = NoneType: expected a plain torch.Tensor": lambda a: a(row(), None, row()),
-    "value = NoneType: expected a plain torch.Tensor": lambda a: a(row(), row()),
-    "q is given twice": lambda a: a(*rows(), q=row()),
-    "4 arguments are given by position": lambda a: a(*rows(), None),
-    "set RingDilated(scale=1.0)": lambda a: a(*rows(), scale=1.0),
-    "is_causal = None: expected True": lambda a: a(*rows(), is_causal=None),
-    "window is given: a ring does not have": lambda a: a(*rows(), window=3),
-    "but with seq_len = 44 rank": lambda a: in_context(a, row()),
-}
-
-x = torch.ones(3, 2, 8)
-MULTIHEAD_CALLS: dict[str, Callable[[Any], Any]] = {
-    "need_weights is given: a ring has no matrix of weights": lambda a: a(x, x, x),
-    "attn_mask is given: masks of pairs": lambda a: a(x, x, x, need_weights=False, attn_mask=torch.ones(3, 3)),
-    "query has shape [2, 8]: expected [local seq, batch, features]": (
-        lambda a: a(x[0], x[0], x[0], need_weights=False)
-    ),
-    "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features": (
-        lambda a: a(x[..., :7], x, x, need_weights=False)
-    ),
-    "key has 2 rows and query 3": lambda a: a(x, x[1:], x[1:], need_weights=False),
-    "key_padding_mask is torch.float32 with values other than 0 and −inf": (
-        lambda a: a(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5))
-    ),
-}
+def call_in_context(call: Callable[..., Ended], *rows: Tensor) -> Ended:
+    with context_parallel(ring_mesh(), buffers=[torch.ones(N - 1)], buffer_seq_dims=[0]):
+        return call(*rows)
 
 
-def in_context(attention: nn.Module, tensor: Tensor) -> None:
-    with context_parallel(mesh_of((1, 2))["ring"], buffers=[torch.ones(N - 1)], buffer_seq_dims=[0]):
-        attention(tensor, tensor, tensor)
-
-
-CALLS_OF = {"inner": CALLS, "multihead": MULTIHEAD_CALLS}
-
-
-def calls_here(kind: str) -> list[Ended]:
-    module = InnerAttention() if kind == "inner" else nn.MultiheadAttention(8, 2)
-    attention = put(module, RingDilated(*FULL, timeout=timedelta(seconds=60)))
-    return [ending(lambda call=call: call(attention)) for call in CALLS_OF[kind].values()]
-
-
-@pytest.mark.parametrize("kind", CALLS_OF)
-def test_calls(two: World, kind: str) -> None:
-    check(two.run(calls_here, kind), CALLS_OF[kind])
+def multihead_calls_here() -> dict[str, Ended]:
+    call = partial(refused, put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    without = partial(call, need_weights=False)
+    x = torch.ones(3, 2, 8)
+    return {
+        "need_weights is given: a ring has no matrix of weights": call(x, x, x),
+        "attn_mask is given: masks of pairs": without(x, x, x, attn_mask=torch.ones(3, 3)),
+        "query has shape [2, 8]: expected [local seq, batch, features]": without(x[0], x[0], x[0]),
+        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features": without(x[..., :7], x, x),
+        "key has 2 rows and query 3": without(x, x[1:], x[1:]),
+        "key_padding_mask is torch.float32 with values other than 0 and −inf": (
+            without(x, x, x, key_padding_mask=torch.full((2, 3), 0.5))
+        ),
+    }
 
 
 def one_refuses_here() -> Ended:
     """Only rank 0 passes a mask."""
     attention = put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60)))
     mask = None if mesh_of((1, 2)).get_rank() else torch.ones(N, N)
-    return ending(lambda: attention(*rows(), attn_mask=mask))
+    return ending(lambda: attention(row(), row(), row(), attn_mask=mask))
 
 
 def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
@@ -254,8 +214,9 @@ def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
     assert "attn_mask is given" in second.message
 
 
-def entering(buffers: Any, dims: Any, **options: Any) -> Ended:
-    return ending(lambda: context_parallel(ring_mesh(), buffers=buffers, buffer_seq_dims=dims, **options).__enter__())
+def entering(buffers: Any, dims: Any, axis: str = "ring", **options: Any) -> Ended:
+    context = partial(context_parallel, mesh_of((1, 2))[axis], buffers=buffers, buffer_seq_dims=dims, **options)
+    return ending(lambda: context().__enter__())
 
 
 def ring_mesh() -> DeviceMesh:
@@ -286,6 +247,7 @@ def contexts_here() -> dict[str, Ended]:
             model(tokens, tokens)
 
     return {
+        "mesh: no RingDilated has been applied on its axis data": entering([torch.ones(N)], [0], axis="data"),
         "buffers has 1 tensors and buffer_seq_dims 0 numbers": entering([ones], None),
         "buffers = Tensor: expected a list": entering(ones, [0]),
         "buffer_seq_dims = int: expected a list": entering([ones], 0),
@@ -304,6 +266,12 @@ def contexts_here() -> dict[str, Ended]:
     }
 
 
-def test_contexts(two: World) -> None:
-    for of_rank in two.run(contexts_here):
-        check([[*of_rank.values()]], of_rank)
+@pytest.mark.parametrize(
+    "calls_by_message", [own_modules_here, meshes_here, calls_here, multihead_calls_here, contexts_here]
+)
+def test_every_rank_raises(two: World, calls_by_message: Callable[[], dict[str, Ended]]) -> None:
+    """An empty message stands for no error."""
+    for of_rank in two.run(calls_by_message):
+        for message, ended in of_rank.items():
+            assert message in ended.message, (message, ended)
+            assert (ended.error == "no error") == (message == ""), (message, ended)

@@ -75,7 +75,6 @@ def test_a_model_that_is_wrapped() -> None:
         ({"use_cache": True}, "use_cache = True: not supported by a ring; leave it out. generate"),
         ({"logits_to_keep": 1}, "logits_to_keep = 1: not supported"),
         ({"return_dict": False}, "return_dict = False: not supported"),
-        ({"past_key_values": transformers.DynamicCache()}, "past_key_values is given: key/value caches"),
         ({"inputs_embeds": torch.zeros(1, 8, 32)}, "inputs_embeds is given"),
         ({"input_ids": None}, "input_ids is not given"),
         ({"labels": TOKENS[:, :7]}, r"labels is \[1, 7\]: expected \[1, 8\]"),
@@ -101,13 +100,6 @@ def test_another_attention_implementation() -> None:
     model.set_attn_implementation("eager")
     with pytest.raises(ValueError, match="attn_implementation of LlamaForCausalLM = 'eager': expected 'ring_dilated_"):
         model(TOKENS)
-
-
-def test_padding_before_tokens_of_roberta() -> None:
-    model = on_a_ring(transformers.AutoModelForMaskedLM.from_config(config_of("roberta", pad_token_id=1)))
-    model(TOKENS + 1)
-    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-        model(torch.cat([torch.ones_like(TOKENS), TOKENS + 1], 1))
 
 
 class OwnLoss(transformers.Trainer):

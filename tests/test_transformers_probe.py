@@ -295,11 +295,14 @@ def test_masks_of_every_dtype(dtype: torch.dtype) -> None:
 
 def test_padding_tokens_that_the_mask_does_not_mark() -> None:
     """RoBERTa gives every padding token the position before the first, whatever the mask says."""
-    model, batch = on_a_ring(make("RobertaForMaskedLM", "roberta")), batch_of("right")
-    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-        model(batch["input_ids"])
-    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-        shard_inputs(Ring(), input_ids=batch["input_ids"], first_position=2)
+    model = on_a_ring(make("RobertaForMaskedLM", "roberta"))
+    model(batch_of("right")["input_ids"][:1])
+    for padding in ("left", "right"):
+        input_ids = batch_of(padding)["input_ids"]
+        with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
+            model(input_ids)
+        with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
+            shard_inputs(Ring(), input_ids=input_ids, first_position=2)
 
 
 def test_sequences_shorter_than_the_ring() -> None:
