@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -48,13 +49,11 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
     for name in ("a", "z"):
         (path / name).mkdir()
         (path / name / "more").touch()
-    remove, num_removed = Path.unlink, 0
+    remove, num_removed = Path.unlink, itertools.count(1)
 
     def killed(file: Path, missing_ok: bool = False) -> None:
-        nonlocal num_removed
         remove(file, missing_ok)
-        num_removed += file.name in ("more", "numbers")
-        if num_removed == 2:
+        if file.name in ("more", "numbers") and next(num_removed) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -70,19 +69,17 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
 def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
-    rename, num_renames = os.replace, 0
+    rename, num_renames = os.replace, itertools.count(1)
 
     def killed(*names: Path) -> None:
-        nonlocal num_renames
-        num_renames += 1
-        if num_renames == 2:
+        if next(num_renames) == 2:
             raise KeyboardInterrupt
         rename(*names)
 
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(path, "two")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(path, "two")
     assert not path.exists()
     left = find_checkpoint(ALONE, path)
     assert left is not None
@@ -97,17 +94,16 @@ def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_replaced(tmp_path: Path) -> None:
-    pipe, documents, empty = tmp_path / "pipe", tmp_path / "documents", tmp_path / "empty"
+    pipe, documents, link, empty = (tmp_path / name for name in ("pipe", "documents", "link to documents", "empty"))
     os.mkfifo(pipe)
     documents.mkdir()
     (documents / "thesis").touch()
+    link.symlink_to(documents)
     empty.mkdir()
-    for path in (pipe, documents, tmp_path / "link to documents", Path("/dev/null"), Path("/dev/zero")):
-        if path.name.startswith("link"):
-            path.symlink_to(documents)
-        for is_folder in (False, True):
-            with pytest.raises(ValueError, match=f"path = '{path}'"):
-                check_place(path, is_folder=is_folder)
+    others = (pipe, documents, link, Path("/dev/null"), Path("/dev/zero"))
+    for path, is_folder in itertools.product(others, (False, True)):
+        with pytest.raises(ValueError, match=f"path = '{path}'"):
+            check_place(path, is_folder=is_folder)
     check_place(empty, is_folder=True)
     with pytest.raises(ValueError, match="is a folder"):
         check_place(empty, is_folder=False)
@@ -120,10 +116,9 @@ def test_files_at_the_temporary_path_are_not_removed(tmp_path: Path) -> None:
 
 
 def test_places_that_may_be_replaced(tmp_path: Path) -> None:
-    for name in ("nothing", "file"):
-        for is_folder in (False, True):
-            check_place(tmp_path / name, is_folder=is_folder)
-        (tmp_path / "file").touch()
+    (tmp_path / "file").touch()
+    for name, is_folder in itertools.product(("nothing", "file"), (False, True)):
+        check_place(tmp_path / name, is_folder=is_folder)
     save(tmp_path / "folder", "one")
     check_place(tmp_path / "folder", is_folder=True)
 

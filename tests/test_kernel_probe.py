@@ -9,7 +9,6 @@ import pytest
 import torch
 from command_line import shown
 from kernel_cases import CPU
-from torch import Tensor
 
 from ring_backends import dilated_attention
 from ring_backends.cli import info
@@ -39,13 +38,10 @@ def test_the_timed_calls_compute_attention(name: str) -> None:
     leaves = tuple(x.clone().requires_grad_() for x in (branch.inputs.query, branch.inputs.key, branch.inputs.value))
     out, lse = dilated_attention(*leaves, [32], [4], is_causal=True, kernel="math", return_lse=True)
     branch.calls(kernel)[0]()
-    torch.testing.assert_close(branch.out.sums.out, out.detach())
-    torch.testing.assert_close(branch.out.sums.lse, lse.transpose(1, 2))
+    sums = branch.out.sums
+    torch.testing.assert_close([sums.out, sums.lse], [out.detach(), lse.transpose(1, 2)])
     branch.calls(kernel)[1]()  # made after the forward, whose out it saves
-    sums = branch.grads.sums
-    expected: tuple[Tensor, ...] = torch.autograd.grad(out, leaves, branch.grad_out)
-    for total, grad in zip(sums, expected, strict=True):
-        torch.testing.assert_close(total, grad)
+    torch.testing.assert_close([*branch.grads.sums], [*torch.autograd.grad(out, leaves, branch.grad_out)])
     assert isinstance(kernel, StepKernel) == (name == "triton_dilated")
 
 

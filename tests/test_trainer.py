@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import transformers
 from native_ranks import assert_near, world_of
 from trainer_cases import CASES, assert_equal, bf16_losses, evaluations, resume, run
 
@@ -22,20 +21,12 @@ PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "
 two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
 
-def skip_if_missing(name: str) -> None:
-    if name == "lora":
-        pytest.importorskip("peft")
-    if name == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
-        pytest.skip("this release's ModernBERT has an attention of its own")
-
-
 LONG = pytest.mark.matrix(reason="trains four models")
 
 
 @pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
-    skip_if_missing(name)
     expected = run(name, None)
     for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
         assert_equal(two.run(run, name, ring_size, layout), expected)
@@ -44,8 +35,8 @@ def test_two_ranks(two: World, name: str) -> None:
 @LONG
 @pytest.mark.parametrize("name", CASES)
 def test_two_by_two(four: World, name: str) -> None:
-    skip_if_missing(name)
-    assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
+    expected = run(name, None)
+    assert_equal(four.run(run, name, 2, "zigzag"), expected)
 
 
 @LONG

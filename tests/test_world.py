@@ -35,10 +35,6 @@ def rank_and_arguments(*args, **kwargs):
     return dist.get_rank(), args, kwargs
 
 
-def process_ids():
-    return os.getpid()
-
-
 def sum_over_ranks(value):
     total = torch.tensor(float(value) + dist.get_rank())
     dist.all_reduce(total)
@@ -73,31 +69,13 @@ def leave_the_others_waiting(rank):
     dist.barrier()
 
 
-def sleep_on_rank(rank):
-    while dist.get_rank() == rank:
-        time.sleep(0.1)
-
-
-def abort_on_rank(rank):
+def call_on_rank(rank, function, *args):
     if dist.get_rank() == rank:
-        os.abort()
-
-
-def stop_on_rank(rank):
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        function(*args)
 
 
 def exit_soon():
     threading.Timer(0.1, os._exit, (3,)).start()
-
-
-def exit_with_status():
-    sys.exit(2)
-
-
-def return_a_lock():
-    return threading.Lock()
 
 
 def test_results_come_back_by_rank(pair):
@@ -123,7 +101,7 @@ def test_the_environment_of_a_rank(pair):
 
 
 def test_collected_errors_leave_the_ranks_running(pair):
-    before = pair.run(process_ids)
+    before = pair.run(os.getpid)
     fine, wrong = pair.run_collect(fail_on_rank, 1)
     assert (fine.status, fine.value, fine.error_type) == ("returned", "fine", None)
     assert (wrong.status, wrong.error_type) == ("raised", "RingMismatchError")
@@ -132,22 +110,22 @@ def test_collected_errors_leave_the_ranks_running(pair):
     assert wrong.raised(RuntimeError)
     assert not wrong.raised(ValueError)
     assert not fine.raised(RuntimeError)
-    assert [outcome.error_type for outcome in pair.run_collect(exit_with_status)] == ["SystemExit"] * 2
+    assert [outcome.error_type for outcome in pair.run_collect(sys.exit, 2)] == ["SystemExit"] * 2
     statuses = [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])]
     assert statuses == ["returned", "not asked"]
-    assert pair.run(process_ids) == before
+    assert pair.run(os.getpid) == before
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pair):
     with pytest.raises(RanksFailedError, match="cannot pickle"):
-        pair.run(return_a_lock, ranks=[0])
+        pair.run(threading.Lock, ranks=[0])
 
 
 def test_a_local_function_is_refused(pair):
     with pytest.raises(ValueError, match="top level"):
         pair.run(lambda: None)
     with pytest.raises(ValueError, match="0 to 1"):
-        pair.run(process_ids, ranks=[2])
+        pair.run(os.getpid, ranks=[2])
 
 
 def test_an_error_shows_every_rank(pair):
@@ -175,14 +153,14 @@ def test_an_error_shows_where_the_others_wait(pair):
 
 
 def test_a_hang_is_reported_with_stacks_and_the_next_call_has_new_ranks(pair):
-    before = pair.run(process_ids)
+    before = pair.run(os.getpid)
     with pytest.raises(RanksFailedError) as failure:
-        pair.run(sleep_on_rank, 0, timeout=0.5)
+        pair.run(call_on_rank, 0, time.sleep, 600, timeout=0.5)
     message = str(failure.value)
     assert "--- rank 0 no answer: within 0.5 s" in message
-    assert re.search(r"test_world.py\", line \d+ in sleep_on_rank", message)
+    assert re.search(r"test_world.py\", line \d+ in call_on_rank", message)
     assert "--- rank 1 returned" in message
-    after = pair.run(process_ids)
+    after = pair.run(os.getpid)
     assert not set(before) & set(after)
     for process_id in before:
         with pytest.raises(ProcessLookupError):
@@ -190,7 +168,7 @@ def test_a_hang_is_reported_with_stacks_and_the_next_call_has_new_ranks(pair):
 
 
 def test_a_death_is_reported_and_the_next_call_has_new_ranks(pair):
-    returned, died = pair.run_collect(abort_on_rank, 1)
+    returned, died = pair.run_collect(call_on_rank, 1, os.abort)
     assert returned.status == "returned"
     assert (died.status, died.message) == ("died", "was killed by SIGABRT")
     assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
@@ -205,16 +183,17 @@ def test_a_rank_lost_between_calls_is_reported(pair):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_reported_too(pair):
-    pair.run(process_ids)  # the first call is slow, because the ranks import this module
-    stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
+    pair.run(settings_of_a_rank)  # the first call is slow, because the ranks import this module
+    stopped, returned = pair.run_collect(call_on_rank, 0, signal.raise_signal, signal.SIGSTOP, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
 
 
 def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
-    pair.run(process_ids)
+    pair.run(settings_of_a_rank)
     start = time.monotonic()
-    stopped, returned = pair.run_collect(stop_on_rank, 0, silent=[0], timeout=60)
+    stop = (signal.raise_signal, signal.SIGSTOP)
+    stopped, returned = pair.run_collect(call_on_rank, 0, *stop, silent=[0], timeout=60)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert time.monotonic() - start < 30
 
