@@ -24,11 +24,9 @@ def prefixed(prefix: str, **options: Any) -> dict[str, Tensor]:
 @pytest.fixture
 def slide_encoder(tmp_path: Path) -> Path:
     """A checkpoint like GigaPath's: an encoder and other modules."""
-    other_modules = {
-        "cls_token": torch.zeros(1, 1, ts.EMBED_DIM),
-        "patch_embed.proj.weight": torch.zeros(ts.EMBED_DIM, 7),
-    }
-    other_modules |= {name: torch.zeros(ts.EMBED_DIM) for name in ("patch_embed.proj.bias", "norm.weight", "norm.bias")}
+    zeros = torch.zeros(ts.EMBED_DIM)
+    other_modules = {"cls_token": zeros[None, None], "patch_embed.proj.weight": zeros[:, None].repeat(1, 7)}
+    other_modules |= dict.fromkeys(("patch_embed.proj.bias", "norm.weight", "norm.bias"), zeros)
     path = tmp_path / "slide_encoder.pth"
     torch.save({"model": {**other_modules, **prefixed("encoder.")}, "epoch": 3}, path)
     return path
@@ -114,6 +112,7 @@ class Custom:
 
 BOTH = {**prefixed("encoder."), **prefixed("decoder.")}
 MISPLACED = ((8, 10), (1, 4))
+PADS_SEGMENTS = "--segment-lengths: .*pads every segment.*with --seq-len"
 
 
 @pytest.mark.parametrize(
@@ -132,13 +131,9 @@ MISPLACED = ((8, 10), (1, 4))
         (ts.make_state(), "--num-heads 5", "num_heads = 5 must divide it"),
         (ts.make_state(), "--activation swish", "--activation: activation = 'swish'"),
         (prefixed("encoder.", subln=False, normalize_output=False), "", "post-norm or DeepNorm"),
-        (ts.with_name("layers.0.self_attn.xpos.scale"), "", "xPos"),
+        ({f"encoder.{name}": x for name, x in ts.with_name("layers.0.self_attn.xpos.scale").items()}, "", "xPos"),
         (ts.make_state(), "--segment-lengths 8,16", "--dilation-rates: dilation_rates is missing"),
-        (
-            ts.make_state(),
-            branch_options(MISPLACED),
-            "--segment-lengths: .*pads every segment.*with --seq-len",
-        ),
+        (ts.make_state(), branch_options(MISPLACED), PADS_SEGMENTS),
         (ts.make_state(), f"{branch_options(MISPLACED)} --seq-len 11", "10 and dilation rate 4 on 11"),
     ],
 )
