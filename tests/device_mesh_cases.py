@@ -50,15 +50,10 @@ class DecoderLayer(nn.Module):
         self.inner_attention = InnerAttention()
 
     def forward(self, x: Tensor, freqs: Tensor) -> Tensor:
-        query, key, value = (
-            self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1)).split((HEADS, HEADS // 2, HEADS // 2), 2)
-        )
-        query, key, value = (
-            rotate(query, freqs).transpose(1, 2),
-            rotate(key, freqs).transpose(1, 2),
-            value.transpose(1, 2),
-        )
-        out = self.inner_attention(query, key, value, enable_gqa=True)
+        heads = self.qkv(self.norm(x)).unflatten(2, (2 * HEADS, -1))
+        query, key, value = heads.split((HEADS, HEADS // 2, HEADS // 2), 2)
+        rows = (rotate(query, freqs), rotate(key, freqs), value)
+        out = self.inner_attention(*(tensor.transpose(1, 2) for tensor in rows), enable_gqa=True)
         x = x + self.out(out.transpose(1, 2).flatten(2))
         return x + self.feed_forward(x).relu()
 
@@ -103,9 +98,8 @@ class Encoder(nn.Module):
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens: Tensor, padding: Tensor) -> Tensor:
-        return self.head(
-            self.encoder(self.embedding(tokens) + self.positions(self.freqs), src_key_padding_mask=padding)
-        )
+        x = self.embedding(tokens) + self.positions(self.freqs)
+        return self.head(self.encoder(x, src_key_padding_mask=padding))
 
 
 PLANS = {"decoder": "layers.*.inner_attention", "encoder": "encoder.layers.*.self_attn"}
@@ -180,10 +174,8 @@ def run(
             buffers, dims = [tokens, labels, padding, model.freqs], [1, 1, 1, 0]
             sharded = context_parallel(mesh["ring"], buffers=buffers, buffer_seq_dims=dims)
         with sharded:
-            logits = wrapped(tokens, padding)
-            loss = (
-                F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
-            )
+            logits = wrapped(tokens, padding).flatten(0, 1)
+            loss = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum") / count
             if backward:
                 (loss * world).backward()
         assert tokens.shape[1] == N

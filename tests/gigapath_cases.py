@@ -14,17 +14,16 @@ from unittest import mock
 import gigapath_reference
 import torch
 import torch.distributed as dist
+from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ring_backends import Ring
 from ring_backends.activation_checkpointing import keep_attention
-from ring_backends.adapters import native
 from ring_backends.integrations import gigapath
-from ring_backends.testing.rings import RingSpec, ring_here
+from ring_backends.testing.rings import RingSpec
 
 IN_CHANS, BATCH, GRID = 24, 2, 20
-ADAPTER = "ring_backends.adapters.native"
 
 
 def make_model(
@@ -58,23 +57,15 @@ def make_slide(num_tiles: int, dtype: torch.dtype = torch.float64) -> tuple[Tens
     return x.to(dtype), torch.randint(GRID * 256, (BATCH, num_tiles, 2), generator=generator)
 
 
-def attention_of(model: Any, ring: Ring | None = None, **options: Any) -> Any:
-    return native.RingDilatedAttention(**{**asdict(gigapath.pattern_of(model)), "ring": ring, **options})
-
-
-def ring_of(rings: RingSpec, layout: Any = "contiguous") -> Ring:
-    ring = ring_here(ADAPTER, rings)
-    assert ring is not None
-    return ring.with_layout(layout)
+def attention_of(model: Any, ring: Ring | None = None, adapter: str = ADAPTER, **options: Any) -> Any:
+    options = {**asdict(gigapath.pattern_of(model)), "ring": ring, **options}
+    return import_module(adapter).RingDilatedAttention(**options)
 
 
 def on_ring(rings: RingSpec | None, layout: Any = "contiguous", **options: Any) -> Any:
     """A slide encoder on a ring; on a ring of one if ``rings`` is None."""
-    model = make_model(**options)
-    attention = attention_of(
-        model, None if rings is None else ring_of(rings, layout), dropout_p=options.get("attention_dropout", 0.0)
-    )
-    gigapath.use_ring(model, attention)
+    model, ring = make_model(**options), None if rings is None else native_ring(layout, rings)
+    gigapath.use_ring(model, attention_of(model, ring, dropout_p=options.get("attention_dropout", 0.0)))
     return model
 
 
@@ -111,8 +102,11 @@ def embed(model: Any, num_tiles: int, all_layer_embed: bool = False) -> tuple[li
     generator = torch.Generator().manual_seed(7)
     grads = [torch.randn(e.shape, generator=generator, dtype=torch.float64).to(e) for e in embeddings]
     sum((e * grad).sum() for e, grad in zip(embeddings, grads, strict=True)).backward()
-    found = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return [e.detach() for e in embeddings], {"x": x.grad, **found}
+    return [e.detach() for e in embeddings], {"x": x.grad, **gradients(model)}
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def embed_by_own_code(num_tiles: int, all_layer_embed: bool = False, exact: bool = True, **options: Any) -> Any:
@@ -124,7 +118,7 @@ def embed_by_own_code(num_tiles: int, all_layer_embed: bool = False, exact: bool
 def gradients_of_one_layer(model: Any, layer: int) -> dict[str, Tensor]:
     """The gradients of a loss on the embeddings of one layer. Parameters without a gradient are left out."""
     model(*make_slide(30), all_layer_embed=True)[layer].square().sum().backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return gradients(model)
 
 
 def gradients_of_one_layer_here(rings: RingSpec, layer: int) -> dict[str, Tensor]:
@@ -195,11 +189,9 @@ def dropped_here(rings: RingSpec) -> tuple[list[Tensor], list[Tensor]]:
             module.register_forward_hook(remember)
             assert "self_attn" not in name
     torch.manual_seed(3)
-    model(*make_slide(100))
-    calls = [[*kept]]
-    kept.clear()
-    model(*make_slide(100))
-    return calls[0], [*kept]
+    for _ in range(2):
+        model(*make_slide(100))
+    return kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
 
 def generators_here(rings: RingSpec, training: bool) -> bool:
@@ -235,10 +227,9 @@ def train(head: nn.Module, ring: Ring, data_rank: int | None = None, adapter: st
     for step in range(3):
         slides = [make_slide(40 + 7 * step + index) for index in range(2)]
         mine = slides if data_rank is None else slides[data_rank : data_rank + 1]
-        of_slides = [
-            nn.functional.cross_entropy(state.model(*slide), torch.tensor([0, 2]), reduction="sum") for slide in mine
-        ]
-        loss = state.loss(sum(of_slides), BATCH * len(mine))
+        logits = torch.cat([state.model(*slide) for slide in mine])
+        labels = torch.tensor([0, 2] * len(mine))
+        loss = state.loss(nn.functional.cross_entropy(logits, labels, reduction="sum"), BATCH * len(mine))
         state.backward(loss)
         state.step()
         losses.append(float(loss.detach()))
@@ -246,21 +237,16 @@ def train(head: nn.Module, ring: Ring, data_rank: int | None = None, adapter: st
 
 
 def train_here(rings: RingSpec, adapter: str = ADAPTER, feat_layer: tuple[int, int] = (1, 3)) -> Any:
-    model = make_model()
-    ring = ring_here(adapter, rings)
-    assert ring is not None
-    attention = import_module(adapter).RingDilatedAttention(**asdict(gigapath.pattern_of(model)), ring=ring)
-    gigapath.use_ring(model, attention)
+    model, ring = make_model(), native_ring(rings=rings, adapter=adapter)
+    gigapath.use_ring(model, attention_of(model, ring, adapter))
     head = ClassificationHead(model, feat_layer)
     return train(head, ring, ring.data_rank if ring.data_size > 1 else None, adapter)
 
 
 def classify_in_bf16(rings: RingSpec, adapter: str, **options: Any) -> tuple[list[int], Tensor]:
     """The places of a slide's tiles, whose coordinates are in fp32, and the outputs of a model in bf16."""
-    model, ring = make_model(dtype=torch.float32), ring_here(adapter, rings)
-    assert ring is not None
-    attention = import_module(adapter).RingDilatedAttention(**asdict(gigapath.pattern_of(model)), ring=ring)
-    gigapath.use_ring(model, attention)
+    model, ring = make_model(dtype=torch.float32), native_ring(rings=rings, adapter=adapter)
+    gigapath.use_ring(model, attention_of(model, ring, adapter))
     places, coords_to_pos = [], model.coords_to_pos
 
     def remember(*args: Any) -> Tensor:

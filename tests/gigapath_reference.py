@@ -102,13 +102,8 @@ class LongNetEncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, encoder_padding_mask: Any, incremental_state: Any = None) -> tuple[Tensor, None]:
         normed = self.self_attn_layer_norm(x)
-        found, _ = self.self_attn(
-            query=normed,
-            key=normed,
-            value=normed,
-            key_padding_mask=encoder_padding_mask,
-            incremental_state=incremental_state,
-        )
+        options = {"key_padding_mask": encoder_padding_mask, "incremental_state": incremental_state}
+        found, _ = self.self_attn(query=normed, key=normed, value=normed, **options)
         x = x + self._drop(self.dropout_module(found))
         return x + self._drop(self.ffn(self.final_layer_norm(x))), None
 
@@ -165,22 +160,13 @@ class LongNetViT(nn.Module):
         self.tile_size, self.slide_ngrids, self.global_pool = tile_size, slide_ngrids, global_pool
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, embed_dim))
         self.register_buffer("pos_embed", sine_embedding(embed_dim, slide_ngrids), persistent=False)
-        args = SimpleNamespace(
-            encoder_embed_dim=embed_dim,
-            encoder_ffn_embed_dim=int(embed_dim * kwargs.get("mlp_ratio", 4.0)),
-            encoder_layers=depth,
-            dropout=dropout,
-            drop_path_rate=drop_path_rate,
-            attention_dropout=0.0,
-            activation_dropout=0.0,
-            segment_length=eval(self.get_optimal_segment_length(max_wsi_size, tile_size)),
-            dilated_ratio=[1, 2, 4, 8, 16],
-            xpos_rel_pos=False,
-            multiway=False,
-            moe_freq=0,
-            rel_pos_buckets=0,
-            seq_parallel=False,
-        )
+        sizes = {"encoder_embed_dim": embed_dim, "encoder_layers": depth}
+        sizes |= {"encoder_ffn_embed_dim": int(embed_dim * kwargs.get("mlp_ratio", 4.0))}
+        pattern = {"segment_length": eval(self.get_optimal_segment_length(max_wsi_size, tile_size))}
+        rates = {"dropout": dropout, "drop_path_rate": drop_path_rate}
+        off = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
+        off += ("attention_dropout", "activation_dropout")
+        args = SimpleNamespace(**sizes, **pattern, dilated_ratio=[1, 2, 4, 8, 16], **rates, **dict.fromkeys(off, 0))
         self.encoder = LongNetEncoder(args)
         self.norm = norm_layer(embed_dim)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +11,11 @@ pytest.importorskip("accelerate")
 
 import torch
 from accelerate import Accelerator
+from native_ranks import world_of
 from torch.utils.data import DataLoader
-from trainer_cases import PLAIN, assert_equal, make_model, reset_accelerate, run_accelerate, sums
+from trainer_cases import PLAIN, assert_equal, make_model, reset_accelerate, run_accelerate
 
+from ring_backends import Ring
 from ring_backends.integrations.accelerate import attach
 from ring_backends.testing.world import World
 
@@ -22,17 +23,12 @@ LONG = pytest.mark.matrix(reason="trains more models")
 PRELOAD = ["accelerate", "transformers.models.llama.modeling_llama", "ring_backends.integrations.accelerate"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=PRELOAD) as ranks:
-        yield ranks
+two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
 
 @pytest.mark.parametrize("name", ["llama", pytest.param("lora", marks=LONG)])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
-    if name == "lora":
-        pytest.importorskip("peft")
     expected = run_accelerate(name, None)
     for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
         assert_equal(two.run(run_accelerate, name, ring_size, layout), expected)
@@ -40,11 +36,9 @@ def test_two_ranks(two: World, name: str) -> None:
 
 @LONG
 @pytest.mark.parametrize("name", ["qwen3-packed", "llama", "lora"])
-def test_two_by_two(name: str) -> None:
-    if name == "lora":
-        pytest.importorskip("peft")
-    with World(4, preload=PRELOAD) as ranks:
-        assert_equal(ranks.run(run_accelerate, name, 2, "zigzag"), run_accelerate(name, None))
+def test_two_by_two(four: World, name: str) -> None:
+    expected = run_accelerate(name, None)
+    assert_equal(four.run(run_accelerate, name, 2, "zigzag"), expected)
 
 
 def rates(ring_size: int | None) -> list[float]:
@@ -69,11 +63,15 @@ def test_a_scheduler_takes_one_step_per_ring(two: World) -> None:
     assert two.run(rates, 1) == two.run(rates, None)
 
 
-def orders(ring_size: int) -> list[int]:
-    """The batches of a shuffled data loader, on ranks with different random numbers."""
+def attached(ring_size: int) -> tuple[Accelerator, Ring]:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    ring = attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    return accelerator, attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+
+
+def orders(ring_size: int) -> list[int]:
+    """The batches of a shuffled data loader, on ranks with different random numbers."""
+    accelerator, ring = attached(ring_size)
     torch.manual_seed(10 + ring.rank + 5 * ring.data_rank)
     loader = accelerator.prepare_data_loader(DataLoader(range(8), shuffle=True))  # type: ignore[arg-type]
     return [int(batch) for _ in range(2) for batch in loader]
@@ -89,9 +87,7 @@ def test_a_ring_reads_one_order(two: World) -> None:
 
 
 def reduced_dtypes(ring_size: int) -> list[Any]:
-    reset_accelerate()
-    accelerator = Accelerator(cpu=True)
-    attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    accelerator, _ = attached(ring_size)
     tensors = {"half": torch.tensor([60000.0]).half(), "flag": torch.tensor(True), "number": torch.tensor([[3]])}
     return [tensor.tolist() for tensor in accelerator.reduce(tensors).values()]
 
@@ -113,6 +109,13 @@ def attached_state() -> bool:
 @LONG
 def test_attach_draws_no_random_numbers(two: World) -> None:
     assert two.run(attached_state) == [True, True]
+
+
+def sums(ring_size: int) -> tuple[float, float]:
+    """The sum and the mean over the rings of ``accelerator.reduce``."""
+    accelerator, ring = attached(ring_size)
+    own = torch.tensor(1.0 + ring.data_rank)
+    return accelerator.reduce(own, "sum").item(), accelerator.reduce(own, "mean").item()
 
 
 def test_reduce_takes_one_value_per_ring(two: World) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from pathlib import Path
 
@@ -9,24 +10,14 @@ import pytest
 import torch
 
 from ring_backends.ring.ring import Ring
-from ring_backends.training.checkpoint_files import (
-    MANIFEST,
-    as_loadable,
-    check_file,
-    check_folder,
-    check_place,
-    find_checkpoint,
-    read_manifest,
-    replace_file,
-    replace_folder,
-    save_file,
-)
+from ring_backends.training import checkpoint_files as files
+from ring_backends.training.checkpoint_files import check_file, check_folder, check_place, find_checkpoint
 
 ALONE = Ring()
 
 
 def save(path: Path, text: str) -> None:
-    replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
+    files.replace_folder(ALONE, path, lambda folder: (folder / "numbers").write_text(text), {"step": 3})
 
 
 def test_a_folder_is_replaced(tmp_path: Path) -> None:
@@ -41,7 +32,7 @@ def test_a_folder_is_replaced(tmp_path: Path) -> None:
 def test_a_symlink_stays_a_symlink(tmp_path: Path) -> None:
     (tmp_path / "large disk").mkdir()
     for name, write in (("folder", lambda path: save(path, "one")),
-                        ("file", lambda path: replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
+                        ("file", lambda path: files.replace_file(path, lambda file: file.write(b"one")))):  # fmt: skip
         link, target = tmp_path / name, tmp_path / "large disk" / name
         link.symlink_to(target)
         for _ in range(2):
@@ -58,13 +49,11 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
     for name in ("a", "z"):
         (path / name).mkdir()
         (path / name / "more").touch()
-    remove, num_removed = Path.unlink, 0
+    remove, num_removed = Path.unlink, itertools.count(1)
 
     def killed(file: Path, missing_ok: bool = False) -> None:
-        nonlocal num_removed
         remove(file, missing_ok)
-        num_removed += file.name in ("more", "numbers")
-        if num_removed == 2:
+        if file.name in ("more", "numbers") and next(num_removed) == 2:
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -80,19 +69,17 @@ def test_a_kill_while_the_old_checkpoint_is_removed(tmp_path: Path, monkeypatch:
 def test_a_kill_between_the_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one")
-    rename, num_renames = os.replace, 0
+    rename, num_renames = os.replace, itertools.count(1)
 
     def killed(*names: Path) -> None:
-        nonlocal num_renames
-        num_renames += 1
-        if num_renames == 2:
+        if next(num_renames) == 2:
             raise KeyboardInterrupt
         rename(*names)
 
-    monkeypatch.setattr(os, "replace", killed)
-    with pytest.raises(KeyboardInterrupt):
-        save(path, "two")
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        with pytest.raises(KeyboardInterrupt):
+            save(path, "two")
     assert not path.exists()
     left = find_checkpoint(ALONE, path)
     assert left is not None
@@ -107,17 +94,16 @@ def test_nothing_is_found_where_nothing_was_saved(tmp_path: Path) -> None:
 
 
 def test_other_files_are_not_replaced(tmp_path: Path) -> None:
-    pipe, documents, empty = tmp_path / "pipe", tmp_path / "documents", tmp_path / "empty"
+    pipe, documents, link, empty = (tmp_path / name for name in ("pipe", "documents", "link to documents", "empty"))
     os.mkfifo(pipe)
     documents.mkdir()
     (documents / "thesis").touch()
+    link.symlink_to(documents)
     empty.mkdir()
-    for path in (pipe, documents, tmp_path / "link to documents", Path("/dev/null"), Path("/dev/zero")):
-        if path.name.startswith("link"):
-            path.symlink_to(documents)
-        for is_folder in (False, True):
-            with pytest.raises(ValueError, match=f"path = '{path}'"):
-                check_place(path, is_folder=is_folder)
+    others = (pipe, documents, link, Path("/dev/null"), Path("/dev/zero"))
+    for path, is_folder in itertools.product(others, (False, True)):
+        with pytest.raises(ValueError, match=f"path = '{path}'"):
+            check_place(path, is_folder=is_folder)
     check_place(empty, is_folder=True)
     with pytest.raises(ValueError, match="is a folder"):
         check_place(empty, is_folder=False)
@@ -130,10 +116,9 @@ def test_files_at_the_temporary_path_are_not_removed(tmp_path: Path) -> None:
 
 
 def test_places_that_may_be_replaced(tmp_path: Path) -> None:
-    for name in ("nothing", "file"):
-        for is_folder in (False, True):
-            check_place(tmp_path / name, is_folder=is_folder)
-        (tmp_path / "file").touch()
+    (tmp_path / "file").touch()
+    for name, is_folder in itertools.product(("nothing", "file"), (False, True)):
+        check_place(tmp_path / name, is_folder=is_folder)
     save(tmp_path / "folder", "one")
     check_place(tmp_path / "folder", is_folder=True)
 
@@ -142,7 +127,7 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint"
     save(path, "one two three")
     whole = check_folder(ALONE, path)
-    assert read_manifest(path)["step"] == 3
+    assert files.read_manifest(path)["step"] == 3
     (path / "numbers").write_text("one two four")
     with pytest.raises(ValueError, match="numbers is damaged"):
         check_folder(ALONE, path)
@@ -151,14 +136,14 @@ def test_a_damaged_or_incomplete_folder_is_refused(tmp_path: Path) -> None:
         check_folder(ALONE, path)
     save(path, "four")
     assert check_folder(ALONE, path) != whole
-    (path / MANIFEST).unlink()
-    with pytest.raises(FileNotFoundError, match=MANIFEST):
+    (path / files.MANIFEST).unlink()
+    with pytest.raises(FileNotFoundError, match=files.MANIFEST):
         check_folder(ALONE, path)
 
 
 def test_flipped_bits_and_truncation_are_detected(tmp_path: Path) -> None:
     path, saved = tmp_path / "checkpoint", {"model": {"weight": torch.randn(50)}, "step": 3}
-    save_file(ALONE, lambda: saved, path)
+    files.save_file(ALONE, lambda: saved, path)
     whole = path.read_bytes()
     check_file(path)
     read = torch.load(path, weights_only=True)
@@ -182,8 +167,8 @@ class OwnNumber:
 def test_numpy_numbers_are_converted_and_other_objects_are_refused() -> None:
     numpy = pytest.importorskip("numpy")
     state = {"lr": numpy.float64(0.1), "betas": (numpy.float32(0.5), 1), "names": ["a"], "on": True, "x": torch.ones(1)}
-    plain = as_loadable(state, "state")
+    plain = files.as_loadable(state, "state")
     assert plain == state
     assert [type(value) for value in (plain["lr"], *plain["betas"], plain["on"])] == [float, float, int, bool]
     with pytest.raises(ValueError, match=r"state\['lr'\]\[1\] is a .*OwnNumber"):
-        as_loadable({"lr": [0.1, OwnNumber()]}, "state")
+        files.as_loadable({"lr": [0.1, OwnNumber()]}, "state")

@@ -5,52 +5,30 @@ Starting ranks takes seconds, so several tests share each such run. Commands tha
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
+from command_line import check_refusal, invoke, kill, refused, run, shown, start
 
 import ring_backends
-from ring_backends.cli import app
 from ring_backends.cli.text import Document, standard_library_sources
 from ring_backends.cost.default_branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
 
-SMALL = ["--seq-len", "512", "--embed-dim", "32", "--num-layers", "1"]
-PACKAGES = str(Path(ring_backends.__file__).parent.parent)
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"
 
 
-def environment(**extra: str) -> dict[str, str]:
-    """The environment of this process, without the variables of a launcher, and with this package on the path."""
-    inherited = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-    search_path = os.pathsep.join(filter(None, [PACKAGES, inherited.get("PYTHONPATH")]))
-    return {**inherited, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **extra}
-
-
-def run(*arguments: str, cwd: Path, **extra: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ring_backends", *arguments]
-    return subprocess.run(command, cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=240)
-
-
-def invoke(*arguments: str) -> Any:
-    """Run a command in this process. It must not start ranks or import new modules."""
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, list(arguments))
-
-
-def train(cwd: Path, *arguments: str, **extra: str) -> tuple[dict[str, Any], str]:
+def train(cwd: Path, arguments: str) -> tuple[dict[str, Any], str]:
     """Run ``train``. Returns the content of the --json file, and the printed text."""
-    done = run("train", *SMALL, "--json", "run.json", *arguments, cwd=cwd, **extra)
+    done = run(f"-m ring_backends train --json run.json {SMALL} {arguments}".split(), cwd)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return json.loads((cwd / "run.json").read_text()), done.stdout
@@ -62,13 +40,13 @@ def losses(result: dict[str, Any]) -> list[float]:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    return train(tmp_path_factory.mktemp("one"), "--steps", "4")
+    return train(tmp_path_factory.mktemp("one"), "--steps 4")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
     cwd = tmp_path_factory.mktemp("two")
-    return *train(cwd, "--steps", "2", "--nproc-per-node", "2", "--save", "checkpoint.pt"), cwd
+    return *train(cwd, "--steps 2 --nproc-per-node 2 --save checkpoint.pt"), cwd
 
 
 ANOTHER_ERROR = pytest.mark.matrix(reason="another error")
@@ -77,90 +55,60 @@ ANOTHER_ERROR = pytest.mark.matrix(reason="another error")
 
 
 def test_help_lists_every_command_and_version_is_printed() -> None:
-    shown = invoke("--help")
-    assert shown.exit_code == 0
-    assert all(command in shown.output for command in ("train", "compare", "plan", "info", "convert"))
+    text = shown("--help")
+    assert all(command in text for command in ("train", "compare", "plan", "info", "convert"))
     assert invoke("--version").output == f"ring-backends {ring_backends.__version__}\n"
 
 
 def test_train_help_names_the_options_of_the_contract() -> None:
-    shown = invoke("train", "--help")
-    assert shown.exit_code == 0
-    for option in (
-        "backend",
-        "segment-lengths",
-        "dilation-rates",
-        "text",
-        "seq-len",
-        "steps",
-        "nproc-per-node",
-        "json",
-    ):
-        assert f"--{option}" in shown.output
+    options = "--backend --segment-lengths --dilation-rates --text --seq-len --steps --nproc-per-node --json"
+    text = shown("train --help")
+    assert all(option in text for option in options.split())
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--stepz", "3"], "--stepz"),
-        (["--steps", "many"], "--steps"),
-        (["--steps", "0"], "--steps"),
-        (["--seed", "99999999999999999999999"], "--seed"),
-        (["--seed", "-1"], "--seed"),
-    ],
+    "arguments", ["--stepz 3", "--steps many", "--steps 0", "--seed 99999999999999999999999", "--seed -1"]
 )
-def test_errors_of_the_parser(arguments: list[str], named: str) -> None:
-    refused = invoke("train", *arguments)
-    assert refused.exit_code == 2
-    assert named in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_errors_of_the_parser(arguments: str) -> None:
+    assert arguments.split()[0] in refused(f"train {arguments}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--segment-lengths", "64,512"], "--dilation-rates: dilation_rates is missing beside segment_lengths"),
-        (["--segment-lengths", "64,x", "--dilation-rates", "1,2"], "--segment-lengths: .* 'x' is no integer"),
-        (
-            ["--segment-lengths", "64", "0", "--dilation-rates", "1", "2"],
-            r"--segment-lengths: segment_lengths\[1\] = 0",
-        ),
-        (["--segment-lengths", "64,512", "--dilation-rates", "1,-2"], r"--dilation-rates: dilation_rates\[1\] = -2"),
-        (["--segment-lengths", "8", "--dilation-rates", "1", "2"], "--segment-lengths: segment_lengths has 1 entries"),
-        (["--head-mode", "some"], "--head-mode: head_mode = 'some'"),
-        (["--head-mode", "grouped", "--num-heads", "2"], "--head-mode: head_mode='grouped' with 2 heads"),
-        (["--layout", "zig"], "--layout: layout = 'zig': .* contiguous, zigzag"),
-        (["--dtype", "fp8"], "--dtype: dtype = 'fp8'"),
-        (["--lr", "-1"], r"--lr: lr = -1\.0: must be above 0"),
-        (["--lr", "nan"], "--lr: lr = nan: must be above 0 and finite"),
-        (["--resume"], "--resume: there is no checkpoint without --save"),
-        (["--save-every", "2"], "--save-every: there is no checkpoint without --save"),
-        (["--json", "no/such/directory.json"], "--json: json = 'no/such/directory.json'"),
-        (["--text", "no-such-file"], "--text: text = 'no-such-file': not a file"),
-        (["--seq-len", "1000000000"], "--text: .* with seq_len = 1,000,000,000: at least 2,000,000,002"),
+        ("--segment-lengths 64,512", "--dilation-rates: dilation_rates is missing beside segment_lengths"),
+        ("--segment-lengths 64,x --dilation-rates 1,2", "--segment-lengths: .* 'x' is no integer"),
+        ("--segment-lengths 64 0 --dilation-rates 1 2", r"--segment-lengths: segment_lengths\[1\] = 0"),
+        ("--segment-lengths 64,512 --dilation-rates 1,-2", r"--dilation-rates: dilation_rates\[1\] = -2"),
+        ("--segment-lengths 8 --dilation-rates 1 2", "--segment-lengths: segment_lengths has 1 entries"),
+        ("--head-mode some", "--head-mode: head_mode = 'some'"),
+        ("--head-mode grouped --num-heads 2", "--head-mode: head_mode='grouped' with 2 heads"),
+        ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
+        ("--dtype fp8", "--dtype: dtype = 'fp8'"),
+        ("--lr -1", r"--lr: lr = -1\.0: must be above 0"),
+        ("--lr nan", "--lr: lr = nan: must be above 0 and finite"),
+        ("--resume", "--resume: there is no checkpoint without --save"),
+        ("--save-every 2", "--save-every: there is no checkpoint without --save"),
+        ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),
+        ("--text no-such-file", "--text: text = 'no-such-file': not a file"),
+        ("--seq-len 1000000000", "--text: .* with seq_len = 1,000,000,000: at least 2,000,000,002"),
     ],
 )
-def test_an_error_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
-    refused = invoke("train", *arguments)
-    assert refused.exit_code == 2
-    assert re.fullmatch(f"ring-backends train: error: {line}.*\n", refused.stderr), refused.stderr
+def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -> None:
+    check_refusal(line, f"train {arguments}")
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--backend", "horovod"], "--backend: backend = 'horovod': no such adapter"),
-        pytest.param(
-            ["--num-heads", "5"], "--embed-dim: embed_dim = 32: num_heads = 5 must divide it", marks=ANOTHER_ERROR
-        ),
-        pytest.param(["--ring-size", "2"], "--ring-size: ring_size = 2: must divide", marks=ANOTHER_ERROR),
-        pytest.param(["--kernel", "fast"], "--kernel: kernel = 'fast'", marks=ANOTHER_ERROR),
+        ("--backend horovod", "--backend: backend = 'horovod': no such adapter"),
+        pytest.param("--num-heads 5", "--embed-dim: embed_dim = 32: num_heads = 5 must divide it", marks=ANOTHER_ERROR),
+        pytest.param("--ring-size 2", "--ring-size: ring_size = 2: must divide", marks=ANOTHER_ERROR),
+        pytest.param("--kernel fast", "--kernel: kernel = 'fast'", marks=ANOTHER_ERROR),
     ],
 )
-def test_an_error_of_a_rank_is_one_line(arguments: list[str], line: str) -> None:
-    refused = invoke("train", *SMALL, "--steps", "1", *arguments)
-    assert refused.exit_code == 2
-    assert re.fullmatch(f"ring-backends train: error: {line}.*\n", refused.stderr), refused.stderr
+def test_an_error_of_a_rank_is_one_line(arguments: str, line: str) -> None:
+    check_refusal(line, f"train {SMALL} --steps 1 {arguments}")
 
 
 # Training text
@@ -176,18 +124,14 @@ def test_the_default_text_is_the_standard_library_in_a_fixed_order() -> None:
 
 def test_windows_are_consecutive_wrap_around_and_exclude_the_evaluation_text(tmp_path: Path) -> None:
     text = bytes(range(100))
-    sizes = [7, 0, 50, 43]
-    paths = []
-    for index, size in enumerate(sizes):
-        paths.append(tmp_path / f"{index}.txt")
-        start = sum(sizes[:index])
-        paths[-1].write_bytes(text[start : start + size])
+    paths = [tmp_path / f"{index}.txt" for index in range(4)]
+    for path, (begin, end) in zip(paths, [(0, 7), (7, 7), (7, 57), (57, 100)], strict=True):
+        path.write_bytes(text[begin:end])
     document = Document(paths, seq_len=20)
     assert document.num_bytes == 100
     assert document.evaluation_window() == text[79:]
     assert document.num_windows == 3
-    windows = [document.window(index) for index in range(4)]
-    assert windows == [text[0:21], text[20:41], text[40:61], text[0:21]]
+    assert [document.window(index) for index in range(4)] == [text[0:21], text[20:41], text[40:61], text[0:21]]
     with pytest.raises(ValueError, match=r"100 bytes in 4 file\(s\) with seq_len = 50: at least 102 are needed"):
         Document(paths, seq_len=50)
     assert Document(paths, seq_len=49).window(0) == text[:50]
@@ -239,8 +183,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
 ) -> None:
     stopped, _, cwd = two_ranks
-    options = ["--nproc-per-node", "2", "--save", "checkpoint.pt", "--resume", "--layout", "zigzag"]
-    result, printed = train(cwd, "--steps", "4", *options)
+    options = "--nproc-per-node 2 --save checkpoint.pt --resume --layout zigzag"
+    result, printed = train(cwd, f"--steps 4 {options}")
     assert "resumed checkpoint.pt after step 2" in printed
     assert [step["step"] for step in result["steps"]] == [3, 4]
     assert losses(stopped) + losses(result) == pytest.approx(losses(one_rank[0]), abs=1e-3)
@@ -251,22 +195,19 @@ def test_resuming_with_other_options_is_refused(
     two_ranks: tuple[dict[str, Any], str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(two_ranks[2])
-    refused = invoke("train", *SMALL, "--save", "checkpoint.pt", "--resume", "--lr", "0.5")
-    assert refused.exit_code == 2
-    assert "--lr: lr = 0.5: the run that saved checkpoint.pt had 0.003" in refused.stderr
+    error = refused(f"train {SMALL} --save checkpoint.pt --resume --lr 0.5")
+    assert "--lr: lr = 0.5: the run that saved checkpoint.pt had 0.003" in error
 
 
 def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    branches = ["--segment-lengths", "16", "64", "--dilation-rates", "1", "2"]
-    arguments = ["--seq-len", "64", "--steps", "2", "--text", str(tmp_path / "text"), "--tied", "--max-grad-norm", "1"]
-    more = ["--activation-checkpointing", "--dtype", "bf16", "--num-kv-heads", "2", "--batch-size", "2"]
-    done = invoke("train", *branches, *arguments, *more, "--nproc-per-node", "3")
-    assert done.exit_code == 0, done.stderr
-    assert "branches (16, 1), (64, 2)" in done.stdout
-    assert "--nproc-per-node 3 is not used: WORLD_SIZE is set" in done.stdout
+    options = "--segment-lengths 16 64 --dilation-rates 1 2 --seq-len 64 --steps 2 --tied --max-grad-norm 1"
+    more = "--activation-checkpointing --dtype bf16 --num-kv-heads 2 --batch-size 2 --nproc-per-node 3"
+    text = shown(f"train {options} {more} --text", tmp_path / "text")
+    assert "branches (16, 1), (64, 2)" in text
+    assert "--nproc-per-node 3 is not used: WORLD_SIZE is set" in text
 
 
 # info
@@ -274,10 +215,9 @@ def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatc
 
 @pytest.mark.matrix(reason="probes the machine")
 def test_info_shows_and_writes_everything(tmp_path: Path) -> None:
-    shown = invoke("info", "--probe", "--json", str(tmp_path / "info.json"))
-    assert shown.exit_code == 0, shown.stderr
+    text = shown("info --probe --json", tmp_path / "info.json")
     for title in ("Versions", "Devices", "Adapters", "Kernels", "Which dtype", "How a hop travels", "Two local ranks"):
-        assert title in shown.stdout
+        assert title in text
     found = json.loads((tmp_path / "info.json").read_text())
     assert found["adapters"]["native"] is None
     assert found["kernels"]["math"]["unusable"] is None
@@ -289,30 +229,24 @@ def test_info_shows_and_writes_everything(tmp_path: Path) -> None:
 # How ranks end
 
 
-def children(pid: int) -> list[int]:
-    """The direct children of a process, from /proc."""
-    found = []
+def processes() -> dict[int, tuple[str, int]]:
+    """The state and the parent of each process, by its id, from /proc."""
+    found = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(stat.parent.name))
+        with contextlib.suppress(OSError):  # the process has just ended
+            state, parent, *_ = stat.read_text().rpartition(")")[2].split()
+            found[int(stat.parent.name)] = state, int(parent)
     return found
+
+
+def children(pid: int) -> list[int]:
+    return [child for child, (_, parent) in processes().items() if parent == pid]
 
 
 def alive(pids: list[int]) -> list[int]:
     """The processes that exist and are not zombies."""
-    found = []
-    for pid in pids:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            continue
-        if state != "Z":
-            found.append(pid)
-    return found
+    running = {pid for pid, (state, _) in processes().items() if state != "Z"}
+    return [pid for pid in pids if pid in running]
 
 
 def wait_for_end(pids: list[int], seconds: float) -> None:
@@ -324,29 +258,15 @@ def wait_for_end(pids: list[int], seconds: float) -> None:
 
 @pytest.fixture
 def started(tmp_path: Path) -> Iterator[Any]:
-    """Start commands in their own process groups, as a terminal does, and kill them after the test."""
-    processes = []
+    """Start Python, and kill it after the test."""
+    with contextlib.ExitStack() as stack:
 
-    def start(*command: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=tmp_path,
-            env=environment(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            # Reset SIGINT: background jobs of a shell ignore Ctrl-C, and their child processes inherit this.
-            preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-        )
-        processes.append(process)
-        return process
+        def start_here(*arguments: str) -> Any:
+            process = start(arguments, tmp_path)
+            stack.callback(kill, process)
+            return process
 
-    yield start
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        yield start_here
 
 
 needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="reads /proc")
@@ -354,8 +274,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="re
 
 @needs_proc
 def test_ctrl_c_ends_every_rank_with_one_message(started: Any) -> None:
-    options = [*SMALL, "--steps", "1000000", "--nproc-per-node", "2"]
-    process = started("-u", "-m", "ring_backends", "train", *options)
+    process = started(*f"-u -m ring_backends train {SMALL} --steps 1000000 --nproc-per-node 2".split())
     assert process.stdout.readline().startswith("native adapter")
     time.sleep(1.0)
     ranks = children(process.pid)
@@ -393,13 +312,17 @@ def test_launch_gives_each_rank_its_environment(monkeypatch: pytest.MonkeyPatch)
     assert "RANK" not in os.environ
 
 
-def test_an_error_in_a_rank_is_reported_once() -> None:
-    with pytest.raises(RankFailedError, match=r"rank 0: invalid literal|rank 1: invalid literal") as raised:
-        launch(int, ("x",), 2)
-    assert raised.value.failure.status == 2
-
-
-def test_a_rank_that_dies_is_reported() -> None:
-    with pytest.raises(RankFailedError, match=r"SIGABRT ended the process") as raised:
-        launch(os.abort, (), 1)
-    assert raised.value.failure.status == 1
+@pytest.mark.parametrize(
+    ("target", "arguments", "num_ranks", "status", "message"),
+    [
+        (int, ("x",), 2, 2, "rank 0: invalid literal|rank 1: invalid literal"),
+        (os.abort, (), 1, 1, "SIGABRT ended the process"),
+    ],
+    ids=["an error", "a death"],
+)
+def test_failures_of_a_rank_are_reported_once(
+    target: Any, arguments: tuple[Any, ...], num_ranks: int, status: int, message: str
+) -> None:
+    with pytest.raises(RankFailedError, match=message) as raised:
+        launch(target, arguments, num_ranks)
+    assert raised.value.failure.status == status

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import check_refusal, environment, invoke, kill, refused, shown, start
 from torch import Tensor
-from typer.testing import CliRunner
 
-import ring_backends
 from ring_backends import available_adapters, plotting
-from ring_backends.cli import app
 from ring_backends.comparison import compare
 from ring_backends.comparison.rank import local_inputs
 from ring_backends.comparison.setup import TENSORS
@@ -45,21 +40,15 @@ def test_inputs_are_the_same_however_they_are_sharded(layout: LayoutKind) -> Non
             assert torch.equal(local, ring.shard(global_))
 
 
-SMALL = ("--seq-len", "512", "--num-heads", "4", "--num-kv-heads", "2", "--head-dim", "8", "--repeats", "2")
+SMALL = "--seq-len 512 --num-heads 4 --num-kv-heads 2 --head-dim 8 --repeats 2"
 
 
 EVERY_ADAPTER = pytest.mark.matrix(reason="starts two ranks for each adapter")
-BRANCHES = ("--segment-lengths", "64", "512", "--dilation-rates", "1", "4")
-
-
-def invoke(*arguments: str) -> Any:
-    return CliRunner(env={"COLUMNS": "160"}).invoke(app, ["compare", *arguments])
+BRANCHES = "--segment-lengths 64 512 --dilation-rates 1 4"
 
 
 def test_help_says_what_is_measured() -> None:
-    shown = invoke("--help")
-    assert shown.exit_code == 0
-    text = " ".join(shown.output.split())
+    text = " ".join(shown("compare --help").split())
     for words in ("median of the timed calls", "increase of the resident set", "all-reduce", "from their fp64 values"):
         assert words in text
 
@@ -68,9 +57,8 @@ def test_help_says_what_is_measured() -> None:
 def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
     """The written result and the printed text of a small comparison on two ranks."""
     file = tmp_path_factory.mktemp("compare") / "compare.json"
-    done = invoke(*SMALL, *BRANCHES, "--layout", "zigzag", "--json", str(file))
-    assert done.exit_code == 0, done.stderr
-    return json.loads(file.read_text()), done.stdout
+    printed = shown(f"compare {SMALL} {BRANCHES} --layout zigzag --json", file)
+    return json.loads(file.read_text()), printed
 
 
 @EVERY_ADAPTER
@@ -146,7 +134,7 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(without_ranks: None, tmp_path: Path) -> None:
-    done = invoke("--json", str(tmp_path / "compare.json"))
+    done = invoke("compare --json", tmp_path / "compare.json")
     lines = {line.split("  ")[0].strip(): " ".join(line.split()) for line in done.stdout.splitlines()}
     assert lines["native"] == "native 2.500 s 2.000 s 5 MiB 3.0 kB 5e-07 5e-07 5e-07 5e-07 CPU with 1 thread per rank"
     assert lines["one rank"].startswith("one rank 2.000 s 2.000 s 3 MiB 3.0 kB")
@@ -161,72 +149,53 @@ def test_the_slowest_rank_counts_and_adapters_that_do_not_run_have_a_row(without
 
 
 def test_the_default_pattern_equals_that_of_train(without_ranks: None) -> None:
-    assert invoke().stdout.startswith(
+    assert invoke("compare").stdout.startswith(
         "65,536 tokens, contiguous, causal, 8 heads of 64, fp32; branches (256, 1), (4096, 8), (65536, 32); ring of 2"
     )
 
 
 def test_plot_draws_a_file(without_ranks: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    invoke("--plot", str(tmp_path / "bars.svg"))
+    invoke("compare --plot", tmp_path / "bars.svg")
     drawn = (tmp_path / "bars.svg").read_text()
     assert drawn.startswith("<?xml")
     assert "native, backward" in drawn  # matplotlib writes the text it draws as a comment
-    refused = invoke("--plot", str(tmp_path / "bars.docx"))
-    assert refused.exit_code == 2
-    assert "--plot: plot = " in refused.stderr
-    assert ".svg" in refused.stderr
+    error = refused("compare --plot", tmp_path / "bars.docx")
+    assert "--plot: plot = " in error
+    assert ".svg" in error
 
 
 def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
-    refused = invoke("--plot", "bars.png")
-    assert refused.exit_code == 2
-    assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in refused.stderr
+    error = refused("compare --plot", "bars.png")
+    assert "matplotlib is not installed; pip install 'ring-backends[plot]'" in error
 
 
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (
-            ["--num-heads", "6", "--num-kv-heads", "4"],
-            "--num-kv-heads: num_kv_heads = 4: must divide the 6 query heads",
-        ),
-        (["--segment-lengths", "64"], "--dilation-rates: dilation_rates is missing beside segment_lengths"),
-        (["--layout", "zig"], "--layout: layout = 'zig': .* contiguous, zigzag"),
-        (["--dtype", "fp8"], "--dtype: dtype = 'fp8'"),
-        (["--json", "no/such/directory.json"], "--json: json = 'no/such/directory.json'"),
+        ("--num-heads 6 --num-kv-heads 4", "--num-kv-heads: num_kv_heads = 4: must divide the 6 query heads"),
+        ("--segment-lengths 64", "--dilation-rates: dilation_rates is missing beside segment_lengths"),
+        ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
+        ("--dtype fp8", "--dtype: dtype = 'fp8'"),
+        ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),
     ],
 )
-def test_an_error_is_one_line_that_names_the_option(arguments: list[str], line: str) -> None:
-    refused = invoke(*arguments)
-    assert refused.exit_code == 2
-    assert re.fullmatch(f"ring-backends compare: error: {line}.*\n", refused.stderr), refused.stderr
+def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -> None:
+    check_refusal(line, f"compare {arguments}")
 
 
 def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    refused = invoke()
-    assert refused.exit_code == 2
-    assert "run the command without torchrun" in refused.stderr
+    assert "run the command without torchrun" in refused("compare")
 
 
 @pytest.mark.matrix(reason="tests/test_cli.py interrupts a run of train in the same way")
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Path) -> None:
-    packages = str(Path(ring_backends.__file__).parent.parent)
-    search_path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ring_backends", "compare", "--seq-len", "1048576", "--nproc-per-node", "2"],
-        env={**os.environ, "PYTHONPATH": search_path, "TMPDIR": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        # Reset SIGINT: background jobs of a shell ignore Ctrl-C, and their child processes inherit this.
-        preexec_fn=functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
-    )
+    command = "compare --seq-len 1048576 --nproc-per-node 2"
+    process = start(["-m", "ring_backends", *command.split()], Path.cwd(), environment(TMPDIR=str(tmp_path)))
     try:
         while not list(tmp_path.iterdir()):
             assert process.poll() is None
@@ -237,9 +206,7 @@ def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Pa
         printed, errors = process.communicate(timeout=30)  # ends when the last rank has closed its ends of the pipes
         assert time.monotonic() - asked < 5
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+        kill(process)
     assert process.returncode == 130
     assert (printed, errors) == ("", "ring-backends: interrupted.\n")
     assert list(tmp_path.iterdir()) == []

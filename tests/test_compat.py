@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_ranks import assert_near
 from torch import Tensor
 
 from ring_backends import compat
@@ -44,18 +45,18 @@ def expected(is_causal: bool) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
 
 
-def called(name: str, is_causal: bool, **options: Any) -> list[Tensor]:
-    query, key, value, grad_out = tensors()
+def made(name: str, *args: Any, **options: Any) -> Any:
+    """What an earlier name makes, without its warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
-        attention = getattr(compat, name)(SEGMENT_LENGTHS, DILATION_RATES, **options)
+        return getattr(compat, name)(*args, **options)
+
+
+def called(name: str, is_causal: bool, **options: Any) -> list[Tensor]:
+    query, key, value, grad_out = tensors()
+    attention = made(name, SEGMENT_LENGTHS, DILATION_RATES, **options)
     out = attention(query, key, value, is_causal)
     return [out.detach(), *torch.autograd.grad(out, [query, key, value], grad_out)]
-
-
-def check(got: list[Tensor], wanted: list[Tensor]) -> None:
-    for one, other in zip(got, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -63,13 +64,13 @@ def check(got: list[Tensor], wanted: list[Tensor]) -> None:
     "name", [*CLASSES, "create_ring_dilated_attention_v2_collective", "create_production_ring_attention"]
 )
 def test_one_process_equals_the_reference(name: str, is_causal: bool) -> None:
-    check(called(name, is_causal), expected(is_causal))
+    assert_near(called(name, is_causal), expected(is_causal))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_whole_tensors_on_every_rank(pair: World, is_causal: bool) -> None:
     for got in pair.run(called, "RingDilatedAttentionV2Robust", is_causal, min_seq_length_for_ring=8192):
-        check(got, expected(is_causal))
+        assert_near(got, expected(is_causal))
 
 
 def two_calls(name: str) -> int:
@@ -95,13 +96,12 @@ def after_a_failure() -> tuple[bool, list[Tensor]]:
 def test_a_failed_ring_is_replaced(pair: World) -> None:
     for is_new, results in pair.run(after_a_failure):
         assert is_new
-        check(results, expected(False))
+        assert_near(results, expected(False))
 
 
 def test_each_name_warns_once_with_the_new_spelling() -> None:
-    with pytest.warns(
-        FutureWarning, match=r"native\.RingDilatedAttention\(.*Arguments without effect: dtype, enable_memory_pool"
-    ):
+    message = r"native\.RingDilatedAttention\(.*Arguments without effect: dtype, enable_memory_pool"
+    with pytest.warns(FutureWarning, match=message):
         compat.RingDilatedAttentionV2([4], [1], enable_memory_pool=True, dtype=torch.float16)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -122,7 +122,7 @@ class Config:
 def test_a_configuration_object_is_accepted() -> None:
     attention = compat.RingDilatedAttentionProduction(Config())
     query, key, value, _ = tensors(requires_grad=False)
-    check([attention(query, key, value)], expected(False)[:1])
+    assert_near([attention(query, key, value)], expected(False)[:1])
     with pytest.raises(ValueError, match="has no dilation_rates"):
         compat.RingDilatedAttentionProduction({"segment_lengths": [4]})
 
@@ -132,7 +132,7 @@ def test_dropout() -> None:
     attention = compat.RingDilatedAttentionV2(SEGMENT_LENGTHS, DILATION_RATES, dropout=0.5)
     query, key, value, _ = tensors(requires_grad=False)
     assert not torch.allclose(attention(query, key, value), expected(False)[0])
-    check([attention.eval()(query, key, value)], expected(False)[:1])
+    assert_near([attention.eval()(query, key, value)], expected(False)[:1])
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -146,9 +146,7 @@ def test_unsupported_arguments_are_refused() -> None:
 
 
 def kinds(kind: str) -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return compat.create_dilated_attention(kind, [4], [1]).ring.size
+    return made("create_dilated_attention", kind, [4], [1]).ring.size
 
 
 def test_types(pair: World) -> None:
@@ -159,9 +157,7 @@ def test_types(pair: World) -> None:
 def layer(kind: str) -> tuple[list[Tensor], int]:
     """out, the gradients of the hidden states and of all parameters, and the size of the ring."""
     torch.manual_seed(0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        module = compat.create_multihead_dilated_attention(kind, 56, HEADS, SEGMENT_LENGTHS, DILATION_RATES).double()
+    module = made("create_multihead_dilated_attention", kind, 56, HEADS, SEGMENT_LENGTHS, DILATION_RATES).double()
     hidden = torch.randn(2, N, 56, dtype=torch.float64, requires_grad=True)
     out = module(hidden, hidden, hidden, is_causal=True)
     grads = torch.autograd.grad(out, [hidden, *module.parameters()], torch.randn(out.shape, dtype=out.dtype))
@@ -170,9 +166,7 @@ def layer(kind: str) -> tuple[list[Tensor], int]:
 
 def share_a_parameter() -> tuple[Tensor, Tensor]:
     """The incoming gradient after the sum over the ranks, and the sum."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        ring = compat.create_dilated_attention("ring", [4], [1]).ring
+    ring = made("create_dilated_attention", "ring", [4], [1]).ring
     parameter = torch.zeros(3, requires_grad=True)
     shared, incoming = compat._shared(ring, parameter), torch.ones(3)
     (total,) = torch.autograd.grad(shared, parameter, incoming)
@@ -189,9 +183,7 @@ def test_layers(pair: World) -> None:
     wanted, _ = layer("standard")
     for got, size in pair.run(layer, "ring"):
         assert size == 2
-        check(got, wanted)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        module = compat.create_multihead_dilated_attention("standard", 8, 2, [4], [1])
+        assert_near(got, wanted)
+    module = made("create_multihead_dilated_attention", "standard", 8, 2, [4], [1])
     with pytest.raises(ValueError, match="key is another tensor than query"):
         module(torch.zeros(1, 4, 8), torch.zeros(1, 4, 8))

@@ -3,101 +3,85 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torchscale_reference as ts
+from command_line import refused, shown
+from native_ranks import assert_near
 from torch import Tensor
-from torchscale_reference import (
-    BRANCHES,
-    EMBED_DIM,
-    attention,
-    close,
-    inputs,
-    reference,
-    reference_model,
-    torchscale_state,
-    with_name,
-)
-from typer.testing import CliRunner
 
-from ring_backends.cli import app
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 
 
-def convert(*arguments: Any) -> Any:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["convert", *map(str, arguments)])
-
-
 def prefixed(prefix: str, **options: Any) -> dict[str, Tensor]:
-    return {f"{prefix}{name}": value for name, value in torchscale_state(**options).items()}
+    return {f"{prefix}{name}": value for name, value in ts.make_state(**options).items()}
 
 
 @pytest.fixture
 def slide_encoder(tmp_path: Path) -> Path:
     """A checkpoint like GigaPath's: an encoder and other modules."""
-    other_modules = {
-        "cls_token": torch.zeros(1, 1, EMBED_DIM),
-        "patch_embed.proj.weight": torch.zeros(EMBED_DIM, 7),
-        "patch_embed.proj.bias": torch.zeros(EMBED_DIM),
-        "norm.weight": torch.zeros(EMBED_DIM),
-        "norm.bias": torch.zeros(EMBED_DIM),
-    }
+    zeros = torch.zeros(ts.EMBED_DIM)
+    other_modules = {"cls_token": zeros[None, None], "patch_embed.proj.weight": zeros[:, None].repeat(1, 7)}
+    other_modules |= dict.fromkeys(("patch_embed.proj.bias", "norm.weight", "norm.bias"), zeros)
     path = tmp_path / "slide_encoder.pth"
     torch.save({"model": {**other_modules, **prefixed("encoder.")}, "epoch": 3}, path)
     return path
 
 
-def branch_options(branches: Any = BRANCHES) -> list[str]:
+def branch_options(branches: Any = ts.BRANCHES) -> str:
     lengths, rates = (",".join(map(str, numbers)) for numbers in branches)
-    return ["--segment-lengths", lengths, "--dilation-rates", rates]
+    return f"--segment-lengths {lengths} --dilation-rates {rates}"
 
 
 def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -> None:
     target = tmp_path / "encoder.pt"
-    done = convert(slide_encoder, target, "--num-heads", 4, *branch_options())
-    assert done.exit_code == 0, done.stderr
+    printed = shown(f"convert --num-heads 4 {branch_options()}", slide_encoder, target)
     for text in ("LongNetEncoder", "'encoder.'", "2, 24, 4, 40", "(8, 1), (16, 2), (64, 4)", "float64"):
-        assert text in done.stdout, done.stdout
-    left = done.stdout.partition("Left out")[2]
+        assert text in printed, printed
+    left = printed.partition("Left out")[2]
     for name, entries in (("cls_token", 1), ("patch_embed", 2), ("norm", 2), ("epoch", 1)):
         assert any(name in line and str(entries) in line for line in left.splitlines()), left
-    model = LongNetEncoder.from_checkpoint(target, attention())
-    close(model(inputs("encoder", 37)).detach(), reference("encoder", 4, 37))
+    model = LongNetEncoder.from_checkpoint(target, ts.attention())
+    assert_near(model(ts.inputs("encoder", 37)).detach(), ts.reference("encoder", 4, 37))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["encoder.pt", "slide_encoder.pth"]
     with pytest.raises(ValueError, match="holds a LongNet encoder, and this is LongNetDecoder"):
-        LongNetDecoder.from_checkpoint(target, attention())
+        LongNetDecoder.from_checkpoint(target, ts.attention())
     with pytest.raises(ValueError, match="attention has DilatedPattern"):
-        LongNetEncoder.from_checkpoint(target, attention(branches=((8,), (1,))))
+        LongNetEncoder.from_checkpoint(target, ts.attention(branches=((8,), (1,))))
 
 
 def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     source, target, again = (tmp_path / name for name in ("lm.pt", "decoder.pt", "again.pt"))
     torch.save(prefixed("module.decoder.", tokens=True), source)
-    done = convert(source, target, "--num-heads", 4)
-    assert done.exit_code == 0, done.stderr
-    assert "19, 80, 19" in done.stdout
-    assert "not given" in done.stdout
-    assert "Left out" not in done.stdout
-    close(
-        LongNetDecoder.from_checkpoint(target, attention())(inputs("decoder", 37)).detach(),
-        reference("decoder", 4, 37),
+    printed = shown("convert --num-heads 4", source, target)
+    assert "19, 80, 19" in printed
+    assert "not given" in printed
+    assert "Left out" not in printed
+    model = LongNetDecoder.from_checkpoint(target, ts.attention())
+    assert_near(model(ts.inputs("decoder", 37)).detach(), ts.reference("decoder", 4, 37))
+    options = "--kind decoder --scale-embedding --activation relu --layer-norm-eps 0.1"
+    shown(f"convert --num-heads 3 {options}", source, again)
+    model = LongNetDecoder.from_checkpoint(again, ts.attention(), dtype=torch.float32)
+    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (
+        3,
+        0.1,
+        math.sqrt(ts.EMBED_DIM),
     )
-    options = ("--kind", "decoder", "--scale-embedding", "--activation", "relu", "--layer-norm-eps", "0.1")
-    done = convert(source, again, "--num-heads", 3, *options)
-    assert done.exit_code == 0, done.stderr
-    model = LongNetDecoder.from_checkpoint(again, attention(), dtype=torch.float32)
-    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(EMBED_DIM))
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
     # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.
-    assert convert(target, tmp_path / "the same.pt", "--num-heads", 4).exit_code == 0
-    for changed in (["--num-heads", 3], ["--num-heads", 4, "--activation", "relu"]):
-        refused = convert(target, tmp_path / "another.pt", *changed)
-        assert refused.exit_code == 2
-        assert f"{changed[-2]}: {changed[-2][2:].replace('-', '_')} = " in refused.stderr
-        assert "was written by `convert` with" in refused.stderr
+    shown("convert --num-heads 4", target, tmp_path / "the same.pt")
+    for options, named in (
+        ("--num-heads 3", "--num-heads: num_heads = "),
+        ("--num-heads 4 --activation relu", "--activation: activation = "),
+    ):
+        error = refused(f"convert {options}", target, tmp_path / "another.pt")
+        assert named in error
+        assert "was written by `convert` with" in error
 
 
 def test_convert_writes_only_converted_tensors(tmp_path: Path) -> None:
@@ -105,71 +89,63 @@ def test_convert_writes_only_converted_tensors(tmp_path: Path) -> None:
     parts = prefixed("encoder.")
     flat = torch.cat([value.flatten() for value in parts.values()] + [torch.zeros(100_000, dtype=torch.float64)])
     pieces = flat.split([value.numel() for value in parts.values()] + [100_000])
-    torch.save(
-        {name: piece.view(value.shape) for (name, value), piece in zip(parts.items(), pieces[:-1], strict=True)}, source
-    )
-    assert convert(source, target, "--num-heads", 4).exit_code == 0
+    views = zip(parts.items(), pieces[:-1], strict=True)
+    torch.save({name: piece.view(value.shape) for (name, value), piece in views}, source)
+    shown("convert --num-heads 4", source, target)
     assert target.stat().st_size < source.stat().st_size - 700_000
 
 
 def test_convert_replaces_a_file_only_with_force(slide_encoder: Path, tmp_path: Path) -> None:
     target = tmp_path / "there.pt"
     target.write_text("precious")
-    refused = convert(slide_encoder, target, "--num-heads", 4)
-    assert refused.exit_code == 2
-    assert "--target: target = " in refused.stderr
-    assert "exists already; give another file, or --force" in refused.stderr
+    error = refused("convert --num-heads 4", slide_encoder, target)
+    assert "--target: target = " in error
+    assert "exists already; give another file, or --force" in error
     assert target.read_text() == "precious"
-    assert convert(slide_encoder, target, "--num-heads", 4, "--force").exit_code == 0
-    LongNetEncoder.from_checkpoint(target, attention())
+    shown("convert --num-heads 4 --force", slide_encoder, target)
+    LongNetEncoder.from_checkpoint(target, ts.attention())
 
 
 class Custom:
     """A class that ``weights_only`` loading refuses."""
 
 
+BOTH = {**prefixed("encoder."), **prefixed("decoder.")}
+MISPLACED = ((8, 10), (1, 4))
+PADS_SEGMENTS = "--segment-lengths: .*pads every segment.*with --seq-len"
+
+
 @pytest.mark.parametrize(
     ("saved", "options", "text"),
     [
-        ({"model": {"a": torch.zeros(1)}}, [], "source has no names such as layers.0.self_attn.q_proj.weight"),
-        ({"epoch": 3}, [], "holds no state_dict, neither at the top level nor under model, state_dict"),
-        ([torch.zeros(1)], [], "holds no state_dict"),
-        ({"model": Custom()}, [], "not a whole file of tensors and plain values.*torch.save\\(model.state_dict"),
-        (b"PK\x03\x04 cut off", [], "not a whole file of tensors"),
-        (b"", [], "not a whole file of tensors"),
-        (
-            {**prefixed("encoder."), **prefixed("decoder.")},
-            [],
-            "--prefix: there are several LongNets, 'decoder.', 'enc",
-        ),
-        (prefixed("encoder."), ["--prefix", "decoder"], "--prefix: prefix = 'decoder.': no layer .*: 'encoder.'"),
-        (torchscale_state(tokens=True), [], "--kind: the names do not show"),
-        (torchscale_state(), ["--kind", "both"], "--kind: kind = 'both'"),
-        (torchscale_state(), ["--num-heads", "5"], "num_heads = 5 must divide it"),
-        (torchscale_state(), ["--activation", "swish"], "--activation: activation = 'swish'"),
-        (prefixed("encoder.", subln=False, normalize_output=False), [], "post-norm or DeepNorm"),
-        ({f"encoder.{name}": value for name, value in with_name("layers.0.self_attn.xpos.scale").items()}, [], "xPos"),
-        (torchscale_state(), ["--segment-lengths", "8,16"], "--dilation-rates: dilation_rates is missing"),
-        (
-            torchscale_state(),
-            branch_options(((8, 10), (1, 4))),
-            "--segment-lengths: .*pads every segment.*with --seq-len",
-        ),
-        (torchscale_state(), [*branch_options(((8, 10), (1, 4))), "--seq-len", "11"], "10 and dilation rate 4 on 11"),
+        ({"model": {"a": torch.zeros(1)}}, "", "source has no names such as layers.0.self_attn.q_proj.weight"),
+        ({"epoch": 3}, "", "holds no state_dict, neither at the top level nor under model, state_dict"),
+        ([torch.zeros(1)], "", "holds no state_dict"),
+        ({"model": Custom()}, "", "not a whole file of tensors and plain values.*torch.save\\(model.state_dict"),
+        (b"PK\x03\x04 cut off", "", "not a whole file of tensors"),
+        (b"", "", "not a whole file of tensors"),
+        (BOTH, "", "--prefix: there are several LongNets, 'decoder.', 'enc"),
+        (prefixed("encoder."), "--prefix decoder", "--prefix: prefix = 'decoder.': no layer .*: 'encoder.'"),
+        (ts.make_state(tokens=True), "", "--kind: the names do not show"),
+        (ts.make_state(), "--kind both", "--kind: kind = 'both'"),
+        (ts.make_state(), "--num-heads 5", "num_heads = 5 must divide it"),
+        (ts.make_state(), "--activation swish", "--activation: activation = 'swish'"),
+        (prefixed("encoder.", subln=False, normalize_output=False), "", "post-norm or DeepNorm"),
+        ({f"encoder.{name}": x for name, x in ts.with_name("layers.0.self_attn.xpos.scale").items()}, "", "xPos"),
+        (ts.make_state(), "--segment-lengths 8,16", "--dilation-rates: dilation_rates is missing"),
+        (ts.make_state(), branch_options(MISPLACED), PADS_SEGMENTS),
+        (ts.make_state(), f"{branch_options(MISPLACED)} --seq-len 11", "10 and dilation rate 4 on 11"),
     ],
 )
-def test_convert_refuses_unusable_files(saved: Any, options: list[str], text: str, tmp_path: Path) -> None:
+def test_convert_refuses_unusable_files(saved: Any, options: str, text: str, tmp_path: Path) -> None:
     source, target = tmp_path / "source.pt", tmp_path / "target.pt"
     if isinstance(saved, bytes):
         source.write_bytes(saved)
     else:
         torch.save(saved, source)
-    refused = convert(source, target, "--num-heads", 4, *options)
-    assert refused.exit_code == 2, refused.stderr
-    assert refused.stderr.startswith("ring-backends convert: error: ")
-    assert "Traceback" not in refused.stderr
-    with pytest.raises(AssertionError, match=text):
-        raise AssertionError(refused.stderr)
+    error = refused(f"convert --num-heads 4 {options}", source, target)
+    assert error.startswith("ring-backends convert: error: ")
+    assert re.search(text, error), error
     assert [path.name for path in tmp_path.iterdir()] == ["source.pt"]
 
 
@@ -180,23 +156,18 @@ def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
         (slide_encoder, tmp_path, "--target: target = .*: is a directory"),
         (slide_encoder, slide_encoder, "SOURCE itself"),
     ):
-        refused = convert(source, target, "--num-heads", 4, "--force")
-        assert refused.exit_code == 2
-        with pytest.raises(AssertionError, match=text):
-            raise AssertionError(refused.stderr)
+        assert re.search(text, refused("convert --num-heads 4 --force", source, target))
 
 
 def test_a_pattern_that_misplaces_is_accepted_for_shorter_sequences(slide_encoder: Path, tmp_path: Path) -> None:
-    branches = ((8, 10), (1, 4))
-    done = convert(slide_encoder, tmp_path / "to.pt", "--num-heads", 4, *branch_options(branches), "--seq-len", 10)
-    assert done.exit_code == 0, done.stderr
-    x = inputs("encoder", 10)
-    got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", attention(branches=branches))(x)
-    close(got.detach(), reference_model(torchscale_state(), x, 4, branches, False)[-1])
+    shown(f"convert --num-heads 4 {branch_options(MISPLACED)} --seq-len 10", slide_encoder, tmp_path / "to.pt")
+    x = ts.inputs("encoder", 10)
+    got = LongNetEncoder.from_checkpoint(tmp_path / "to.pt", ts.attention(branches=MISPLACED))(x)
+    assert_near(got.detach(), ts.reference_model(ts.make_state(), x, 4, MISPLACED, False)[-1])
 
 
 def test_a_file_that_convert_did_not_write(slide_encoder: Path) -> None:
     with pytest.raises(ValueError, match="not a file of `ring-backends convert`"):
-        LongNetEncoder.from_checkpoint(slide_encoder, attention())
+        LongNetEncoder.from_checkpoint(slide_encoder, ts.attention())
     with pytest.raises(FileNotFoundError):
-        LongNetEncoder.from_checkpoint("no such file", attention())
+        LongNetEncoder.from_checkpoint("no such file", ts.attention())

@@ -16,14 +16,10 @@ from ring_backends.ring.ring import Ring
 
 def rings(data_size: int, ring_size: int) -> list[list[Ring]]:
     """The ring objects of all ranks, indexed by data rank and ring rank. Consecutive ranks form a ring."""
+    places = [range(first, first + ring_size) for first in range(0, data_size * ring_size, ring_size)]
     return [
-        [
-            Ring(
-                ring_size, rank, data_size, data_rank, tuple(range(data_rank * ring_size, (data_rank + 1) * ring_size))
-            )
-            for rank in range(ring_size)
-        ]
-        for data_rank in range(data_size)
+        [Ring(ring_size, rank, data_size, data_rank, tuple(ranks)) for rank in range(ring_size)]
+        for data_rank, ranks in enumerate(places)
     ]
 
 

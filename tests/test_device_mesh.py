@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 from device_mesh_cases import HEADS, InnerAttention, Kind, N, make_model, mesh_of, put, run
+from native_ranks import world_of
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
@@ -22,16 +23,7 @@ from ring_backends.testing.world import World
 PATTERN = ([8, 24], [1, 3])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4) as ranks:
-        yield ranks
+two, four = world_of(2), world_of(4)
 
 
 def assert_equal(of_ranks: list[Any], expected: Any) -> None:
@@ -44,12 +36,9 @@ LONG = pytest.mark.matrix(reason="trains a model")
 every_model = pytest.mark.parametrize(
     ("kind", "strategy"),
     [
-        pytest.param("encoder", "ddp", marks=LONG),
-        pytest.param("decoder", "fsdp2-world", marks=LONG),
-        ("decoder", "fsdp2-mesh"),
-        pytest.param("decoder", "ddp", marks=LONG),
-        pytest.param("encoder", "fsdp2-world", marks=LONG),
-        pytest.param("encoder", "fsdp2-mesh", marks=LONG),
+        pytest.param(kind, strategy, marks=() if (kind, strategy) == ("decoder", "fsdp2-mesh") else LONG)
+        for kind in ("encoder", "decoder")
+        for strategy in ("ddp", "fsdp2-world", "fsdp2-mesh")
     ],
 )
 
@@ -67,7 +56,8 @@ def test_training_on_two_by_two(four: World, kind: Kind, strategy: str) -> None:
     assert_equal(four.run(run, kind, (2, 2), strategy, "zigzag"), run(kind))
 
 
-@pytest.mark.parametrize("kind", [pytest.param("decoder", marks=LONG), pytest.param("encoder", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("kind", ["decoder", "encoder"])
 def test_training_of_a_compiled_model(two: World, kind: Kind) -> None:
     """The decoder is one graph. The encoder's layers make a float mask, whose values break the graph."""
     assert_equal(two.run(run, kind, (1, 2), "ddp", "zigzag", compiled=True), run(kind))
@@ -82,19 +72,21 @@ def make_tensors(num_kv_heads: int = HEADS) -> list[Tensor]:
 def on_ring(module: nn.Module, tensors: list[Tensor], dim: int, **options: Any) -> list[Tensor]:
     """The whole output, and the whole gradients of query, key and value."""
     mesh = mesh_of((1, 2))["ring"]
-    ring, (*inputs, grad_out) = ring_of(mesh), [tensor.clone() for tensor in tensors]
+    buffers = [tensor.clone() for tensor in tensors]
     masks = [value for value in options.values() if isinstance(value, Tensor)]
-    buffers = [*inputs, grad_out, *masks]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[dim] * len(tensors) + [1] * len(masks)):
-        rows = [tensor.detach().requires_grad_() for tensor in inputs]
-        out = module(*rows, **options)
-        out = out[0] if isinstance(out, tuple) else out
-        results = [out.detach(), *grad(out, rows, grad_out)]
-    return [ring.unshard(result, dim, N) for result in results]
+    dims = [dim] * len(tensors) + [1] * len(masks)
+    with context_parallel(mesh, buffers=[*buffers, *masks], buffer_seq_dims=dims):
+        results = alone(module, buffers, **options)
+    return [ring_of(mesh).unshard(result, dim, N) for result in results]
 
 
-def with_gradients(out: Tensor, tensors: list[Tensor], grad_out: Tensor) -> list[Tensor]:
-    return [out.detach(), *grad(out, tensors, grad_out)]
+def alone(module: Callable[..., Any], tensors: Iterable[Tensor], *args: Any, **options: Any) -> list[Tensor]:
+    """The output, and the gradients of query, key and value. The last tensor is the gradient of the output."""
+    *inputs, grad_out = tensors
+    rows = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = module(*rows, *args, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    return [out.detach(), *grad(out, rows, grad_out)]
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -118,40 +110,37 @@ def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
 )
 def test_a_dilated_pattern(two: World, name: str, is_causal: bool, seq_dim: int) -> None:
     """Equals ``dilated_attention`` of the whole sequence, also with the options of a ring attention."""
-    *inputs, grad_out = (tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2))
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    dropout_p = 0.3 if name == "dropout" else 0.0
-    out = dilated_attention(*inputs, *PATTERN, is_causal=is_causal, dropout_p=dropout_p, **OPTIONS[name])
-    assert_equal(two.run(pattern_here, name, is_causal, seq_dim), with_gradients(out, inputs, grad_out))
+    tensors = [tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2)]
+    options = {"is_causal": is_causal, "dropout_p": 0.3 if name == "dropout" else 0.0, **OPTIONS[name]}
+    assert_equal(
+        two.run(pattern_here, name, is_causal, seq_dim), alone(dilated_attention, tensors, *PATTERN, **options)
+    )
 
 
 MULTIHEAD: list[dict[str, Any]] = [{"batch_first": True}, {"kdim": 12, "vdim": 20, "bias": False}]
 
 
-def make_multihead(options: dict[str, Any]) -> tuple[nn.MultiheadAttention, list[Tensor], Tensor]:
-    """A module, its inputs and the gradient of its output, and a mask."""
+def make_multihead(options: dict[str, Any]) -> tuple[nn.MultiheadAttention, list[Tensor], dict[str, Any]]:
+    """A module, its inputs and the gradient of its output, and options of its calls."""
     torch.manual_seed(0)
     module = nn.MultiheadAttention(16, HEADS, **options)
     shape = (2, N) if module.batch_first else (N, 2)
     tensors = [torch.randn(*shape, width) for width in (16, module.kdim, module.vdim, 16)]
-    return module, tensors, OPTIONS["padding"]["key_padding_mask"]
+    return module, tensors, {**OPTIONS["padding"], "need_weights": False}
 
 
 def multihead_here(options: dict[str, Any], is_causal: bool) -> list[Tensor]:
-    module, tensors, mask = make_multihead(options)
+    module, tensors, call = make_multihead(options)
     module = put(module, RingDilated([N], [1], layout="zigzag"))
-    is_first = module.batch_first
-    return on_ring(module, tensors, int(is_first), key_padding_mask=mask, need_weights=False, is_causal=is_causal)
+    return on_ring(module, tensors, int(module.batch_first), is_causal=is_causal, **call)
 
 
 @pytest.mark.parametrize("options", MULTIHEAD, ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_multihead_attention(two: World, options: dict[str, Any], is_causal: bool) -> None:
-    module, (*inputs, grad_out), mask = make_multihead(options)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
+    module, tensors, call = make_multihead(options)
     later = torch.ones(N, N, dtype=torch.bool).triu(1) if is_causal else None
-    out, _ = module(*inputs, key_padding_mask=mask, need_weights=False, attn_mask=later)
-    assert_equal(two.run(multihead_here, options, is_causal), with_gradients(out, inputs, grad_out))
+    assert_equal(two.run(multihead_here, options, is_causal), alone(module, tensors, attn_mask=later, **call))
 
 
 def make_own(kind: str) -> tuple[Any, list[Tensor]]:
@@ -174,10 +163,8 @@ def own_here(kind: str, copied: bool) -> list[Tensor]:
 @pytest.mark.parametrize("copied", [False, True])
 def test_attention_of_this_package(two: World, kind: str, copied: bool) -> None:
     """It takes the ring of the axis, and the length of the sequence from the context."""
-    module, (*inputs, grad_out) = make_own(kind)
-    inputs = [tensor.requires_grad_() for tensor in inputs]
-    out = module(*inputs, is_causal=True, **OPTIONS["padding"])
-    assert_equal(two.run(own_here, kind, copied), with_gradients(out, inputs, grad_out))
+    module, tensors = make_own(kind)
+    assert_equal(two.run(own_here, kind, copied), alone(module, tensors, is_causal=True, **OPTIONS["padding"]))
 
 
 def copies_here() -> list[Tensor]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import pytest
 import torch
 from device_mesh_cases import InnerAttention, N, make_model, mesh_of, put
+from native_ranks import world_of
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import parallelize_module
@@ -24,10 +26,15 @@ from ring_backends.testing.world import World
 FULL = ([N], [1])
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2) as ranks:
-        yield ranks
+two = world_of(2)
+
+
+def refused(call: Callable[..., Any], *args: Any, **options: Any) -> Ended:
+    return ending(partial(call, *args, **options))
+
+
+def put_refused(module: Any, **options: Any) -> Ended:
+    return refused(put, module, RingDilated(**options))
 
 
 class NoCausal(nn.Module):
@@ -47,14 +54,14 @@ class WithSink(InnerAttention):
         self.sink = nn.Parameter(torch.zeros(4))
 
 
+def dilated() -> Any:
+    return native.RingDilatedAttention([4], [1])
+
+
 def with_own_forward() -> nn.Module:
     module = InnerAttention()
     module.forward = MethodType(InnerAttention.forward, module)  # type: ignore[method-assign]
     return module
-
-
-def applied_twice() -> nn.Module:
-    return put(InnerAttention(), RingDilated(*FULL))
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
@@ -64,11 +71,8 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (WithDropout, r"module = WithDropout: has an nn.Dropout with p = 0.1"),
     "causal": (NoCausal, "is_causal is not given, and the forward of NoCausal has no such argument"),
     "replaced": (with_own_forward, "module = InnerAttention: its forward was replaced on the instance"),
-    "twice": (applied_twice, "module = InnerAttentionOnRing: is on a ring already"),
-    "pattern": (
-        lambda: native.RingDilatedAttention([4], [1]),
-        "segment_lengths: NativeRingDilatedAttention has its own; leave this out of its style",
-    ),
+    "twice": (lambda: put(InnerAttention(), RingDilated(*FULL)), "module = InnerAttentionOnRing: is on a ring already"),
+    "pattern": (dilated, "segment_lengths: NativeRingDilatedAttention has its own; leave this out of its style"),
     "bias_kv": (lambda: nn.MultiheadAttention(8, 2, add_bias_kv=True), "add_bias_kv and add_zero_attn"),
     "zero_attn": (lambda: nn.MultiheadAttention(8, 2, add_zero_attn=True), "add_bias_kv and add_zero_attn"),
 }
@@ -79,34 +83,15 @@ class OtherAttention(RingDilatedAttention):
         raise NotImplementedError
 
 
-OWN: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str]] = {
-    "options": (
-        lambda: native.RingDilatedAttention([4], [1]),
-        {"is_causal": True, "scale": 1.0},
-        "is_causal, scale: NativeRingDilatedAttention has its own",
-    ),
-    "twice": (
-        lambda: put(native.RingDilatedAttention([4], [1]), RingDilated()),
-        {},
-        "module = NativeRingDilatedAttention: is on a ring already",
-    ),
-    "backend": (
-        lambda: RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])),
-        {},
-        "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes",
-    ),
-    "no pattern": (InnerAttention, {}, "segment_lengths is not given: InnerAttention has no pattern of its own"),
-}
-
-
-def own_here() -> list[Ended]:
-    return [ending(lambda make=make, given=given: put(make(), RingDilated(**given))) for make, given, _ in OWN.values()]
-
-
-def test_own_modules(two: World) -> None:
-    for of_rank in two.run(own_here):
-        for ended, (*_, message) in zip(of_rank, OWN.values(), strict=True):
-            assert message in ended.message, ended
+def own_modules_here() -> dict[str, Ended]:
+    return {
+        "is_causal, scale: NativeRingDilatedAttention has its own": put_refused(dilated(), is_causal=True, scale=1.0),
+        "module = NativeRingDilatedAttention: is on a ring already": put_refused(put(dilated(), RingDilated())),
+        "backend = 'native': its attention is NativeRingDilatedAttention, and RingDilatedMultiheadAttention computes": (
+            put_refused(RingDilatedMultiheadAttention(8, 2, OtherAttention([4], [1])))
+        ),
+        "segment_lengths is not given: InnerAttention has no pattern of its own": put_refused(InnerAttention()),
+    }
 
 
 def module_here(name: str) -> Ended:
@@ -142,115 +127,77 @@ def test_options(options: dict[str, Any], message: str) -> None:
         RingDilated(**{"segment_lengths": [4], "dilation_rates": [1], **options})
 
 
-def meshes_here() -> list[Ended]:
+def parallelized(mesh: DeviceMesh, **options: Any) -> Ended:
+    return refused(parallelize_module, InnerAttention(), mesh, RingDilated(*FULL, **options))
+
+
+def meshes_here() -> dict[str, Ended]:
     put(InnerAttention(), RingDilated(*FULL))
     mesh = mesh_of((1, 2))
-    styles = [
-        RingDilated(*FULL, layout="zigzag"),
-        RingDilated(*FULL, timeout=timedelta(seconds=9)),
-    ]
-    return [
-        *(ending(lambda style=style: parallelize_module(InnerAttention(), mesh["ring"], style)) for style in styles),
-        ending(lambda: parallelize_module(InnerAttention(), mesh, RingDilated(*FULL))),
-        ending(lambda: ring_of(mesh)),
-        ending(lambda: ring_of("ring")),  # type: ignore[arg-type]
-        ending(lambda: ring_of(mesh["data"])),
-        ending(lambda: context_parallel(mesh["data"], buffers=[torch.ones(N)], buffer_seq_dims=[0]).__enter__()),
-        ending(lambda: put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1))),
-        ending(lambda: parallelize_module(InnerAttention(), mesh["ring"], RingDilated(*FULL))),
-    ]
+    ring = mesh["ring"]
+    return {
+        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style": (
+            parallelized(ring, layout="zigzag")
+        ),
+        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ": (
+            parallelized(ring, timeout=timedelta(seconds=9))
+        ),
+        "mesh has 2 axes, ('data', 'ring'): expected one": parallelized(mesh),
+        "mesh has 2 axes": refused(ring_of, mesh),
+        "mesh = str: expected one axis of a DeviceMesh": refused(ring_of, "ring"),
+        "mesh: no RingDilated has been applied on its axis data": refused(ring_of, mesh["data"]),
+        "dropout_p is given: MultiheadAttention has dropout = 0.0": (
+            refused(put, nn.MultiheadAttention(8, 2), RingDilated(*FULL, dropout_p=0.1))
+        ),
+        "": parallelized(ring),
+    }
 
 
-def test_meshes(two: World) -> None:
-    expected = [
-        "layout = 'zigzag': the ring of this mesh axis has layout = 'contiguous', from the first style",
-        "timeout = datetime.timedelta(seconds=9): the ring of this mesh axis has timeout = ",
-        "mesh has 2 axes, ('data', 'ring'): expected one",
-        "mesh has 2 axes",
-        "mesh = str: expected one axis of a DeviceMesh",
-        "mesh: no RingDilated has been applied on its axis data",
-        "mesh: no RingDilated has been applied on its axis data",
-        "dropout_p is given: MultiheadAttention has dropout = 0.0",
-        "",
-    ]
-    for of_rank in two.run(meshes_here):
-        for ended, message in zip(of_rank, expected, strict=True):
-            assert message in ended.message, ended
-        assert of_rank[-1].error == "no error", of_rank[-1]
+def row(heads: int = 4, n: int = N) -> Tensor:
+    return torch.ones(2, heads, n, 8)
 
 
-def row(heads: int = 4, rows: int = N) -> Tensor:
-    return torch.ones(2, heads, rows, 8)
+def calls_here() -> dict[str, Ended]:
+    call = partial(refused, put(InnerAttention(), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    rows, one, short = (row(), row(), row()), row()[0], row(n=N - 1)
+    mask = torch.ones(N, N, dtype=torch.bool)
+    return {
+        "attn_mask is given: masks of pairs are not supported by a ring": call(*rows, attn_mask=mask),
+        "enable_gqa = False with 4 query heads and 2 key heads": call(row(), row(2), row(2)),
+        f"key has {N - 1} rows and query {N}: cross-attention": call(row(), short, short),
+        "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)": (
+            call(one, one, one)
+        ),
+        "key = NoneType: expected a plain torch.Tensor": call(row(), None, row()),
+        "value = NoneType: expected a plain torch.Tensor": call(row(), row()),
+        "q is given twice": call(*rows, q=row()),
+        "4 arguments are given by position": call(*rows, None),
+        "set RingDilated(scale=1.0)": call(*rows, scale=1.0),
+        "is_causal = None: expected True": call(*rows, is_causal=None),
+        "window is given: a ring does not have": call(*rows, window=3),
+        "but with seq_len = 44 rank": call_in_context(call, *rows),
+    }
 
 
-CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "mask": (
-        lambda attention: attention(row(), row(), row(), attn_mask=torch.ones(N, N, dtype=torch.bool)),
-        "attn_mask is given: masks of pairs are not supported by a ring",
-    ),
-    "gqa": (
-        lambda attention: attention(row(), row(2), row(2)),
-        "enable_gqa = False with 4 query heads and 2 key heads",
-    ),
-    "cross": (
-        lambda attention: attention(row(), row(rows=N - 1), row(rows=N - 1)),
-        f"key has {N - 1} rows and query {N}: cross-attention",
-    ),
-    "dims": (
-        lambda attention: attention(row()[0], row()[0], row()[0]),
-        "query has shape [4, 45, 8]: expected [batch, heads, local seq, head_dim], by RingDilated(seq_dim=2)",
-    ),
-    "type": (lambda attention: attention(row(), None, row()), "key = NoneType: expected a plain torch.Tensor"),
-    "missing": (lambda attention: attention(row(), row()), "value = NoneType: expected a plain torch.Tensor"),
-    "twice": (lambda attention: attention(row(), row(), row(), q=row()), "q is given twice"),
-    "many": (lambda attention: attention(row(), row(), row(), None), "4 arguments are given by position"),
-    "scale": (lambda attention: attention(row(), row(), row(), scale=1.0), "set RingDilated(scale=1.0)"),
-    "causal": (lambda attention: attention(row(), row(), row(), is_causal=None), "is_causal = None: expected True"),
-    "unknown": (lambda attention: attention(row(), row(), row(), window=3), "window is given: a ring does not have"),
-    "rows": (lambda attention: in_context(attention, row()), "but with seq_len = 44 rank"),
-}
-
-MULTIHEAD_CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "weights": (lambda attention: attention(x, x, x), "need_weights is given: a ring has no matrix of weights"),
-    "mask": (
-        lambda attention: attention(x, x, x, need_weights=False, attn_mask=torch.ones(3, 3)),
-        "attn_mask is given: masks of pairs",
-    ),
-    "dims": (
-        lambda attention: attention(x[0], x[0], x[0], need_weights=False),
-        "query has shape [2, 8]: expected [local seq, batch, features]",
-    ),
-    "features": (
-        lambda attention: attention(x[..., :7], x, x, need_weights=False),
-        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features",
-    ),
-    "cross": (lambda attention: attention(x, x[1:], x[1:], need_weights=False), "key has 2 rows and query 3"),
-    "bias": (
-        lambda attention: attention(x, x, x, need_weights=False, key_padding_mask=torch.full((2, 3), 0.5)),
-        "key_padding_mask is torch.float32 with values other than 0 and −inf",
-    ),
-}
-x = torch.ones(3, 2, 8)
+def call_in_context(call: Callable[..., Ended], *rows: Tensor) -> Ended:
+    with context_parallel(ring_mesh(), buffers=[torch.ones(N - 1)], buffer_seq_dims=[0]):
+        return call(*rows)
 
 
-def in_context(attention: nn.Module, tensor: Tensor) -> None:
-    with context_parallel(mesh_of((1, 2))["ring"], buffers=[torch.ones(N - 1)], buffer_seq_dims=[0]):
-        attention(tensor, tensor, tensor)
-
-
-def calls_here(kind: str) -> list[Ended]:
-    module = InnerAttention() if kind == "inner" else nn.MultiheadAttention(8, 2)
-    attention = put(module, RingDilated(*FULL, timeout=timedelta(seconds=60)))
-    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
-    return [ending(lambda call=call: call(attention)) for call, _ in calls.values()]
-
-
-@pytest.mark.parametrize("kind", ["inner", "multihead"])
-def test_calls(two: World, kind: str) -> None:
-    calls = CALLS if kind == "inner" else MULTIHEAD_CALLS
-    for of_rank in two.run(calls_here, kind):
-        for ended, (_, message) in zip(of_rank, calls.values(), strict=True):
-            assert message in ended.message, ended
+def multihead_calls_here() -> dict[str, Ended]:
+    call = partial(refused, put(nn.MultiheadAttention(8, 2), RingDilated(*FULL, timeout=timedelta(seconds=60))))
+    without = partial(call, need_weights=False)
+    x = torch.ones(3, 2, 8)
+    return {
+        "need_weights is given: a ring has no matrix of weights": call(x, x, x),
+        "attn_mask is given: masks of pairs": without(x, x, x, attn_mask=torch.ones(3, 3)),
+        "query has shape [2, 8]: expected [local seq, batch, features]": without(x[0], x[0], x[0]),
+        "query has shape [3, 2, 7]: expected [local seq, batch, features] with 8 features": without(x[..., :7], x, x),
+        "key has 2 rows and query 3": without(x, x[1:], x[1:]),
+        "key_padding_mask is torch.float32 with values other than 0 and −inf": (
+            without(x, x, x, key_padding_mask=torch.full((2, 3), 0.5))
+        ),
+    }
 
 
 def one_refuses_here() -> Ended:
@@ -267,8 +214,9 @@ def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
     assert "attn_mask is given" in second.message
 
 
-def entering(buffers: Any, dims: Any, **options: Any) -> Ended:
-    return ending(lambda: context_parallel(ring_mesh(), buffers=buffers, buffer_seq_dims=dims, **options).__enter__())
+def entering(buffers: Any, dims: Any, axis: str = "ring", **options: Any) -> Ended:
+    context = partial(context_parallel, mesh_of((1, 2))[axis], buffers=buffers, buffer_seq_dims=dims, **options)
+    return ending(lambda: context().__enter__())
 
 
 def ring_mesh() -> DeviceMesh:
@@ -299,6 +247,7 @@ def contexts_here() -> dict[str, Ended]:
             model(tokens, tokens)
 
     return {
+        "mesh: no RingDilated has been applied on its axis data": entering([torch.ones(N)], [0], axis="data"),
         "buffers has 1 tensors and buffer_seq_dims 0 numbers": entering([ones], None),
         "buffers = Tensor: expected a list": entering(ones, [0]),
         "buffer_seq_dims = int: expected a list": entering([ones], 0),
@@ -317,7 +266,12 @@ def contexts_here() -> dict[str, Ended]:
     }
 
 
-def test_contexts(two: World) -> None:
-    for of_rank in two.run(contexts_here):
+@pytest.mark.parametrize(
+    "calls_by_message", [own_modules_here, meshes_here, calls_here, multihead_calls_here, contexts_here]
+)
+def test_every_rank_raises(two: World, calls_by_message: Callable[[], dict[str, Ended]]) -> None:
+    """An empty message stands for no error."""
+    for of_rank in two.run(calls_by_message):
         for message, ended in of_rank.items():
             assert message in ended.message, (message, ended)
+            assert (ended.error == "no error") == (message == ""), (message, ended)

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import configparser
 import doctest
-import os
+import itertools
 import re
 import shlex
 import socket
-import subprocess
-import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,16 +21,15 @@ from typing import Any
 
 import pytest
 import typer
+from command_line import environment, output_of
 
 import ring_backends
 from ring_backends.cli import app
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(ring_backends.__file__).parent
-GUIDES = [
-    ROOT / name
-    for name in ("README.md", "ADAPTERS.md", "CONTRIBUTING.md", "SECURITY.md", "bench/README.md", "bench/NOTES.md")
-]
+_GUIDES = "README.md ADAPTERS.md CONTRIBUTING.md SECURITY.md bench/README.md bench/NOTES.md"
+GUIDES = [ROOT / name for name in _GUIDES.split()]
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(?P<language>\w+)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(r"# (?P<name>\w+\.py); run it as: (?P<command>[^\n]+)\n")
@@ -79,16 +77,7 @@ def programs() -> list[Any]:
     return found
 
 
-def environment(**others: str) -> dict[str, str]:
-    """The environment of a started process: this package is on the path, with one thread and without network."""
-    path = os.pathsep.join([str(PACKAGE.parent), os.environ.get("PYTHONPATH", "")])
-    left_out = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTEST_ADDOPTS"}
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **others}
-
-
-def torchrun(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "torch.distributed.run", *arguments]
+TORCHRUN = ("-m", "torch.distributed.run")
 
 
 def free_port() -> int:
@@ -134,35 +123,25 @@ def test_examples_of_docstrings(name: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "command", "text"), programs())
 def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
-    if "transformers" in text and find_spec("transformers") is None:
-        pytest.skip("transformers is not installed")
-    if "matplotlib" in text and find_spec("matplotlib") is None:
-        pytest.skip("matplotlib is not installed")
-    others = stand_in_for_gigapath(tmp_path) if "from gigapath" in text else {}
+    for library in ("transformers", "matplotlib"):
+        if library in text and find_spec(library) is None:
+            pytest.skip(f"{library} is not installed")
+    path = stand_in_for_gigapath(tmp_path) if "from gigapath" in text else ()
     (tmp_path / name).write_text(text, encoding="utf-8")
     launcher, *arguments = shlex.split(command)
     assert launcher == "torchrun"
-    done = subprocess.run(
-        torchrun(["--master-port", str(free_port()), *arguments]),
-        cwd=tmp_path,
-        env=environment(**others),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=280,
-    )
-    assert done.returncode == 0, done.stdout
-    printed = without_rounding(done.stdout)
+    command_line = [*TORCHRUN, "--master-port", str(free_port()), *arguments]
+    printed = output_of(command_line, tmp_path, environment(*path, HF_HUB_OFFLINE="1"), timeout=280)
     for line in shown_below(text):
-        assert without_rounding(line) in printed, f"{line}\nis not in\n{done.stdout}"
+        assert without_rounding(line) in without_rounding(printed), f"{line}\nis not in\n{printed}"
 
 
-def stand_in_for_gigapath(folder: Path) -> dict[str, str]:
-    """An environment in which ``gigapath.slide_encoder`` is the tests' stand-in, which needs no GPU and no network."""
+def stand_in_for_gigapath(folder: Path) -> tuple[Path, Path]:
+    """Folders in which ``gigapath.slide_encoder`` is the tests' stand-in, which needs no GPU and no network."""
     (folder / "gigapath").mkdir()
     (folder / "gigapath" / "__init__.py").touch()
     (folder / "gigapath" / "slide_encoder.py").write_text("from gigapath_reference import *\n")
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(ROOT / "tests"), environment()["PYTHONPATH"]])}
+    return folder, ROOT / "tests"
 
 
 def without_rounding(text: str) -> str:
@@ -195,23 +174,9 @@ def test_two_hosts(tmp_path: Path) -> None:
     here = here.replace("--nproc-per-node 4", "--nproc-per-node 1")
     assert "127.0.0.1" in here
     assert "--nproc-per-node 1 " in here
-    arguments = ["--local-addr", "127.0.0.1", *shlex.split(here)[1:]]
-    logs = [tmp_path / f"{host}.log" for host in range(2)]
-    processes = []
-    for log in logs:
-        with log.open("w") as written:
-            processes.append(
-                subprocess.Popen(
-                    torchrun(arguments), cwd=tmp_path, env=environment(), stdout=written, stderr=subprocess.STDOUT
-                )
-            )
-    try:
-        statuses = [process.wait(timeout=240) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    output = "".join(log.read_text() for log in logs)
-    assert statuses == [0, 0], output
+    arguments = [*TORCHRUN, "--local-addr", "127.0.0.1", *shlex.split(here)[1:]]
+    with ThreadPoolExecutor(2) as hosts:
+        output = "".join(hosts.map(lambda _: output_of(arguments, tmp_path), range(2)))
     assert "rank 0 of 2" in output
     assert "rank 1 of 2" in output
 
@@ -240,12 +205,8 @@ def test_shown_options_of_commands_exist(page: Path) -> None:
     for line, text in blocks(page, "console", "bash", "sh"):
         for command in text.replace("\\\n", " ").splitlines():
             words = re.split(r"\s+", command.partition(" # ")[0])
-            starts = [
-                index + 1 for index, word in enumerate(words) if word in ("ring-backends", "ring_backends") and index
-            ]
-            for start in starts:
-                if start == len(words) or words[start] not in group.commands:
-                    continue
-                known = {flag for option in group.commands[words[start]].params for flag in option.opts}
-                used = {word.partition("=")[0] for word in words[start:] if word.startswith("--")}
-                assert used <= known, f"{name_of(page)}, line {line}: {command}"
+            for index, (program, name) in enumerate(itertools.pairwise(words[1:]), 2):
+                if program in ("ring-backends", "ring_backends") and name in group.commands:
+                    known = {flag for option in group.commands[name].params for flag in option.opts}
+                    used = {word.partition("=")[0] for word in words[index:] if word.startswith("--")}
+                    assert used <= known, f"{name_of(page)}, line {line}: {command}"

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from command_line import output_of
 
 from ring_backends import available_adapters
 
@@ -21,7 +20,6 @@ SIZES = {"language_model": (6, 256), "genome_encoder": (30, 512), "hugging_face"
 """Steps and sequence length of each example."""
 
 FP32_TOLERANCE = 1e-4
-TIMEOUT = 240
 
 pytestmark = pytest.mark.matrix(reason="starts four processes per case; the harness tests training with every adapter")
 
@@ -50,24 +48,12 @@ def train(example: str, framework: str, num_ranks: int, folder: Path) -> tuple[l
     script.write_text(source(example, framework), encoding="utf-8")
     steps, seq_len = SIZES[example]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
-    options = ["--backend", framework] if example in WITH_OPTION else []
-    command = [sys.executable, *(torchrun if num_ranks > 1 else []), str(script)]
-    try:
-        done = subprocess.run(
-            [*command, *options, "--steps", str(steps), "--seq-len", str(seq_len)],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=TIMEOUT,
-        )
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode(errors="replace") if isinstance(error.stdout, bytes) else error.stdout
-        pytest.fail(f"{script.name} did not end within {TIMEOUT} s:\n{output}")
-    assert done.returncode == 0, done.stdout
-    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", done.stdout, re.M)}
-    assert [*losses] == [*range(1, steps + 1)], done.stdout
-    (sent,) = re.findall(rf"on {num_ranks} ranks; rank 0 sent ([\d,]+) bytes", done.stdout)
+    options = ["--steps", str(steps), "--seq-len", str(seq_len)]
+    options += ["--backend", framework] if example in WITH_OPTION else []
+    output = output_of([*(torchrun if num_ranks > 1 else []), str(script), *options], folder)
+    losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+): loss (\S+)$", output, re.M)}
+    assert [*losses] == [*range(1, steps + 1)], output
+    (sent,) = re.findall(rf"on {num_ranks} ranks; rank 0 sent ([\d,]+) bytes", output)
     return [*losses.values()], int(sent.replace(",", ""))
 
 

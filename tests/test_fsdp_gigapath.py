@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import gigapath_cases as cases
 import pytest
 import torch
+from native_ranks import assert_near, world_of
 
 from ring_backends import Ring
 from ring_backends.testing.rings import TWO_OF_TWO
@@ -15,18 +14,14 @@ from ring_backends.testing.world import World
 ADAPTER = "ring_backends.adapters.fsdp"
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=[ADAPTER]) as ranks:
-        yield ranks
+two = world_of(2, ADAPTER)
 
 
 def test_training(two: World) -> None:
     losses, parameters = cases.train(cases.ClassificationHead(cases.make_model()), Ring())
     for found, after in two.run(cases.train_here, TWO_OF_TWO, ADAPTER):
         assert found == pytest.approx(losses, abs=1e-10)
-        for name, right in parameters.items():
-            torch.testing.assert_close(after[name], right, rtol=0, atol=1e-10)
+        assert_near(after, parameters)
 
 
 OTHER = pytest.mark.matrix(reason="another strategy")
@@ -40,4 +35,4 @@ def test_bf16_does_not_move_tiles(two: World, strategy: str) -> None:
         wanted = cases.ClassificationHead(model)(tiles, coords)
     for places, out in two.run(cases.classify_in_bf16, TWO_OF_TWO, ADAPTER, strategy=strategy):
         assert places == model.coords_to_pos(coords, model.tile_size).tolist()
-        torch.testing.assert_close(out, wanted, rtol=0, atol=0.05)
+        assert_near(out, wanted, 0.05)

@@ -10,68 +10,47 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import check_refusal, output_of, run
+from native_ranks import on_ring
 
 from ring_backends import Ring, available_adapters
 from ring_backends.adapters import native
-from ring_backends.cli import app
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.generator import draw, generate, read_options
 from ring_backends.cli.language_model import LongNetLM
-from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
 
 PROMPT = b"a prompt of thirty bytes or so."
 OPTIONS: dict[str, Any] = {
-    "checkpoint": Path("unused"),
-    "prompt": PROMPT.decode(),
-    "prompt_file": None,
-    "max_new_tokens": 12,
-    "temperature": 0.9,
-    "top_p": 0.9,
-    "seed": 3,
-    "backend": "native",
-    "nproc_per_node": 1,
-    "layout": "contiguous",
-    "device": "cpu",
-    "timeout": 60.0,
-    "json": None,
+    **{"checkpoint": Path("unused"), "prompt": PROMPT.decode(), "prompt_file": None, "json": None},
+    **{"max_new_tokens": 12, "temperature": 0.9, "top_p": 0.9, "seed": 3},
+    **{"backend": "native", "nproc_per_node": 1, "layout": "contiguous", "device": "cpu", "timeout": 60.0},
 }
 
 
-def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
+def make_model(ring: Ring) -> LongNetLM:
     torch.manual_seed(0)
-    model = LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3], ring=ring)).double().eval()
-    return [*generate(model, ring, text, GenerateOptions(**{**OPTIONS, **options}), torch.device("cpu"))]
+    return LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3], ring=ring)).double().eval()
 
 
-def continued_here(layout: Any) -> list[int]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return continued(ring.with_layout(layout))
+def continued(ring: Ring, text: bytes = PROMPT, **options: Any) -> list[int]:
+    generate_options = GenerateOptions(**{**OPTIONS, **options})
+    return [*generate(make_model(ring), ring, text, generate_options, torch.device("cpu"))]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_two_ranks_draw_what_one_draws(pair: World, layout: str) -> None:
     expected = continued(Ring())
     assert len(expected) == 12
-    assert pair.run(continued_here, layout) == [expected] * 2
-
-
-def one_byte_here() -> list[int]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return continued(ring, text=b"a")
+    assert pair.run(on_ring, continued, layout=layout) == [expected] * 2
 
 
 def test_a_prompt_of_one_byte(pair: World) -> None:
-    assert pair.run(one_byte_here) == [continued(Ring(), text=b"a")] * 2
+    assert pair.run(on_ring, continued, text=b"a") == [continued(Ring(), text=b"a")] * 2
 
 
 def test_the_likeliest_byte_is_that_of_whole_calls() -> None:
-    torch.manual_seed(0)
-    model = LongNetLM(32, 4, 2, lambda: native.RingDilatedAttention([8, 64], [1, 3])).double().eval()
-    text = [*PROMPT]
+    model, text = make_model(Ring()), [*PROMPT]
     with torch.no_grad():
         for _ in range(12):
             text.append(int(model(torch.tensor([text]), len(text))[0, -1].argmax()))
@@ -86,20 +65,20 @@ def test_top_p_leaves_out_the_unlikely() -> None:
     assert abs(drawn.count(0) / 400 - 0.5 / 0.8) < 0.1
 
 
-def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "ring_backends", *arguments]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=240)
+SIZES = "--seq-len 512 --steps 2 --embed-dim 16 --num-heads 2"
+
+
+def train(arguments: str, cwd: Path) -> None:
+    output_of(f"-m ring_backends train {SIZES} {arguments}".split(), cwd)
 
 
 @pytest.mark.matrix(reason="starts four processes, one after another")
 def test_a_checkpoint_of_train(tmp_path: Path) -> None:
-    sizes = ["--seq-len", "512", "--steps", "2", "--embed-dim", "16", "--num-heads", "2"]
-    trained = run("train", *sizes, "--save", "model.pt", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
+    train("--save model.pt", tmp_path)
     texts = []
     for ranks in ("1", "2"):
         arguments = f"generate model.pt --prompt import --max-new-tokens 9 --nproc-per-node {ranks} --json {ranks}.json"
-        done = run(*arguments.split(), cwd=tmp_path)
+        done = run(["-m", "ring_backends", *arguments.split()], tmp_path)
         assert done.returncode == 0, done.stderr
         assert "9 bytes, " in done.stderr
         result = json.loads((tmp_path / f"{ranks}.json").read_text())
@@ -129,10 +108,8 @@ def test_checkpoints_of_other_adapters(tmp_path: Path, backend: str) -> None:
     if reason := available_adapters()[backend]:
         pytest.skip(reason)
     pytest.importorskip("numpy", reason="FSDP saves with NumPy")
-    sizes = ["--seq-len", "512", "--steps", "2", "--embed-dim", "16", "--num-heads", "2", "--nproc-per-node", "2"]
-    trained = run("train", *sizes, "--backend", backend, "--save", "model", "--json", "train.json", cwd=tmp_path)
-    assert trained.returncode == 0, trained.stderr
-    loaded = subprocess.run([sys.executable, "-c", LOADED], cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    train(f"--nproc-per-node 2 --backend {backend} --save model --json train.json", tmp_path)
+    loaded = run(["-c", LOADED], tmp_path)
     assert loaded.returncode == 0, loaded.stderr
     assert loaded.stdout.split()[-1] == json.loads((tmp_path / "train.json").read_text())["parameters_sha256"]
 
@@ -156,21 +133,19 @@ def test_the_commands_of_the_documentation(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["none.pt", "--prompt", "a"], "checkpoint = 'none.pt': does not exist"),
-        (["model.pt"], "--prompt: give either --prompt TEXT or --prompt-file FILE"),
-        (["model.pt", "--prompt", "a", "--prompt-file", "b"], "--prompt: give either"),
-        (["model.pt", "--prompt", ""], "--prompt: is empty"),
-        (["model.pt", "--prompt-file", "absent"], "--prompt-file: prompt_file = 'absent': No such file"),
-        (["model.pt", "--prompt", "a", "--temperature", "-1"], "--temperature: temperature = -1.0: must be at least 0"),
-        (["model.pt", "--prompt", "a", "--top-p", "0"], "--top-p: top_p = 0.0: must be above 0"),
+        ("none.pt --prompt a", "checkpoint = 'none.pt': does not exist"),
+        ("model.pt", "--prompt: give either --prompt TEXT or --prompt-file FILE"),
+        ("model.pt --prompt a --prompt-file b", "--prompt: give either"),
+        ("model.pt --prompt=", "--prompt: is empty"),
+        ("model.pt --prompt-file absent", "--prompt-file: prompt_file = 'absent': No such file"),
+        ("model.pt --prompt a --temperature -1", "--temperature: temperature = -1.0: must be at least 0"),
+        ("model.pt --prompt a --top-p 0", "--top-p: top_p = 0.0: must be above 0"),
     ],
 )
-def test_invalid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str) -> None:
+def test_invalid_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "model.pt").write_text("")
-    done = CliRunner().invoke(app, ["generate", *arguments])
-    assert done.exit_code == 2, done.output
-    assert f"ring-backends generate: error: {message}" in done.output
+    check_refusal(message, f"generate {arguments}")
 
 
 def test_a_checkpoint_without_options(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,6 +11,7 @@ import gigapath_cases as cases
 import gigapath_reference
 import pytest
 import torch
+from native_ranks import assert_near, world_of
 
 from ring_backends import Ring
 from ring_backends.adapters import native
@@ -22,10 +22,17 @@ from ring_backends.testing.world import World
 LONG = pytest.mark.matrix(reason="runs many models")
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=["gigapath_cases"]) as ranks:
-        yield ranks
+two = world_of(2, "gigapath_cases")
+
+
+def check_embeddings(
+    ranks: World, layout: str, num_tiles: int, all_layer_embed: bool, tolerance: float, **options: Any
+) -> None:
+    """Compare two ranks and one with GigaPath's own code."""
+    expected = cases.embed_by_own_code(num_tiles, all_layer_embed, **options)
+    found = ranks.run(cases.embed_here, TWO_OF_TWO, layout, num_tiles, all_layer_embed, **options)
+    cases.assert_same(found, expected, tolerance)
+    cases.assert_same([cases.embed(cases.on_ring(None, **options), num_tiles, all_layer_embed)], expected, tolerance)
 
 
 @pytest.mark.parametrize("num_tiles", [1, 61, *(pytest.param(number, marks=LONG) for number in (2, 129))])
@@ -35,11 +42,7 @@ def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles:
     options = {"dtype": dtype, "global_pool": global_pool}
     tolerance = 1e-11 if dtype is torch.float64 else 1e-5
     for all_layer_embed, layout in ((False, "zigzag"), (True, "contiguous")):
-        expected = cases.embed_by_own_code(num_tiles, all_layer_embed, **options)
-        found = two.run(cases.embed_here, TWO_OF_TWO, layout, num_tiles, all_layer_embed, **options)
-        cases.assert_same(found, expected, tolerance)
-        one = cases.embed(cases.on_ring(None, **options), num_tiles, all_layer_embed)
-        cases.assert_same([one], expected, tolerance)
+        check_embeddings(two, layout, num_tiles, all_layer_embed, tolerance, **options)
 
 
 @pytest.mark.parametrize("rings", [FOUR, pytest.param(TWO, marks=LONG)], ids=str)
@@ -66,7 +69,7 @@ def test_eval_before_use_ring() -> None:
     model = cases.make_model(attention_dropout=0.3).eval()
     gigapath.use_ring(model, cases.attention_of(model, dropout_p=0.3))
     slide = cases.make_slide(30)
-    torch.testing.assert_close(model(*slide), model(*slide), rtol=0, atol=0)
+    assert_near(model(*slide), model(*slide), 0)
     assert not any(module.training for module in model.modules())
 
 
@@ -89,10 +92,7 @@ def test_the_published_class(two: World, dtype: torch.dtype) -> None:
     tolerance = 1e-7 if dtype is torch.float64 else 1e-5  # the published class computes GELU in fp32
     for all_layer_embed, global_pool in ((True, False), (False, True)):
         options = {"real": True, "dtype": dtype, "global_pool": global_pool}
-        expected = cases.embed_by_own_code(129, all_layer_embed, **options)
-        found = two.run(cases.embed_here, TWO_OF_TWO, "contiguous", 129, all_layer_embed, **options)
-        cases.assert_same(found, expected, tolerance)
-        cases.assert_same([cases.embed(cases.on_ring(None, **options), 129, all_layer_embed)], expected, tolerance)
+        check_embeddings(two, "contiguous", 129, all_layer_embed, tolerance, **options)
 
 
 def test_stochastic_depth_and_attention_dropout(two: World) -> None:
@@ -145,17 +145,14 @@ def test_training(two: World, rings: Any, feat_layer: Any) -> None:
     for found, after in two.run(cases.train_here, rings, feat_layer=feat_layer):
         if rings is TWO_OF_TWO:
             assert found == pytest.approx(losses, abs=1e-10)
-        assert after.keys() == parameters.keys()
-        for name, right in parameters.items():
-            torch.testing.assert_close(after[name], right, rtol=0, atol=1e-10)
+        assert_near(after, parameters)
 
 
 @LONG
 def test_training_two_by_two(world: World) -> None:
     _, parameters = cases.train(cases.ClassificationHead(cases.make_model()), Ring())
     for _, after in world.run(cases.train_here, TWO):
-        for name, right in parameters.items():
-            torch.testing.assert_close(after[name], right, rtol=0, atol=1e-10)
+        assert_near(after, parameters)
 
 
 def test_state_dict_and_copies() -> None:
@@ -166,7 +163,7 @@ def test_state_dict_and_copies() -> None:
     assert copied.encoder.layers[0].self_attn.forward.module is copied.encoder.layers[0].self_attn
     copied.load_state_dict(model.state_dict())
     slide = cases.make_slide(30)
-    torch.testing.assert_close(copied(*slide)[0], model(*slide)[0], rtol=0, atol=0)
+    assert_near(copied(*slide), model(*slide), 0)
     model.encoder.eval()
     assert not model.encoder.layers[0].self_attn.ring_attention.training
 
@@ -176,7 +173,7 @@ def test_pickle() -> None:
     gigapath.use_ring(model, cases.attention_of(model))
     restored = pickle.loads(pickle.dumps(model))
     x, coords = torch.randn(1, 5, 8), torch.zeros(1, 5, 2)
-    torch.testing.assert_close(restored(x, coords)[0], model(x, coords)[0], rtol=0, atol=0)
+    assert_near(restored(x, coords), model(x, coords), 0)
 
 
 def test_one_row_of_coordinates_serves_the_batch() -> None:
@@ -184,15 +181,14 @@ def test_one_row_of_coordinates_serves_the_batch() -> None:
     model = cases.on_ring(None)
     (expected,) = cases.make_model()(x, coords[:1].expand(2, -1, -1))
     for same in (coords[:1], coords[0]):
-        torch.testing.assert_close(model(x, same)[0], expected, rtol=0, atol=1e-11)
+        assert_near(model(x, same)[0], expected, 1e-11)
 
 
 def test_autocast() -> None:
     model, slide = cases.on_ring(None, dtype=torch.float32), cases.make_slide(61, torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = model(*slide)
-    (right,) = model(*slide)
-    torch.testing.assert_close(found, right, rtol=0, atol=0.1)
+        found = model(*slide)
+    assert_near(found, model(*slide), 0.1)
 
 
 def test_masked_padding_is_another_result() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any
 
 import gigapath_cases as cases
 import gigapath_reference
 import pytest
 import torch
+from native_ranks import native_ring, world_of
 from torch import nn
 
 from ring_backends import AdapterUnavailableError, DilatedPattern, Ring
@@ -18,24 +20,20 @@ from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.rings import TWO_OF_TWO, new_ring
 from ring_backends.testing.world import World
 
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=["gigapath_cases"]) as ranks:
-        yield ranks
+two = world_of(2, "gigapath_cases")
 
 
 def use(model: Any, **options: Any) -> None:
     gigapath.use_ring(model, cases.attention_of(cases.make_model(), **options))
 
 
+ADVICE = r"use RingDilatedAttention\(\[8, 16, 32, 64, 128\], \[1, 2, 4, 8, 16\], offset='block', padding='zeros', "
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"segment_lengths": [8, 16], "dilation_rates": [1, 2]},
-            r"use RingDilatedAttention\(\[8, 16, 32, 64, 128\], \[1, 2, 4, 8, 16\], offset='block', padding='zeros', ",
-        ),
+        ({"segment_lengths": [8, 16], "dilation_rates": [1, 2]}, ADVICE),
         ({"offset": "mod"}, "not the pattern of the slide encoder; use RingDilated"),
         ({"head_mode": "grouped", "offset": None}, "not the pattern of the slide encoder; use RingDilated"),
         ({"scale": 1.0}, r"attention has scale = 1.0: expected 1 / sqrt\(head_dim\)"),
@@ -66,24 +64,24 @@ def test_what_is_no_slide_encoder() -> None:
         use(model)
 
 
-@pytest.mark.parametrize("name", ["xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel"])
-def test_options_of_the_encoder(name: str) -> None:
-    model = cases.make_model()
-    setattr(model.encoder.args, name, 1)
-    with pytest.raises(ValueError, match=rf"encoder.args.{name} = 1: not supported by a ring, since .*; use"):
+OPTIONS = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
+UNSUPPORTED = {
+    **{f"args.{name}": (1, "1: not supported by a ring, since .*; use") for name in OPTIONS},
+    **{name: (nn.Embedding(2, 2), "Embedding: not supported") for name in ("embed_positions", "relative_position")},
+}
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_options_and_parts_of_the_encoder(name: str) -> None:
+    model, (value, message) = cases.make_model(), UNSUPPORTED[name]
+    owner, _, attribute = f"encoder.{name}".rpartition(".")
+    setattr(attrgetter(owner)(model), attribute, value)
+    with pytest.raises(ValueError, match=rf"encoder.{name} = {message}"):
         use(model)
 
 
-@pytest.mark.parametrize("name", ["embed_positions", "relative_position"])
-def test_parts_of_the_encoder(name: str) -> None:
-    model = cases.make_model()
-    setattr(model.encoder, name, nn.Embedding(2, 2))
-    with pytest.raises(ValueError, match=rf"slide_encoder.encoder.{name} = Embedding: not supported"):
-        use(model)
-
-
-def without(owner: Callable[[Any], Any], name: str) -> Callable[[Any], None]:
-    return lambda model: delattr(owner(model), name)
+def without(owner: str, name: str) -> Callable[[Any], None]:
+    return lambda model: delattr(model.get_submodule(owner), name)
 
 
 class NewForward(gigapath_reference.LongNetViT):
@@ -112,13 +110,10 @@ def has_new_module(model: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (without(lambda model: model, "tile_size"), "slide_encoder.tile_size: this release of gigapath has no such"),
-        (without(lambda model: model.encoder, "layers"), "slide_encoder.encoder.layers: this release"),
-        (without(lambda model: model.encoder.args, "dilated_ratio"), "encoder.args.dilated_ratio: this release"),
-        (
-            without(lambda model: model.encoder.layers[0].self_attn, "out_proj"),
-            r"slide_encoder.encoder.layers\[0\].self_attn.out_proj: this release",
-        ),
+        (without("", "tile_size"), "slide_encoder.tile_size: this release of gigapath has no such"),
+        (without("encoder", "layers"), "slide_encoder.encoder.layers: this release"),
+        (lambda model: delattr(model.encoder.args, "dilated_ratio"), "encoder.args.dilated_ratio: this release"),
+        (without("encoder.layers.0.self_attn", "out_proj"), r"encoder.layers\[0\].self_attn.out_proj: this release"),
         (has_new_attention, r"layers\[0\].self_attn.forward has no parameter 'attn_mask' in this release of gigapath"),
         (has_new_module, r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use a release that docs/"),
     ],
@@ -177,7 +172,7 @@ def long_slide_here(rings: Any, padding: Any) -> Ended:
     model = cases.make_model()
     for layer in model.encoder.layers:
         layer.self_attn.args.segment_length = [8, 16, 32, 60, 128]
-    ring = cases.ring_of(rings) if rings else Ring()
+    ring = native_ring(rings=rings) if rings else Ring()
     gigapath.use_ring(model, cases.attention_of(model, ring, padding=padding))
     model(*cases.make_slide(59))
     return ending(lambda: model(*cases.make_slide(100)))
@@ -198,7 +193,7 @@ def bad_call_here(case: int) -> Ended:
 
 
 def bad_setup_here() -> Ended:
-    return ending(lambda: use(cases.make_model(), ring=cases.ring_of(TWO_OF_TWO), scale=1.0))
+    return ending(lambda: use(cases.make_model(), ring=native_ring(rings=TWO_OF_TWO), scale=1.0))
 
 
 def other_slides_here(change: str) -> Ended:

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import shown
 from kernel_cases import CPU
-from torch import Tensor
-from typer.testing import CliRunner
 
 from ring_backends import dilated_attention
-from ring_backends.cli import app, info
+from ring_backends.cli import info
 from ring_backends.comparison import kernel_probe
 from ring_backends.comparison.kernel_probe import _Branch, measure_kernels
 from ring_backends.kernels import KernelInputs, kernels
@@ -39,13 +38,10 @@ def test_the_timed_calls_compute_attention(name: str) -> None:
     leaves = tuple(x.clone().requires_grad_() for x in (branch.inputs.query, branch.inputs.key, branch.inputs.value))
     out, lse = dilated_attention(*leaves, [32], [4], is_causal=True, kernel="math", return_lse=True)
     branch.calls(kernel)[0]()
-    torch.testing.assert_close(branch.out.sums.out, out.detach())
-    torch.testing.assert_close(branch.out.sums.lse, lse.transpose(1, 2))
+    sums = branch.out.sums
+    torch.testing.assert_close([sums.out, sums.lse], [out.detach(), lse.transpose(1, 2)])
     branch.calls(kernel)[1]()  # made after the forward, whose out it saves
-    sums = branch.grads.sums
-    expected: tuple[Tensor, ...] = torch.autograd.grad(out, leaves, branch.grad_out)
-    for total, grad in zip(sums, expected, strict=True):
-        torch.testing.assert_close(total, grad)
+    torch.testing.assert_close([*branch.grads.sums], [*torch.autograd.grad(out, leaves, branch.grad_out)])
     assert isinstance(kernel, StepKernel) == (name == "triton_dilated")
 
 
@@ -61,23 +57,14 @@ def test_info_times_kernels_only_with_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp
     probe |= {"device": "CPU", "latency_seconds": 1.0, "bytes_per_second": 1.0, "dtype": "float32", "head_dim": 64}
     monkeypatch.setattr(info.local_probe, "measure", lambda *_: probe | {"kernel": "math"})
     file = tmp_path / "info.json"
-    arguments = ["info", "--probe", "--json", str(file)]
-    runner = CliRunner(env={"COLUMNS": "200"})
-
-    def run(*more: str) -> str:
-        shown = runner.invoke(app, [*arguments, *more])
-        assert shown.exit_code == 0, shown.output
-        return shown.stdout
-
     if not torch.cuda.is_available():
-        assert "Kernels with their copies" not in run()
+        assert "Kernels with their copies" not in shown("info --probe --json", file)
         assert "kernel_times" not in json.loads(file.read_text())
     monkeypatch.setattr(info, "_kernel_times", lambda device: None if device == "cpu" else found)
-    assert "Kernels with their copies" not in run("--device", "cpu")
-    shown = run()
-    assert "Kernels with their copies and merges, NVIDIA H100" in shown
-    assert "1.000 ms" in shown
-    assert "3.500 ms" in shown
+    assert "Kernels with their copies" not in shown("info --device cpu --probe --json", file)
+    text = shown("info --probe --json", file)
+    for part in ("Kernels with their copies and merges, NVIDIA H100", "1.000 ms", "3.500 ms"):
+        assert part in text
     assert read_kernel_times(str(file)) == found
 
 

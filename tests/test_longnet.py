@@ -7,38 +7,22 @@ from typing import Any
 
 import pytest
 import torch
+import torchscale_reference as ts
+from native_ranks import assert_near, on_ring
 from torch import Tensor
 from torch.nn import functional as F
-from torchscale_reference import (
-    BRANCHES,
-    EMBED_DIM,
-    FFN_DIM,
-    HEADS,
-    LAYERS,
-    MODELS,
-    VOCABULARY,
-    attention,
-    close,
-    inputs,
-    make,
-    reference,
-    reference_attention,
-    reference_model,
-    torchscale_state,
-)
 
 from ring_backends import DilatedPattern, Ring, dilated_attention
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
-from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
 
 
 @pytest.mark.parametrize("n", [1, 5, 8, 37, 64, 70])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("heads", ts.HEADS)
+@pytest.mark.parametrize("kind", ts.MODELS)
 def test_equals_torchscale(kind: str, heads: int, n: int) -> None:
-    close(make(kind, heads)(inputs(kind, n)).detach(), reference(kind, heads, n))
+    assert_near(ts.make(kind, heads)(ts.inputs(kind, n)).detach(), ts.reference(kind, heads, n))
 
 
 @pytest.mark.parametrize(
@@ -46,29 +30,27 @@ def test_equals_torchscale(kind: str, heads: int, n: int) -> None:
     [
         ({"subln": False}, {}, {}),
         ({"normalize_output": False}, {}, {}),
-        ({"tokens": True, "tied": True}, {"scale_embedding": True}, {"scale": math.sqrt(EMBED_DIM)}),
+        ({"tokens": True, "tied": True}, {"scale_embedding": True}, {"scale": math.sqrt(ts.EMBED_DIM)}),
         ({}, {"activation": "relu", "layer_norm_eps": 0.1}, {"activation": F.relu, "eps": 0.1}),
     ],
     ids=["without sub-layer norm", "as LongViT", "tied and scaled", "relu and eps"],
 )
 def test_options(state_options: Any, model_options: Any, reference_options: Any) -> None:
-    state = torchscale_state(**state_options)
-    x = inputs("decoder" if "tokens" in state_options else "encoder", 37)
-    model = LongNetEncoder.from_state_dict(state, num_heads=4, attention=attention(), **model_options)
-    right = reference_model(state, x, 4, BRANCHES, False, **reference_options)
+    state = ts.make_state(**state_options)
+    x = ts.inputs("decoder" if "tokens" in state_options else "encoder", 37)
+    model = LongNetEncoder.from_state_dict(state, num_heads=4, attention=ts.attention(), **model_options)
+    right = ts.reference_model(state, x, 4, ts.BRANCHES, False, **reference_options)
     got, states = model(x, return_hidden_states=True)
-    close(got.detach(), right[-1])
-    for one, other in zip(states, right[:-1], strict=True):
-        close(one.detach(), other)
+    assert_near([*states, got], right)
     if "tokens" in state_options:
         assert model.output_projection.weight is model.embed_tokens.weight
         features = states[-1] if model.layer_norm is None else model.layer_norm(states[-1])
-        close(model(x, features_only=True), features)
+        assert_near(model(x, features_only=True), features)
 
 
 def reference_gradients(kind: str, n: int, *, detach: bool) -> dict[str, Tensor]:
-    state = {name: value.requires_grad_() for name, value in torchscale_state(tokens=kind == "decoder").items()}
-    out = reference_model(state, inputs(kind, n), 3, BRANCHES, kind == "decoder", detach=detach)[-1]
+    state = {name: value.requires_grad_() for name, value in ts.make_state(tokens=kind == "decoder").items()}
+    out = ts.reference_model(state, ts.inputs(kind, n), 3, ts.BRANCHES, kind == "decoder", detach=detach)[-1]
     return dict(zip(state, torch.autograd.grad(out, list(state.values()), cotangent(out)), strict=True))
 
 
@@ -76,42 +58,40 @@ def cotangent(out: Tensor) -> Tensor:
     return torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ts.MODELS)
 def test_gradients_include_the_mixing_weights(kind: str) -> None:
-    model = make(kind, 3)
-    out = model(inputs(kind, 37))
+    model = ts.make(kind, 3)
+    out = model(ts.inputs(kind, 37))
     out.backward(cotangent(out))
     exact, detached = (reference_gradients(kind, 37, detach=detach) for detach in (False, True))
     for name, parameter in model.named_parameters():
-        close(parameter.grad, exact[name], 1e-9)
+        assert_near(parameter.grad, exact[name], 1e-9)
     name = "layers.0.self_attn.q_proj.weight"
     assert (exact[name] - detached[name]).abs().max() > 1e-3
 
 
-def on_ring(kind: str, layout: Any, n: int) -> tuple[Tensor, dict[str, Tensor]]:
+def run(ring: Ring, kind: str, n: int) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole output, and this rank's contribution to every gradient."""
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    ring = ring.with_layout(layout)
-    model = make(kind, 3, ring)
-    out = model(ring.shard(inputs(kind, n)), seq_len=n)
+    model = ts.make(kind, 3, ring)
+    out = model(ring.shard(ts.inputs(kind, n)), seq_len=n)
     whole = ring.unshard(out.detach(), seq_len=n)
     out.backward(ring.shard(cotangent(whole)))
     return whole, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "n", [37, *(pytest.param(n, marks=pytest.mark.matrix(reason="another length")) for n in (5, 70))]
-)
+ANOTHER_LENGTH = pytest.mark.matrix(reason="another length")
+
+
+@pytest.mark.parametrize("n", [37, *(pytest.param(n, marks=ANOTHER_LENGTH) for n in (5, 70))])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ts.MODELS)
 def test_two_ranks_equal_torchscale(pair: World, kind: str, layout: str, n: int) -> None:
-    by_rank = pair.run(on_ring, kind, layout, n)
-    right, gradients = reference(kind, 3, n), reference_gradients(kind, n, detach=False)
+    by_rank = pair.run(on_ring, run, kind, n, layout=layout)
+    right, gradients = ts.reference(kind, 3, n), reference_gradients(kind, n, detach=False)
     for whole, _ in by_rank:
-        close(whole, right)
+        assert_near(whole, right)
     for name, gradient in gradients.items():
-        close(sum(shares[name] for _, shares in by_rank), gradient, 1e-9)
+        assert_near(sum(shares[name] for _, shares in by_rank), gradient, 1e-9)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, branches: Any, is_causal: bool) -> Tensor:
@@ -128,9 +108,12 @@ def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
     """The first query of a causal segment sees one key. If its score is 0, torchscale drops the branch."""
     query, key, value = random_heads(32)
     query = torch.zeros_like(query)
-    got = attend(query, key, value, BRANCHES, True)
-    as_published = reference_attention(query, key, value, BRANCHES, True, detach=True, zero_is_absent=True)
-    close(got, reference_attention(query, key, value, BRANCHES, True, detach=True, zero_is_absent=False))
+    got = attend(query, key, value, ts.BRANCHES, True)
+    as_published = ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=True)
+    assert_near(
+        got,
+        ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=False),
+    )
     differs = (got - as_published).abs().amax((0, 2, 3)) > 1e-9
     # These are the first r rows of each segment. Each is the first row that some head covers.
     assert differs.nonzero().flatten().tolist() == [0, 1, 2, 3, 8, 16, 17, 24]
@@ -139,19 +122,19 @@ def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
 def test_an_uncovered_position_has_output_zero() -> None:
     query, key, value = random_heads(21)
     got = attend(query, key, value, ((8,), (4,)), False)
-    close(got, reference_attention(query, key, value, ((8,), (4,)), False, detach=True, zero_is_absent=True))
+    assert_near(got, ts.reference_attention(query, key, value, ((8,), (4,)), False, detach=True, zero_is_absent=True))
     assert (got[:, 1::4, 0] == 0).all()
 
 
 def test_zero_embeddings_as_in_torchscale_differ_from_a_mask() -> None:
-    model, x = make("encoder"), inputs("encoder", 37)
+    model, x = ts.make("encoder"), ts.inputs("encoder", 37)
     pads = torch.zeros(2, 37, dtype=torch.bool)
     pads[1, 30:] = True
     zeroed = x.masked_fill(pads[..., None], 0)
-    right = reference_model(torchscale_state(), zeroed, 4, BRANCHES, False)[-1]
-    close(model(zeroed).detach(), right)
+    right = ts.reference_model(ts.make_state(), zeroed, 4, ts.BRANCHES, False)[-1]
+    assert_near(model(zeroed).detach(), right)
     masked = model(x, key_padding_mask=pads)
-    close(masked[~pads], model(zeroed, key_padding_mask=pads)[~pads])
+    assert_near(masked[~pads], model(zeroed, key_padding_mask=pads)[~pads])
     assert (masked[1, :30] - right[1, :30]).abs().max() > 1e-3
 
 
@@ -165,14 +148,13 @@ def test_a_pattern_that_torchscale_misplaces_is_refused() -> None:
     w, r, n = 10, 4, 20
     query, key, value = random_heads(n)
     options: Any = {"branches": ((w,), (r,)), "is_causal": False, "detach": True, "zero_is_absent": True}
-    joined = reference_attention(query, key, value, **options)
-    second = reference_attention(*(x[:, w:] for x in (query, key, value)), **options)
-    close(joined[:, w + 2 :], second[:, : w - 2])
-    with pytest.raises(
-        ValueError, match=r"pads every segment to 12 rows .* the 2 padded rows.*a sequence of at most 10 tokens"
-    ):
+    joined = ts.reference_attention(query, key, value, **options)
+    second = ts.reference_attention(*(x[:, w:] for x in (query, key, value)), **options)
+    assert_near(joined[:, w + 2 :], second[:, : w - 2])
+    message = r"pads every segment to 12 rows .* the 2 padded rows.*a sequence of at most 10 tokens"
+    with pytest.raises(ValueError, match=message):
         attend(query, key, value, ((w,), (r,)), False)
-    close(attend(query[:, :w], key[:, :w], value[:, :w], ((w,), (r,)), False), joined[:, :w])
+    assert_near(attend(query[:, :w], key[:, :w], value[:, :w], ((w,), (r,)), False), joined[:, :w])
 
 
 def test_the_gigapath_patterns_that_the_error_names() -> None:
@@ -188,12 +170,6 @@ def test_the_gigapath_patterns_that_the_error_names() -> None:
         default.check(seq_len=185364, num_heads=16)
 
 
-def decoded_here(layout: Any) -> Tensor:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return decoded(ring.with_layout(layout))
-
-
 def decoded(ring: Ring) -> Tensor:
     """The logits of the last 5 tokens of 21, with caches."""
     model = decoder(ring)
@@ -202,28 +178,28 @@ def decoded(ring: Ring) -> Tensor:
     return torch.cat([model(DECODED[:, at : at + 1], caches=caches) for at in range(16, 21)], 1).detach()
 
 
-DECODED = torch.randint(VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(5))
+DECODED = torch.randint(ts.VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(5))
 
 
 def decoder(ring: Ring) -> LongNetDecoder:
     torch.manual_seed(0)
     attention = NativeRingDilatedAttention([6, 64], [2, 3], ring=ring)
-    sizes = {"vocab_size": VOCABULARY, "output_size": VOCABULARY, "num_positions": 40}
-    return LongNetDecoder(EMBED_DIM, 4, FFN_DIM, LAYERS, attention, **sizes).double().eval()
+    sizes = {"vocab_size": ts.VOCABULARY, "output_size": ts.VOCABULARY, "num_positions": 40}
+    return LongNetDecoder(ts.EMBED_DIM, 4, ts.FFN_DIM, ts.LAYERS, attention, **sizes).double().eval()
 
 
 def test_a_decoder_with_caches(pair: World) -> None:
     wanted = decoder(Ring())(DECODED)[:, 16:].detach()
-    torch.testing.assert_close(decoded(Ring()), wanted, rtol=0, atol=1e-10)
+    assert_near(decoded(Ring()), wanted)
     for layout in ("contiguous", "zigzag"):
-        for found in pair.run(decoded_here, layout):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+        for found in pair.run(on_ring, decoded, layout=layout):
+            assert_near(found, wanted)
 
 
 def test_caches_that_do_not_fit() -> None:
     model = decoder(Ring())
     with pytest.raises(ValueError, match="caches has 1 caches and the model 2 layers"):
         model(DECODED, caches=model.new_caches()[:1])
-    encoder = LongNetEncoder(EMBED_DIM, 4, FFN_DIM, 1, NativeRingDilatedAttention([6], [1]))
+    encoder = LongNetEncoder(ts.EMBED_DIM, 4, ts.FFN_DIM, 1, NativeRingDilatedAttention([6], [1]))
     with pytest.raises(ValueError, match="caches is given: LongNetEncoder is not causal"):
-        encoder(torch.zeros(1, 4, EMBED_DIM), caches=model.new_caches()[:1])
+        encoder(torch.zeros(1, 4, ts.EMBED_DIM), caches=model.new_caches()[:1])

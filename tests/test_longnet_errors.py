@@ -8,56 +8,45 @@ from typing import Any
 
 import pytest
 import torch
+import torchscale_reference as ts
+from native_ranks import ADAPTER, assert_near, native_ring
 from torch import Tensor
-from torchscale_reference import (
-    EMBED_DIM,
-    FFN_DIM,
-    LAYERS,
-    MODELS,
-    POSITIONS,
-    VOCABULARY,
-    attention,
-    close,
-    inputs,
-    make,
-    reference,
-    torchscale_state,
-    with_name,
-)
 
 from ring_backends import RingMismatchError
 from ring_backends.longnet import LongNetEncoder
 from ring_backends.testing.failing_calls import SHORT, Ended, ending
-from ring_backends.testing.rings import TWO, new_ring, ring_here
+from ring_backends.testing.rings import TWO, new_ring
 from ring_backends.testing.world import World
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ts.MODELS)
 def test_parameters_load_strictly_by_torchscales_names(kind: str) -> None:
-    state = torchscale_state(tokens=kind == "decoder")
-    tables = {"vocab_size": VOCABULARY, "num_positions": POSITIONS, "output_size": VOCABULARY}
-    model = MODELS[kind](
-        EMBED_DIM, 4, FFN_DIM, LAYERS, attention(), dtype=torch.float64, **tables if kind == "decoder" else {}
-    )
-    assert {name: value.shape for name, value in model.state_dict().items()} == {
-        name: value.shape for name, value in state.items()
+    state = ts.make_state(tokens=kind == "decoder")
+    tables = {
+        "vocab_size": ts.VOCABULARY,
+        "num_positions": ts.POSITIONS,
+        "output_size": ts.VOCABULARY,
     }
+    options = {"dtype": torch.float64, **(tables if kind == "decoder" else {})}
+    model = ts.MODELS[kind](ts.EMBED_DIM, 4, ts.FFN_DIM, ts.LAYERS, ts.attention(), **options)
+    of_model, right = ({name: x.shape for name, x in found.items()} for found in (model.state_dict(), state))
+    assert of_model == right
     model.load_state_dict(state, strict=True)
-    close(model(inputs(kind, 37)).detach(), reference(kind, 4, 37))
+    assert_near(model(ts.inputs(kind, 37)).detach(), ts.reference(kind, 4, 37))
 
 
 def test_dtype_follows_the_parameters_or_the_argument() -> None:
-    assert make("encoder").layers[0].ffn.fc1.weight.dtype == torch.float64
-    model = make("encoder", dtype=torch.bfloat16)
-    out = model(inputs("encoder", 37).bfloat16())
+    assert ts.make("encoder").layers[0].ffn.fc1.weight.dtype == torch.float64
+    model = ts.make("encoder", dtype=torch.bfloat16)
+    out = model(ts.inputs("encoder", 37).bfloat16())
     assert out.dtype == torch.bfloat16
-    right = reference("encoder", 4, 37)
+    right = ts.reference("encoder", 4, 37)
     assert (out - right).norm() < 4 * 2**-8 * right.norm()  # allows four roundings; two layers cause about two
 
 
 def test_initial_weights_have_the_gain_of_magneto() -> None:
     torch.manual_seed(0)
-    model = LongNetEncoder(64, 4, 64, 6, attention(), vocab_size=1000)
+    model = LongNetEncoder(64, 4, 64, 6, ts.attention(), vocab_size=1000)
     plain = 64**-0.5 / math.sqrt(3)
     for name, gain in (("self_attn.q_proj", 1.0), ("self_attn.v_proj", math.sqrt(math.log(12))), ("ffn.fc1", 1.5764)):
         assert model.get_parameter(f"layers.3.{name}.weight").std().item() == pytest.approx(plain * gain, rel=0.05)
@@ -66,36 +55,36 @@ def test_initial_weights_have_the_gain_of_magneto() -> None:
 
 
 def without(text: str) -> dict[str, Tensor]:
-    return {name: value for name, value in torchscale_state().items() if text not in name}
+    return {name: value for name, value in ts.make_state().items() if text not in name}
 
 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        (with_name("layers.1.moe_layer.gate.wg.weight"), "moe_layer.gate.wg.weight: mixture of experts"),
-        (with_name("layers.0.encoder_attn.k_proj.weight"), "cross attention"),
-        (with_name("layers.0.self_attn.q_proj.A.weight"), "multiway"),
-        (with_name("layers.0.self_attn.xpos.scale"), "xPos"),
-        (with_name("relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
-        (with_name("self_attn_relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
-        (with_name("layernorm_embedding.weight"), "layernorm_embedding"),
-        (with_name("embed_positions._float_tensor"), "not learned"),
-        (with_name("layers.0.self_attn.qkv_proj.weight"), "fused query, key and value"),
-        (with_name("layers.0.self_attn.in_proj_weight"), "fused query, key and value"),
-        (with_name("layers.0.flat_param_0"), "flattened"),
-        (with_name("layers.0.ffn.gate.weight"), "Unexpected key.*ffn.gate.weight"),
-        (with_name("version"), "Unexpected key.*version"),
-        ({**torchscale_state(), "layers.1.ffn.fc2.bias": torch.zeros(3)}, "size mismatch for layers.1.ffn.fc2.bias"),
+        (ts.with_name("layers.1.moe_layer.gate.wg.weight"), "moe_layer.gate.wg.weight: mixture of experts"),
+        (ts.with_name("layers.0.encoder_attn.k_proj.weight"), "cross attention"),
+        (ts.with_name("layers.0.self_attn.q_proj.A.weight"), "multiway"),
+        (ts.with_name("layers.0.self_attn.xpos.scale"), "xPos"),
+        (ts.with_name("relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
+        (ts.with_name("self_attn_relative_position.relative_attention_bias.weight"), "rel_pos_buckets"),
+        (ts.with_name("layernorm_embedding.weight"), "layernorm_embedding"),
+        (ts.with_name("embed_positions._float_tensor"), "not learned"),
+        (ts.with_name("layers.0.self_attn.qkv_proj.weight"), "fused query, key and value"),
+        (ts.with_name("layers.0.self_attn.in_proj_weight"), "fused query, key and value"),
+        (ts.with_name("layers.0.flat_param_0"), "flattened"),
+        (ts.with_name("layers.0.ffn.gate.weight"), "Unexpected key.*ffn.gate.weight"),
+        (ts.with_name("version"), "Unexpected key.*version"),
+        (ts.with_name("layers.1.ffn.fc2.bias", 3), "size mismatch for layers.1.ffn.fc2.bias"),
         (without("layers.1.self_attn.k_proj"), "Missing key.*layers.1.self_attn.k_proj"),
         (without("layers.0."), r"has layers \[1\]"),
         (without("layers."), r"has layers \[\]"),
         (without("layers.0.ffn.fc1"), "no matrix layers.0.ffn.fc1.weight"),
-        (torchscale_state(subln=False, normalize_output=False), "post-norm or DeepNorm"),
+        (ts.make_state(subln=False, normalize_output=False), "post-norm or DeepNorm"),
     ],
 )
 def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        LongNetEncoder.from_state_dict(state, num_heads=4, attention=attention())
+        LongNetEncoder.from_state_dict(state, num_heads=4, attention=ts.attention())
 
 
 @pytest.mark.parametrize(
@@ -111,39 +100,39 @@ def test_parameters_of_another_model_are_refused_by_name(state: dict[str, Tensor
     ],
 )
 def test_invalid_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    sizes = {"embed_dim": EMBED_DIM, "num_heads": 4, "ffn_dim": FFN_DIM, "num_layers": 1, "attention": attention()}
+    sizes = {"embed_dim": ts.EMBED_DIM, "num_heads": 4, "ffn_dim": ts.FFN_DIM, "num_layers": 1}
     with pytest.raises(error, match=message):
-        LongNetEncoder(**{**sizes, **options})
+        LongNetEncoder(**{**sizes, "attention": ts.attention(), **options})
+
+
+X = ts.inputs("encoder", 5)
 
 
 @pytest.mark.parametrize(
     ("kind", "x", "options", "error", "message"),
     [
-        ("encoder", inputs("decoder", 5), {}, TypeError, "the model has no embed_tokens"),
-        ("encoder", inputs("decoder", 5).bool(), {}, TypeError, "torch.bool"),
-        ("encoder", inputs("encoder", 5)[0], {}, ValueError, r"x has shape \(5, 24\)"),
-        ("encoder", inputs("encoder", 5)[..., :7], {}, ValueError, "embed_dim = 24"),
-        ("encoder", inputs("encoder", 5).float(), {}, TypeError, "float32"),
-        (
-            "encoder",
-            inputs("encoder", 5),
-            {"seq_len": 9},
-            ValueError,
-            "x has 5 local rows, but this rank holds 9 rows of",
-        ),
-        ("decoder", inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
+        ("encoder", ts.inputs("decoder", 5), {}, TypeError, "the model has no embed_tokens"),
+        ("encoder", ts.inputs("decoder", 5).bool(), {}, TypeError, "torch.bool"),
+        ("encoder", X[0], {}, ValueError, r"x has shape \(5, 24\)"),
+        ("encoder", X[..., :7], {}, ValueError, "embed_dim = 24"),
+        ("encoder", X.float(), {}, TypeError, "float32"),
+        ("encoder", X, {"seq_len": 9}, ValueError, "x has 5 local rows, but this rank holds 9 rows of"),
+        ("decoder", ts.inputs("decoder", 79), {}, ValueError, "embed_positions has rows for 78 tokens"),
     ],
 )
 def test_invalid_inputs_are_refused(kind: str, x: Tensor, options: Any, error: type[Exception], message: str) -> None:
-    model = LongNetEncoder(EMBED_DIM, 4, FFN_DIM, 1, attention(), dtype=torch.float64) if x.dim() == 3 else make(kind)
+    model = (
+        LongNetEncoder(ts.EMBED_DIM, 4, ts.FFN_DIM, 1, ts.attention(), dtype=torch.float64)
+        if x.dim() == 3
+        else ts.make(kind)
+    )
     with pytest.raises(error, match=message):
         model(x, **options)
 
 
 def one_refuses() -> Ended:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    model, x = make("encoder", ring=ring), ring.shard(inputs("encoder", 20))
+    ring = native_ring()
+    model, x = ts.make("encoder", ring=ring), ring.shard(ts.inputs("encoder", 20))
     return ending(lambda: model(x[0] if ring.rank == 1 else x))
 
 
@@ -156,9 +145,9 @@ def test_the_other_rank_raises(pair: World) -> None:
 
 def layers_in_another_order() -> Ended:
     """Call the attention of all layers, which have equal shapes. Then rank 1 calls them in reverse order."""
-    ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
+    ring = new_ring(ADAPTER, TWO, timeout=timedelta(seconds=SHORT))
     assert ring is not None
-    layers, x = list(make("encoder", ring=ring).layers), ring.shard(inputs("encoder", 20))
+    layers, x = list(ts.make("encoder", ring=ring).layers), ring.shard(ts.inputs("encoder", 20))
     for layer in layers:
         layer.self_attn(x)
     return ending(lambda: [layer.self_attn(x) for layer in (layers[::-1] if ring.rank == 1 else layers)])

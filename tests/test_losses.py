@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_ranks import assert_near
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -20,11 +21,8 @@ def make_inputs(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
     torch.manual_seed(0)
     labels = torch.randint(WORDS, (BATCH, SEQ))
     labels[:, ::5] = -100
-    return (
-        torch.randn(BATCH, SEQ, FEATURES, dtype=dtype, requires_grad=True),
-        nn.Linear(FEATURES, WORDS).to(dtype),
-        labels,
-    )
+    rows = torch.randn(BATCH, SEQ, FEATURES, dtype=dtype, requires_grad=True)
+    return rows, nn.Linear(FEATURES, WORDS).to(dtype), labels
 
 
 @pytest.mark.parametrize("chunk_rows", [1, 7, 37, 1000])
@@ -36,11 +34,9 @@ def test_chunks_equal_all_rows(chunk_rows: int, options: dict[str, Any]) -> None
     leaves = [rows, *head.parameters()]
     got = chunked_cross_entropy(rows, head, labels, chunk_rows=chunk_rows, **options)
     wanted = F.cross_entropy(head(rows).flatten(0, 1), labels.flatten(), reduction="sum", **options)
-    torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    assert_near(got, wanted)
     of_loss = torch.tensor(0.3, dtype=torch.float64)
-    grads = torch.autograd.grad(got, leaves, of_loss), torch.autograd.grad(wanted, leaves, of_loss)
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    assert_near(*(torch.autograd.grad(loss, leaves, of_loss) for loss in (got, wanted)))
 
 
 def test_logits_in_bf16_are_summed_in_fp32() -> None:
@@ -66,10 +62,8 @@ class Largest(TorchDispatchMode):
 def test_no_tensor_has_the_logits_of_all_rows() -> None:
     """131,072 rows and 128,000 words, without values."""
     rows = torch.empty(1, 131_072, 64, device="meta", requires_grad=True)
-    head, labels = (
-        nn.Linear(64, 128_000, bias=False, device="meta"),
-        torch.empty(1, 131_072, dtype=torch.int64, device="meta"),
-    )
+    head = nn.Linear(64, 128_000, bias=False, device="meta")
+    labels = torch.empty(1, 131_072, dtype=torch.int64, device="meta")
     with Largest() as largest:
         chunked_cross_entropy(rows, head, labels, chunk_rows=512).backward()
     assert largest.elements == 512 * 128_000

@@ -44,13 +44,13 @@ def check(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -
         assert (x.grad.shape, x.grad.dtype, x.grad.device) == (x.shape, x.dtype, x.device)
 
 
-@pytest.mark.parametrize(
-    "options", [(), ("key_padding_mask",), ("document_ids",), ("key_padding_mask", "document_ids")]
-)
+MARKS = [(), ("key_padding_mask",), ("document_ids",), ("key_padding_mask", "document_ids")]
+MAKERS = [("meta", lambda make: make()), ("cpu", under_a_fake_mode)]
+
+
+@pytest.mark.parametrize("options", MARKS)
 @pytest.mark.parametrize("dropout_p", [pytest.param(0.0, marks=pytest.mark.matrix(reason="dropout does more")), 0.1])
-@pytest.mark.parametrize(
-    ("device", "make"), [("meta", lambda make: make()), ("cpu", under_a_fake_mode)], ids=["meta", "fake"]
-)
+@pytest.mark.parametrize(("device", "make"), MAKERS, ids=["meta", "fake"])
 def test_every_option(device: str, make: Make, dropout_p: float, options: tuple[str, ...]) -> None:
     query, key, value, mask, documents = make(lambda: tensors(device, torch.float32))
     marks = {name: {"key_padding_mask": mask, "document_ids": documents}[name] for name in options}
@@ -63,21 +63,23 @@ def test_every_option(device: str, make: Make, dropout_p: float, options: tuple[
 def test_meta_tensors_stand_for_any_device(kernel: str) -> None:
     dtype = torch.float16 if "cuda" in kernel else torch.float32
     query, key, value, *_ = tensors("meta", dtype)
-    out, lse = dilated_attention(query, key, value, [64, 256], [1, 4], kernel=kernel, return_lse=True)
+    check(query, key, value, *dilated_attention(query, key, value, [64, 256], [1, 4], kernel=kernel, return_lse=True))
+
+
+def attend(dtype: torch.dtype) -> Tensor:
+    """The LSE of a length that no other test uses. Its plans are therefore made in the first call."""
+    query, key, value = (x[:, :997].detach().requires_grad_() for x in tensors("cpu", dtype)[:3])
+    out, lse = dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True)
     check(query, key, value, out, lse)
+    return lse
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_inside_a_fake_mode(dtype: torch.dtype) -> None:
-    # A length that no other test uses, so that the plans are made under the mode.
     with FakeTensorMode():
-        query, key, value = (x[:, :997].detach().requires_grad_() for x in tensors("cpu", dtype)[:3])
-        check(query, key, value, *dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True))
+        attend(dtype)
     # The plans that were made under the mode hold real tensors.
-    query, key, value = (x[:, :997].detach().requires_grad_() for x in tensors("cpu", dtype)[:3])
-    out, lse = dilated_attention(query, key, value, [64, 997], [1, 5], return_lse=True)
-    check(query, key, value, out, lse)
-    assert lse.isfinite().any()
+    assert attend(dtype).isfinite().any()
 
 
 def test_a_million_tokens_take_seconds_and_show_their_kernel_calls() -> None:

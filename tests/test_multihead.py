@@ -83,9 +83,8 @@ def test_rotary_angles_belong_to_global_positions(layout: LayoutKind, seq_len: i
         part = Recorder(Ring(size=4, rank=rank, ranks=(0, 1, 2, 3), layout_kind=layout))
         out = make(part, rotary=True, num_kv_heads=2)(part.ring.shard(x), seq_len=seq_len)
         rows = part.ring.positions(seq_len)
-        torch.testing.assert_close(part.query, whole.query[:, rows])
-        torch.testing.assert_close(part.key, whole.key[:, rows])
-        torch.testing.assert_close(part.value, whole.value[:, rows])
+        for name in ("query", "key", "value"):
+            torch.testing.assert_close(getattr(part, name), getattr(whole, name)[:, rows])
         torch.testing.assert_close(out, expected[:, rows])
         assert part.options["seq_len"] == seq_len
 
@@ -223,8 +222,7 @@ def test_a_compiled_layer_has_one_graph_per_length() -> None:
             out = function(x, is_causal=True)
             answers.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
         assert counter.frame_count == num_graphs
-        for got, wanted in zip(*answers, strict=True):
-            torch.testing.assert_close(got, wanted)
+        torch.testing.assert_close(*answers)
 
 
 def test_what_a_cache_excludes() -> None:

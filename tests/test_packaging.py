@@ -18,8 +18,10 @@ from email.message import Message
 from email.parser import Parser
 from importlib.metadata import distributions, entry_points
 from pathlib import Path
+from typing import Any
 
 import pytest
+from command_line import output_of, run
 from packaging.requirements import Requirement
 
 import ring_backends
@@ -48,39 +50,28 @@ def tree_files() -> dict[str, Path]:
     }
 
 
-def run_python(code: str, *args: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", code, *args],
-        cwd=cwd,
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-
-
 def build(kind: str, source: Path, out: Path) -> Path:
     """Build ``source`` with setuptools' PEP 517 hook build_sdist or build_wheel, like pip and tox."""
     out.mkdir()
     code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
-    done = run_python(code, str(out), cwd=source)
-    assert done.returncode == 0, done.stdout + done.stderr
+    output_of(["-c", code, str(out)], source, {**os.environ})
     (built,) = out.iterdir()
     return built
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("sdist")
-    shutil.copytree(ROOT, work / "tree", symlinks=True, ignore=NOT_SOURCE)
-    return build("sdist", work / "tree", work / "out")
+def built_from_a_copy(kind: str) -> Any:
+    """A fixture: the sdist or the wheel of a copy of the tree."""
+
+    @pytest.fixture(scope="module")
+    def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+        work = tmp_path_factory.mktemp(kind)
+        shutil.copytree(ROOT, work / "tree", symlinks=True, ignore=NOT_SOURCE)
+        return build(kind, work / "tree", work / "out")
+
+    return built
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    work = tmp_path_factory.mktemp("wheel")
-    shutil.copytree(ROOT, work / "tree", symlinks=True, ignore=NOT_SOURCE)
-    return build("wheel", work / "tree", work / "out")
+sdist, wheel = built_from_a_copy("sdist"), built_from_a_copy("wheel")
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -109,14 +100,8 @@ def test_the_wheel_holds_every_module_of_the_tree_and_nothing_else(wheel: Path) 
 
 
 def test_the_tree_files_cover_the_three_directories() -> None:
-    expected = {
-        "ring_backends/__init__.py",
-        "ring_backends/py.typed",
-        "ring_backends/adapters/__init__.py",
-        "ring_backends/adapters/native.py",
-        "ring_backends/testing/__init__.py",
-    }
-    assert expected <= set(tree_files())
+    expected = {"__init__.py", "py.typed", "adapters/__init__.py", "adapters/native.py", "testing/__init__.py"}
+    assert {f"ring_backends/{name}" for name in expected} <= set(tree_files())
 
 
 def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Path) -> None:
@@ -181,33 +166,23 @@ def test_tox_pins_releases_the_package_accepts_and_the_tools_that_dev_installs(m
                 assert accepted[pinned.name].contains(pin.version.replace("*", "0")), pinned
             else:  # a tool, with the range of the extra "dev"
                 assert pinned.specifier == accepted[pinned.name], pinned
-    pinned_names = {req.name for req in deps if req.specifier}
-    assert pinned_names == {
-        "torch",
-        "accelerate",
-        "deepspeed",
-        "transformers",
-        "ruff",
-        "mypy",
-        "import-linter",
-        "numpy",
-    }
+    pinned_names = "torch accelerate deepspeed transformers ruff mypy import-linter numpy"
+    assert {req.name for req in deps if req.specifier} == set(pinned_names.split())
 
 
 def test_a_build_refuses_an_environment_whose_torch_is_too_old(tmp_path: Path) -> None:
-    found = tmp_path / "torch-2.8.0.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.8.0+cu126\n")
     code = (
         f"import sys, sysconfig, runpy; sysconfig.get_path = lambda name: {str(tmp_path)!r}; "
         "script, sys.argv = sys.argv[1], ['setup.py', '--version']; runpy.run_path(script)"
     )
-    done = run_python(code, str(ROOT / "setup.py"), cwd=ROOT)
-    assert done.returncode == 1
-    assert "torch 2.8.0+cu126 is installed, but ring_backends needs torch 2.11 or newer" in done.stderr
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.11.0\n")
-    done = run_python(code, str(ROOT / "setup.py"), cwd=ROOT)
-    assert done.returncode == 0, done.stderr
+    metadata = tmp_path / "torch-2.8.0.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    for release, status in (("2.8.0+cu126", 1), ("2.11.0", 0)):
+        metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {release}\n")
+        done = run(["-c", code, str(ROOT / "setup.py")], ROOT, {**os.environ})
+        assert done.returncode == status, done.stderr
+        refusal = f"torch {release} is installed, but ring_backends needs torch 2.11 or newer"
+        assert (refusal in done.stderr) == (status == 1)
 
 
 @pytest.mark.skipif("TOX_ENV_NAME" not in os.environ, reason="only tox installs a wheel for the tests")
@@ -225,25 +200,22 @@ def test_tox_tests_the_wheel_and_not_the_checkout() -> None:
 
 @pytest.mark.parametrize("statement", ["import adapters", "import adapters.native"])
 def test_adapters_is_not_a_top_level_package(statement: str) -> None:
-    done = run_python(statement, cwd=ROOT, PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1")
+    done = run(["-c", statement], ROOT, {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"})
     assert done.returncode != 0
     (error,) = (line for line in done.stderr.splitlines() if line.startswith("ImportError: "))
     assert "from ring_backends.adapters import native" in error
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "ring_backends",
-        *(pytest.param(f"ring_backends.{name}", marks=ONE_IS_ENOUGH) for name in ("adapters", "testing")),
-    ],
-)
+OTHER_MODULES = [pytest.param(f"ring_backends.{name}", marks=ONE_IS_ENOUGH) for name in ("adapters", "testing")]
+
+
+@pytest.mark.parametrize("module", ["ring_backends", *OTHER_MODULES])
 def test_importing_imports_no_framework(module: str, tmp_path: Path) -> None:
     code = (
         "import sys, torch; before = set(sys.modules); "
         "__import__(sys.argv[1]); print(*sorted(set(sys.modules) - before), sep='\\n')"
     )
-    done = run_python(code, module, cwd=tmp_path)
+    done = run(["-c", code, module], tmp_path, {**os.environ})
     assert done.returncode == 0, done.stderr
     added = done.stdout.split()
     assert module in added
@@ -260,14 +232,8 @@ def test_importing_imports_no_framework(module: str, tmp_path: Path) -> None:
 )
 def test_both_ways_to_call_the_command_line(command: list[str], tmp_path: Path) -> None:
     scripts = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    done = subprocess.run(
-        [*command, "--help"],
-        cwd=tmp_path,
-        env={**os.environ, "PATH": scripts},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    env = {**os.environ, "PATH": scripts}
+    done = subprocess.run([*command, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     for subcommand in ("train", "info"):
         assert subcommand in done.stdout

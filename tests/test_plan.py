@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import refused, run, shown
 from test_cost_model import PLAIN, full
-from typer.testing import CliRunner
 
-from ring_backends.cli import app
 from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost.hardware import Hardware
 
-GIVEN = ["--latency", "1e-3", "--bandwidth", "1e9", "--flops", "1e9"]
+GIVEN = "--latency 1e-3 --bandwidth 1e9 --flops 1e9"
 
 
-def plan(*arguments: str) -> Any:
-    return CliRunner(env={"COLUMNS": "200"}).invoke(app, ["plan", *arguments])
-
-
-def planned(tmp_path: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+def planned(tmp_path: Path, arguments: str, *more: Any) -> tuple[dict[str, Any], str]:
     """Run ``plan``. Returns the content of the --json file, and the printed text."""
-    shown = plan("--json", str(tmp_path / "plan.json"), *arguments)
-    assert shown.exit_code == 0, shown.stderr
-    return json.loads((tmp_path / "plan.json").read_text()), shown.stdout
+    text = shown(f"plan {arguments}", *more, "--json", tmp_path / "plan.json")
+    return json.loads((tmp_path / "plan.json").read_text()), text
 
 
 def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
-    arguments = ["--seq-len", "4096", "--ring-size", "4", "--heads", "2", "--head-dim", "4", "--dtype", "fp32"]
-    arguments += ["--segment-lengths", "4096", "--dilation-rates", "1", "--no-causal", "--memory", "1GB"]
-    found, shown = planned(tmp_path, *arguments, *GIVEN)
+    sizes = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
+    pattern = "--segment-lengths 4096 --dilation-rates 1 --no-causal"
+    found, text = planned(tmp_path, f"{sizes} {pattern} --memory 1GB {GIVEN}")
     cost, hardware = full(4096, 4), replace(PLAIN, backward_flops_per_second=1e9)
     assert Hardware.of(found["hardware"]) == hardware
     seconds = {name: cost.call_seconds(hardware, backward=name == "backward") for name in ("forward", "backward")}
@@ -47,87 +39,71 @@ def test_the_command_prints_the_numbers_of_the_model(tmp_path: Path) -> None:
     assert found["speedup"] == pytest.approx(alone / sum(seconds.values()))
     assert found["smallest_ring"] == {"fits": 1, "fits_and_pays": 2}
     assert [size["ring_size"] for size in found["ring_sizes"]] == [1, 2, 4, 8, 16, 32, 64]
-    for text in ("4,096 tokens, contiguous, ring of 4", "total memory", "Constants as given.", "sent forward"):
-        assert text in shown
-    last = shown.strip().splitlines()[-1]
+    for part in ("4,096 tokens, contiguous, ring of 4", "total memory", "Constants as given.", "sent forward"):
+        assert part in text
+    last = text.strip().splitlines()[-1]
     assert last.startswith("At 4,096 tokens a ring of 4 pays:")
-    assert (
-        "the smallest ring that fits into 1.0 GB per rank has 1 rank, and the smallest that fits and pays has 2 ranks."
-        in last
-    )
+    fits, pays = "ring that fits into 1.0 GB per rank has 1 rank", "that fits and pays has 2 ranks."
+    assert f"the smallest {fits}, and the smallest {pays}" in last
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--seq-len", "16", "--ring-size", "2"], "At 16 tokens a ring of 2 does not pay"),
-        (["--seq-len", "64", "--ring-size", "1"], "At 64 tokens a ring of 1 is one device, which takes"),
-        (["--seq-len", "64", "--ring-size", "2", "--memory", "10"], "no ring fits into 10 bytes per rank."),
-        (["--seq-len", "16", "--ring-size", "2", "--memory", "9MB"], "has 1 rank, and none that fits pays."),
-        (["--seq-len", "99999", "--ring-size", "2", "--memory", "50MiB"], "ranks, and pays."),
+        ("--seq-len 16 --ring-size 2", "At 16 tokens a ring of 2 does not pay"),
+        ("--seq-len 64 --ring-size 1", "At 64 tokens a ring of 1 is one device, which takes"),
+        ("--seq-len 64 --ring-size 2 --memory 10", "no ring fits into 10 bytes per rank."),
+        ("--seq-len 16 --ring-size 2 --memory 9MB", "has 1 rank, and none that fits pays."),
+        ("--seq-len 99999 --ring-size 2 --memory 50MiB", "ranks, and pays."),
     ],
 )
-def test_the_sentence_of_the_verdict(arguments: list[str], sentence: str) -> None:
-    shown = plan(*arguments, *GIVEN)
-    assert shown.exit_code == 0, shown.stderr
-    assert sentence in shown.stdout
+def test_the_sentence_of_the_verdict(arguments: str, sentence: str) -> None:
+    assert sentence in shown(f"plan {arguments} {GIVEN}")
 
 
 def test_hosts(tmp_path: Path) -> None:
-    arguments = ["--seq-len", "4096", "--ring-size", "2", *GIVEN]
-    found, shown = planned(tmp_path, *arguments, "--hosts", "a,b,a,b")
+    arguments = f"--seq-len 4096 --ring-size 2 {GIVEN}"
+    found, text = planned(tmp_path, f"{arguments} --hosts a,b,a,b")
     assert found["bytes_between_hosts"]["topology"] == 0
     each_ring = sum(map(sum, found["per_rank"]["bytes_sent"].values()))
     # In a ring of two, all bytes cross between hosts. K and V cross once more in backward, as bytes_sent counts.
     assert found["bytes_between_hosts"]["rank"] == 2 * each_ring
-    assert 'and 0 bytes with ring_order="topology"' in shown
-    found, _ = planned(tmp_path, *arguments, "--ranks-per-host", "1")
+    assert 'and 0 bytes with ring_order="topology"' in text
+    found, _ = planned(tmp_path, f"{arguments} --ranks-per-host 1")
     assert found["bytes_between_hosts"] == {"rank": each_ring, "topology": each_ring}
 
 
 def test_a_probe_is_read(tmp_path: Path) -> None:
     hardware = replace(PLAIN, memory_bytes=10**9)
-    probe = {
-        "hardware": asdict(hardware),
-        "dtype": "bfloat16",
-        "ranks": 2,
-        "transport": "gloo",
-        "device": "CPU with 1 thread per rank",
-        "device_type": "cpu",
-        "head_dim": 64,
-        "kernel": "aten_cpu_flash",
-    }
+    measured = {"dtype": "bfloat16", "head_dim": 64, "kernel": "aten_cpu_flash", "ranks": 2, "transport": "gloo"}
+    device = {"device": "CPU with 1 thread per rank", "device_type": "cpu"}
+    probe = {"hardware": asdict(hardware), **measured, **device}
     file = tmp_path / "probe.json"
     file.write_text(json.dumps({"probe": probe}))
-    arguments = ["--seq-len", "4096", "--ring-size", "2", "--probe", str(file)]
-    found, shown = planned(tmp_path, *arguments, "--dtype", "bf16", "--latency", "0.5")
+    arguments = "--seq-len 4096 --ring-size 2"
+    found, text = planned(tmp_path, f"{arguments} --dtype bf16 --latency 0.5 --probe", file)
     assert Hardware.of(found["hardware"]) == replace(hardware, latency_seconds=0.5)
     assert found["memory_bytes_per_rank"] == 10**9
-    assert "bfloat16, head dim 64, kernel aten_cpu_flash, latency as given." in shown
-    found, _ = planned(tmp_path, *arguments, "--dtype", "bf16", "--flops", "3e9")
+    assert "bfloat16, head dim 64, kernel aten_cpu_flash, latency as given." in text
+    found, _ = planned(tmp_path, f"{arguments} --dtype bf16 --flops 3e9 --probe", file)
     rates = {"forward_flops_per_second": 3e9, "backward_flops_per_second": 3e9}
     assert Hardware.of(found["hardware"]) == replace(hardware, **rates)
-    long = ["--seq-len", "1048576", "--segment-lengths", "1048576", "--dilation-rates", "1"]
-    long += ["--ring-size", "8", "--probe", str(file), "--dtype", "bf16"]
-    on_cpu, _ = planned(tmp_path, *long)
+    long = "--seq-len 1048576 --segment-lengths 1048576 --dilation-rates 1 --ring-size 8 --dtype bf16 --probe"
+    on_cpu, _ = planned(tmp_path, long, file)
     file.write_text(json.dumps({"probe": probe | {"device_type": "cuda"}}))
-    on_gpu, _ = planned(tmp_path, *long)
+    on_gpu, _ = planned(tmp_path, long, file)
     assert on_gpu["ring"]["communication_bytes"] > on_cpu["ring"]["communication_bytes"]
-    refused = plan(*arguments, "--dtype", "fp32")
-    assert refused.exit_code == 2
-    assert "--probe" in refused.stderr
-    assert "measured in bfloat16" in refused.stderr
+    error = refused(f"plan {arguments} --dtype fp32 --probe", file)
+    assert "--probe" in error
+    assert "measured in bfloat16" in error
     file.write_text("{}")
-    assert "holds no constants" in plan(*arguments).stderr
+    assert "holds no constants" in refused(f"plan {arguments} --probe", file)
 
 
 @pytest.mark.matrix(reason="probes the machine twice")
 def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
     file = tmp_path / "info.json"
-    runner = CliRunner(env={"COLUMNS": "200"})
-    shown = runner.invoke(app, ["info", "--probe", "--dtype", "fp32", "--json", str(file)])
-    assert shown.exit_code == 0, shown.stderr
-    assert "Constants for plan" in shown.stdout
+    assert "Constants for plan" in shown("info --probe --dtype fp32 --json", file)
     probe = json.loads(file.read_text())["probe"]
     hardware = Hardware.of(probe["hardware"])
     assert (probe["ranks"], probe["dtype"], probe["head_dim"], probe["kernel"]) == (2, "float32", 64, "aten_cpu_flash")
@@ -139,14 +115,14 @@ def test_plan_reads_the_probes_of_info(tmp_path: Path) -> None:
             flops, row_keys = hardware.tile_rate(backward=backward, causal=causal)
             assert 1e8 < flops < 1e13
             assert 0 <= row_keys < 1e5
-    found, _ = planned(tmp_path, "--seq-len", "4096", "--ring-size", "2", "--dtype", "fp32", "--probe", str(file))
+    found, _ = planned(tmp_path, "--seq-len 4096 --ring-size 2 --dtype fp32 --probe", file)
     assert Hardware.of(found["hardware"]) == hardware
 
 
 @pytest.mark.matrix(reason="probes the machine")
 def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
-    found, shown = planned(tmp_path, "--seq-len", "4096", "--ring-size", "512", "--dtype", "fp32")
-    assert "Constants measured just now: 2 ranks at once, gloo" in shown
+    found, text = planned(tmp_path, "--seq-len 4096 --ring-size 512 --dtype fp32")
+    assert "Constants measured just now: 2 ranks at once, gloo" in text
     assert found["probe"]["ranks"] == 2
     assert found["memory_bytes_per_rank"] == found["hardware"]["memory_bytes"]
 
@@ -154,44 +130,36 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "option", "message"),
     [
-        (["--ring-size", "0"], "--ring-size", "Invalid value"),
-        (["--heads", "6", "--kv-heads", "4"], "--kv-heads", "must divide the 6"),
-        (["--dtype", "int8"], "--dtype", "'int8'"),
-        (["--layout", "spiral"], "--layout", "'spiral'"),
-        (["--memory", "much"], "--memory", "'much'"),
-        (["--latency", "0"], "--latency", "0.0"),
-        (["--bandwidth", "-1"], "--bandwidth", "-1.0"),
-        (["--probe", "nowhere.json"], "--probe", "'nowhere.json'"),
-        (["--hosts", "a,b,a"], "--hosts", "'a,b,a'"),
-        (["--hosts", "a,b", "--ranks-per-host", "1"], "--hosts", "ranks_per_host is given too"),
-        (["--segment-lengths", "64"], "--dilation-rates", "missing"),
-        (["--json", "no/where/plan.json"], "--json", "no directory"),
+        ("--ring-size 0", "--ring-size", "Invalid value"),
+        ("--heads 6 --kv-heads 4", "--kv-heads", "must divide the 6"),
+        ("--dtype int8", "--dtype", "'int8'"),
+        ("--layout spiral", "--layout", "'spiral'"),
+        ("--memory much", "--memory", "'much'"),
+        ("--latency 0", "--latency", "0.0"),
+        ("--bandwidth -1", "--bandwidth", "-1.0"),
+        ("--probe nowhere.json", "--probe", "'nowhere.json'"),
+        ("--hosts a,b,a", "--hosts", "'a,b,a'"),
+        ("--hosts a,b --ranks-per-host 1", "--hosts", "ranks_per_host is given too"),
+        ("--segment-lengths 64", "--dilation-rates", "missing"),
+        ("--json no/where/plan.json", "--json", "no directory"),
     ],
 )
-def test_wrong_arguments_are_refused_by_name(arguments: list[str], option: str, message: str) -> None:
-    refused = plan("--seq-len", "64", "--ring-size", "2", *GIVEN, *arguments)
-    assert refused.exit_code == 2
-    assert option in refused.stderr
-    assert message in refused.stderr
-    assert "Traceback" not in refused.stderr
+def test_wrong_arguments_are_refused_by_name(arguments: str, option: str, message: str) -> None:
+    error = refused(f"plan --seq-len 64 --ring-size 2 {GIVEN} {arguments}")
+    assert option in error
+    assert message in error
 
 
 def test_seq_len_and_ring_size_have_to_be_given() -> None:
     for name, other in (("--seq-len", "--ring-size"), ("--ring-size", "--seq-len")):
-        refused = plan(other, "64")
-        assert refused.exit_code == 2
-        assert name in refused.stderr
+        assert name in refused(f"plan {other} 64")
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    shown = plan("--seq-len", "4096", "--ring-size", "8", "--memory", "1GB", "--plot", str(tmp_path / "a.svg"), *GIVEN)
-    assert shown.exit_code == 0, shown.stderr
-    picture = (tmp_path / "a.svg").read_text()
-    assert "<svg" in picture
-    refused = plan("--seq-len", "64", "--ring-size", "2", "--plot", str(tmp_path / "a.docx"), *GIVEN)
-    assert refused.exit_code == 2
-    assert "--plot" in refused.stderr
+    shown(f"plan --seq-len 4096 --ring-size 8 --memory 1GB {GIVEN} --plot", tmp_path / "a.svg")
+    assert "<svg" in (tmp_path / "a.svg").read_text()
+    assert "--plot" in refused(f"plan --seq-len 64 --ring-size 2 {GIVEN} --plot", tmp_path / "a.docx")
 
 
 @pytest.mark.parametrize(
@@ -216,7 +184,7 @@ def test_parsing_the_hosts_of_ranks() -> None:
 
 def test_torch_is_imported_only_when_the_command_runs() -> None:
     code = "import sys, ring_backends.cli, ring_backends.cost.local_probe; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode == 0
+    assert run(["-c", code], Path.cwd()).returncode == 0
 
 
 def test_index_arithmetic_stays_on_the_cpu() -> None:

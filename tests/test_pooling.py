@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 import torch
+from native_ranks import assert_near, native_ring, on_ring
 from torch import Tensor
 
 from ring_backends import Ring
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import FOUR, ring_here
+from ring_backends.testing.rings import FOUR
 from ring_backends.testing.world import World
 
 BATCH, FEATURES = 4, (3, 2)
@@ -49,34 +51,31 @@ def pooled_on(ring: Ring, seq_len: int, how: Any, masked: bool) -> tuple[Tensor,
     return out.detach(), ring.unshard(got, seq_len=seq_len)
 
 
-def pooled_here(layout: Any) -> list[tuple[Tensor, Tensor]]:
-    ring = ring_here("ring_backends.adapters.native", FOUR)
-    assert ring is not None
-    ring = ring.with_layout(layout)
-    return [pooled_on(ring, n, how, masked) for n in LENGTHS for how in HOWS for masked in (False, True)]
+CASES = [*itertools.product(LENGTHS, HOWS, (False, True))]
+
+
+def pooled_in_all_cases(ring: Ring) -> list[tuple[Tensor, Tensor]]:
+    return [pooled_on(ring, *case) for case in CASES]
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_four_ranks_equal_the_definition(world: World, layout: str) -> None:
-    wanted = [expected(n, how, masked) for n in LENGTHS for how in HOWS for masked in (False, True)]
-    for of_rank in world.run(pooled_here, layout):
-        for got, right in zip(of_rank, wanted, strict=True):
-            for one, other in zip(got, right, strict=True):
-                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+    wanted = [expected(*case) for case in CASES]
+    for of_rank in world.run(on_ring, pooled_in_all_cases, rings=FOUR, layout=layout):
+        assert_near(of_rank, wanted, 1e-12)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_one_rank_equals_the_definition(how: str) -> None:
     for masked in (False, True):
-        for one, other in zip(pooled_on(Ring(), 8, how, masked), expected(8, how, masked), strict=True):
-            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+        assert_near(pooled_on(Ring(), 8, how, masked), expected(8, how, masked), 1e-12)
 
 
 @pytest.mark.parametrize("how", HOWS)
 def test_nan_in_rows_that_do_not_count_reaches_nothing(how: Any) -> None:
     rows, mask, _ = make_rows(8)
     rows[~mask] = torch.nan
-    torch.testing.assert_close(Ring().pool(rows, mask.long(), how), expected(8, how, True)[0], rtol=0, atol=1e-12)
+    assert_near(Ring().pool(rows, mask.long(), how), expected(8, how, True)[0], 1e-12)
 
 
 def test_a_mean_of_bf16_is_summed_in_fp32() -> None:
@@ -86,8 +85,7 @@ def test_a_mean_of_bf16_is_summed_in_fp32() -> None:
 
 
 def refused_here() -> list[Ended]:
-    ring = ring_here("ring_backends.adapters.native", FOUR)
-    assert ring is not None
+    ring = native_ring(rings=FOUR)
     rows = ring.shard(torch.zeros(2, 8, 3))
     return [
         ending(lambda: ring.pool(rows, how="sum")),  # type: ignore[arg-type]

@@ -17,12 +17,8 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import ring_backends.testing.reference
-from ring_backends.testing.reference import (
-    dense_attention,
-    reference_attention,
-    reference_counts,
-    reference_phantom_counts,
-)
+from ring_backends.testing.reference import dense_attention as dense
+from ring_backends.testing.reference import reference_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.strategies import DTYPES, AttentionCase, attention_cases
 
 SMALL = {"max_n": 14, "max_heads": 5, "head_dims": (2, 1), "dtypes": (torch.float64,)}
@@ -85,6 +81,12 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
+def leaves(case: AttentionCase) -> tuple[list[Tensor], Tensor, Tensor | None]:
+    """Query, key and value, the gradient of the output, and the mask."""
+    *inputs, grad_out, mask = case.tensors()
+    return [x.requires_grad_() for x in inputs], grad_out, mask
+
+
 def marks(case: AttentionCase) -> dict[str, Tensor | None]:
     return {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
 
@@ -93,18 +95,14 @@ def marks(case: AttentionCase) -> dict[str, Tensor | None]:
 @given(case=attention_cases(**SMALL))
 def test_equals_the_loop_over_rows(case):
     query, key, value, _, mask = case.tensors()
-    out, lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask, **marks(case))
-    walked_out, walked_lse = walked_attention(case)
-    torch.testing.assert_close(out, walked_out, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(lse, walked_lse, rtol=1e-12, atol=1e-12)
+    found = reference_attention(query, key, value, **case.options(), key_padding_mask=mask, **marks(case))
+    torch.testing.assert_close(found, walked_attention(case), rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
 @given(case=attention_cases(**SMALL | {"max_n": 8}))
 def test_gradients_are_the_derivative(case):
-    *tensors, mask = case.tensors()
-    query, key, value, grad_out = tensors
-    inputs = [x.requires_grad_() for x in (query, key, value)]
+    inputs, grad_out, mask = leaves(case)
 
     def out(*qkv: Tensor) -> Tensor:
         return reference_attention(*qkv, **case.options(), key_padding_mask=mask, **marks(case))[0]
@@ -122,13 +120,8 @@ def test_one_whole_branch_is_plain_attention(is_causal):
     expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
     torch.testing.assert_close(out, expected.transpose(1, 2))
     # One more key with score 0 and value 0 makes the LSE a factor of the output.
-    with_zero = dense_attention(
-        query,
-        key,
-        value,
-        reference_counts(11, 4, [11], [1], is_causal=is_causal),
-        phantom_counts=torch.ones(4, 11, dtype=torch.int64),
-    )[0]
+    counts, one_more = reference_counts(11, 4, [11], [1], is_causal=is_causal), torch.ones(4, 11, dtype=torch.int64)
+    with_zero = dense(query, key, value, counts, phantom_counts=one_more)[0]
     torch.testing.assert_close(with_zero, out * torch.sigmoid(lse).transpose(1, 2)[..., None])
 
 
@@ -137,8 +130,7 @@ def test_a_repeated_branch_only_adds_ln_2_to_the_lse(padding):
     query, key, value, *_ = AttentionCase(10, (4,), (2,), num_heads=2).tensors()
     once = reference_attention(query, key, value, [4], [2], padding=padding)
     twice = reference_attention(query, key, value, [4, 4], [2, 2], padding=padding)
-    torch.testing.assert_close(twice[0], once[0])
-    torch.testing.assert_close(twice[1], once[1] + math.log(2))
+    torch.testing.assert_close(twice, (once[0], once[1] + math.log(2)))
 
 
 def test_counts_by_hand():
@@ -166,12 +158,7 @@ def test_head_groups_by_hand():
 
 @pytest.mark.parametrize(
     ("offset", "by_head"),
-    [
-        (None, [0, 1, 2, 0, 1]),
-        ("mod", [0, 1, 2, 0, 1]),
-        ("block", [0, 0, 1, 1, 2]),
-        ("branch", [0, 0, 0, 0, 0]),
-    ],
+    [(None, [0, 1, 2, 0, 1]), ("mod", [0, 1, 2, 0, 1]), ("block", [0, 0, 1, 1, 2]), ("branch", [0, 0, 0, 0, 0])],
 )
 def test_offsets_by_hand(offset, by_head):
     counts = reference_counts(3, 5, [3], [3], offset=offset)
@@ -179,9 +166,7 @@ def test_offsets_by_hand(offset, by_head):
 
 
 def test_an_uncovered_row_is_zero_and_has_no_gradient():
-    case = AttentionCase(8, (4,), (2,), dtype=torch.float64)
-    query, key, value, grad_out, _ = case.tensors()
-    inputs = [x.requires_grad_() for x in (query, key, value)]
+    inputs, grad_out, _ = leaves(AttentionCase(8, (4,), (2,), dtype=torch.float64))
     out, lse = reference_attention(*inputs, [4], [2])
     assert not lse.requires_grad
     assert (out[:, 1::2] == 0).all()
@@ -195,8 +180,7 @@ def test_an_uncovered_row_is_zero_and_has_no_gradient():
 @pytest.mark.parametrize("padding", ["masked", "zeros"])
 def test_a_row_whose_keys_are_all_ignored_is_uncovered(padding):
     case = AttentionCase(5, (4,), (1,), padding=padding, masked="all", dtype=torch.float64)
-    query, key, value, grad_out, mask = case.tensors()
-    inputs = [x.requires_grad_() for x in (query, key, value)]
+    inputs, grad_out, mask = leaves(case)
     out, lse = reference_attention(*inputs, **case.options(), key_padding_mask=mask)
     assert (out == 0).all()
     assert all((grad == 0).all() for grad in torch.autograd.grad(out, inputs, grad_out))
@@ -227,8 +211,7 @@ def test_any_input_is_cast_to_fp64():
     out, lse = reference_attention(query, key, value, [4, 9], [2, 3])
     assert out.dtype == lse.dtype == torch.float64
     same = reference_attention(query.double(), key.double(), value.double(), [4, 9], [2, 3])
-    assert torch.equal(out, same[0])
-    assert torch.equal(lse, same[1])
+    assert all(map(torch.equal, (out, lse), same))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -236,13 +219,12 @@ def test_dense_attention_in_the_input_dtype(dtype):
     case = AttentionCase(33, (8, 33), (2, 4), num_heads=2, num_kv_heads=2, masked="rows", batch=2, dtype=dtype)
     query, key, value, _, mask = case.tensors()
     counts = reference_counts(33, 2, [8, 33], [2, 4])
-    out, lse = dense_attention(query, key, value, counts, key_padding_mask=mask, dtype=dtype)
-    exact_out, exact_lse = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
+    out, lse = dense(query, key, value, counts, key_padding_mask=mask, dtype=dtype)
+    exact = reference_attention(query, key, value, **case.options(), key_padding_mask=mask)
     assert out.dtype == dtype
     assert lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     few_roundings = 8 * torch.finfo(dtype).eps
-    torch.testing.assert_close(out.double(), exact_out, rtol=few_roundings, atol=few_roundings)
-    torch.testing.assert_close(lse.double(), exact_lse, rtol=few_roundings, atol=few_roundings)
+    torch.testing.assert_close((out.double(), lse.double()), exact, rtol=few_roundings, atol=few_roundings)
 
 
 def test_an_empty_batch():

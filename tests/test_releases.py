@@ -7,10 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import shown
 
 from ring_backends import dilated_attention
-from ring_backends.cli import app
 from ring_backends.kernels import KernelInputs, kernels, operators, select_kernel
 from ring_backends.releases import TESTED, recorded_runs, untested, versions
 from ring_backends.testing.reference import reference_attention
@@ -53,14 +52,11 @@ def test_without_its_operator_a_kernel_gives_the_reason_and_the_next_one_runs(re
     assert select_kernel("auto", CPU_FLASH).name == "math"
     with pytest.raises(ValueError, match=reason.replace("+", r"\+")):
         select_kernel("aten_cpu_flash", CPU_FLASH)
-    shown = CliRunner().invoke(app, ["info"], env={"COLUMNS": "250"})
-    assert shown.exit_code == 0, shown.output
-    assert reason in " ".join(shown.stdout.split())
+    assert reason in " ".join(shown("info").split())
     query, key, value = torch.randn(3, 1, 50, 2, 8, dtype=torch.float64)
-    out, lse = dilated_attention(query, key, value, [8, 64], [1, 3], is_causal=True, return_lse=True)
-    right, right_lse = reference_attention(query, key, value, [8, 64], [1, 3], is_causal=True)
-    torch.testing.assert_close(out, right)
-    torch.testing.assert_close(lse, right_lse)
+    got = dilated_attention(query, key, value, [8, 64], [1, 3], is_causal=True, return_lse=True)
+    right = reference_attention(query, key, value, [8, 64], [1, 3], is_causal=True)
+    torch.testing.assert_close(got, right)
 
 
 @pytest.mark.parametrize(
@@ -90,9 +86,8 @@ def test_a_new_argument_with_a_default_is_no_reason(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_missing_private_name_is_named() -> None:
-    with pytest.raises(
-        RuntimeError, match=r"has no torch\._C\._absent, which a test needs; install a release of torch"
-    ):
+    message = r"has no torch\._C\._absent, which a test needs; install a release of torch"
+    with pytest.raises(RuntimeError, match=message):
         internal(torch._C, "_absent", "a test")
 
 
@@ -114,5 +109,4 @@ def test_the_record_lists_torch_releases_in_order_and_every_framework() -> None:
 def test_info_marks_a_release_outside_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     installed = versions() | {"torch": "99.1.0"}
     monkeypatch.setattr("ring_backends.releases.versions", lambda: installed)
-    shown = CliRunner().invoke(app, ["info"], env={"COLUMNS": "250"})
-    assert "the tests have not run with 99.1.0" in " ".join(shown.stdout.split())
+    assert "the tests have not run with 99.1.0" in " ".join(shown("info").split())

@@ -6,16 +6,12 @@ folder that only the started processes have on their path.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-import ring_backends
+from command_line import environment, output_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "tests" / "third_party_adapter"
@@ -44,18 +40,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(cwd: Path, *arguments: str, site: Path | None = None) -> str:
     """Run Python in ``cwd`` with ``site`` and this package on its path. Returns its output."""
-    path = [str(folder) for folder in (site, Path(ring_backends.__file__).parent.parent) if folder is not None]
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*path, os.environ.get("PYTHONPATH", "")])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=1100,
-    )
-    assert done.returncode == 0, f"{arguments}:\n{done.stdout}"
-    return done.stdout
+    return output_of(arguments, cwd, environment(*([] if site is None else [site])), timeout=1100)
 
 
 def test_the_adapter_is_listed_and_loaded_by_name(installed: Path, tmp_path: Path) -> None:
@@ -79,9 +64,8 @@ def test_the_adapter_passes_the_harness(installed: Path, tmp_path: Path, chosen:
     for name in ("conftest.py", "test_unbatched.py"):
         shutil.copy(SOURCE / name, tmp_path / name)
     selection = ("-k", chosen) if chosen == FAST else ("-m", chosen)
-    output = run(
-        tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", *selection, "test_unbatched.py", site=installed
-    )
+    pytest_options = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+    output = run(tmp_path, *pytest_options, *selection, "test_unbatched.py", site=installed)
     passed = re.search(r"(\d+) passed", output)
     assert passed is not None, output
     assert int(passed[1]) >= 9, output

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-import transformers
+from native_ranks import assert_near, world_of
 from trainer_cases import CASES, assert_equal, bf16_losses, evaluations, resume, run
 
 from ring_backends.testing.world import World
@@ -19,23 +18,7 @@ from ring_backends.testing.world import World
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[World]:
-    with World(2, preload=PRELOAD) as ranks:
-        yield ranks
-
-
-@pytest.fixture(scope="module")
-def four() -> Iterator[World]:
-    with World(4, preload=PRELOAD) as ranks:
-        yield ranks
-
-
-def skip_if_missing(name: str) -> None:
-    if name == "lora":
-        pytest.importorskip("peft")
-    if name == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
-        pytest.skip("this release's ModernBERT has an attention of its own")
+two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
 
 LONG = pytest.mark.matrix(reason="trains four models")
@@ -44,7 +27,6 @@ LONG = pytest.mark.matrix(reason="trains four models")
 @pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
-    skip_if_missing(name)
     expected = run(name, None)
     for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
         assert_equal(two.run(run, name, ring_size, layout), expected)
@@ -53,8 +35,8 @@ def test_two_ranks(two: World, name: str) -> None:
 @LONG
 @pytest.mark.parametrize("name", CASES)
 def test_two_by_two(four: World, name: str) -> None:
-    skip_if_missing(name)
-    assert_equal(four.run(run, name, 2, "zigzag"), run(name, None))
+    expected = run(name, None)
+    assert_equal(four.run(run, name, 2, "zigzag"), expected)
 
 
 @LONG
@@ -83,7 +65,7 @@ def test_bf16(two: World) -> None:
     """Rounding of bf16 differs, but by less than the first steps change the loss."""
     expected = bf16_losses(None)
     for found in two.run(bf16_losses, 2):
-        torch.testing.assert_close(found, expected, rtol=0, atol=3e-3)
+        assert_near(found, expected, 3e-3)
 
 
 @pytest.mark.parametrize("loss_func", [pytest.param(True, marks=LONG), False])
@@ -92,4 +74,4 @@ def test_evaluations_with_short_last_batches(two: World, average: bool, loss_fun
     """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
     expected = torch.tensor(evaluations(None, average, loss_func))
     for found in two.run(evaluations, 1, average, loss_func):
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=0, atol=1e-5)
+        assert_near(torch.tensor(found), expected, 1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from datetime import timedelta
 from typing import Any
@@ -14,38 +15,43 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from native_ranks import ADAPTER, assert_near, assert_sums, on_ring
 
 from ring_backends import Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import IGNORED, register, shard_inputs
 from ring_backends.testing.failing_calls import SHORT, Ended, ending
-from ring_backends.testing.rings import TWO, new_ring, ring_here
+from ring_backends.testing.rings import TWO, new_ring
 from ring_backends.testing.world import World
 
 N, VOCABULARY = 45, 23
 DILATED = ((9, 45), (1, 2))
 PLAIN = ((64,), (1,))
+LAYOUTS = ("contiguous", "zigzag")
 KINDS = ("llama", "bert")
 SIZES = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0},
 }
 
 
-def make_model(kind: str, attn_implementation: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "llama":
-        config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False)
-        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
-    else:
+def make_model(kind: str, attn_implementation: str = "ring_dilated") -> Any:
+    if kind == "bert":
         config = transformers.BertConfig(**SIZES, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=attn_implementation)
-    return model.double()
+        return from_config("MaskedLM", config, attn_implementation)
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False, num_labels=3)
+    return from_config("CausalLM" if kind == "llama" else kind, config, attn_implementation)
+
+
+def from_config(head: str, config: Any, attn_implementation: str) -> Any:
+    torch.manual_seed(0)
+    maker = getattr(transformers, f"AutoModelFor{head}")
+    return maker.from_config(copy.deepcopy(config), attn_implementation=attn_implementation).double()
+
+
+def put_on(ring: Ring, pattern: Any = DILATED) -> None:
+    """Register the attention of the models with ``attn_implementation="ring_dilated"``."""
+    register(native.RingDilatedAttention(*pattern, ring=ring))
 
 
 def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
@@ -60,11 +66,10 @@ def make_inputs(padded: bool) -> tuple[dict[str, Tensor], Tensor]:
     return inputs, grad
 
 
-def run(kind: str, ring: Ring, pattern: Any, padded: bool) -> tuple[Tensor, list[Tensor]]:
+def run(ring: Ring, kind: str, pattern: Any, inputs: dict[str, Any], grad: Tensor) -> tuple[Tensor, list[Tensor]]:
     """The logits of the whole sequence, and this rank's contribution to every gradient."""
-    register(native.RingDilatedAttention(*pattern, ring=ring))
-    model = make_model(kind, "ring_dilated")
-    inputs, grad = make_inputs(padded)
+    put_on(ring, pattern)
+    model = make_model(kind)
     logits = model(**shard_inputs(ring, **inputs)).logits
     return ring.unshard(logits.detach(), seq_len=N), gradients(model, logits, ring.shard(grad))
 
@@ -74,35 +79,30 @@ def gradients(model: Any, logits: Tensor, grad: Tensor) -> list[Tensor]:
     return [torch.zeros(()) if one is None else one for one in got]
 
 
-def run_here(kind: str, layout: Any, pattern: Any, padded: bool) -> tuple[Tensor, list[Tensor]]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return run(kind, ring.with_layout(layout), pattern, padded)
+def check(by_rank: list[tuple[Tensor, list[Tensor]]], logits: Tensor, gradients: list[Tensor]) -> None:
+    """Compare the logits of every rank and the sums of their gradients."""
+    for got, _ in by_rank:
+        assert_near(got, logits.detach())
+    assert_sums([grads for _, grads in by_rank], gradients, 1e-9)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one_rank(pair: World, kind: str, layout: str, padded: bool) -> None:
-    wanted_logits, wanted = run(kind, Ring(), DILATED, padded)
-    by_rank = pair.run(run_here, kind, layout, DILATED, padded)
-    for logits, _ in by_rank:
-        torch.testing.assert_close(logits, wanted_logits, rtol=0, atol=1e-10)
-    for of_rank_0, of_rank_1, right in zip(by_rank[0][1], by_rank[1][1], wanted, strict=True):
-        torch.testing.assert_close(of_rank_0 + of_rank_1, right, rtol=0, atol=1e-9)
+    arguments = (kind, DILATED, *make_inputs(padded))
+    check(pair.run(on_ring, run, *arguments, layout=layout), *run(Ring(), *arguments))
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_pattern_gives_plain_attention(kind: str, padded: bool) -> None:
-    got_logits, got = run(kind, Ring(), PLAIN, padded)
-    model = make_model(kind, "sdpa")
     inputs, grad = make_inputs(padded)
+    got_logits, got = run(Ring(), kind, PLAIN, inputs, grad)
+    model = make_model(kind, "sdpa")
     logits = model(**inputs).logits
     seen = inputs.get("attention_mask", torch.ones(2, N)).bool()
-    torch.testing.assert_close(got_logits[seen], logits.detach()[seen], rtol=0, atol=1e-10)
-    for one, right in zip(got, gradients(model, logits, grad), strict=True):
-        torch.testing.assert_close(one, right, rtol=0, atol=1e-9)
+    check([(got_logits[seen], got)], logits[seen], gradients(model, logits, grad))
 
 
 LENGTHS = (11, 1, 20, 13)
@@ -120,20 +120,6 @@ def packed_batch(given: str) -> dict[str, Any]:
     return batch
 
 
-def run_packed(kind: str, ring: Ring, given: str) -> tuple[Tensor, list[Tensor]]:
-    register(native.RingDilatedAttention(*PLAIN, ring=ring))
-    model = make_model(kind, "ring_dilated")
-    logits = model(**shard_inputs(ring, **packed_batch(given))).logits
-    grad = ring.shard(make_inputs(padded=False)[1][:1])
-    return ring.unshard(logits.detach(), seq_len=N), gradients(model, logits, grad)
-
-
-def run_packed_here(kind: str, layout: Any, given: str) -> tuple[Tensor, list[Tensor]]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return run_packed(kind, ring.with_layout(layout), given)
-
-
 @pytest.mark.parametrize("given", ["position_ids", "cu_seq_lens", "both"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_documents_equal_single_ones(pair: World, kind: str, given: str) -> None:
@@ -143,19 +129,16 @@ def test_packed_documents_equal_single_ones(pair: World, kind: str, given: str) 
     documents = tokens["input_ids"][:1].split(LENGTHS, 1)
     logits = torch.cat([model(input_ids=document).logits for document in documents], 1)
     wanted = gradients(model, logits, grad[:1])
-    runs = [[run_packed(kind, Ring(), given)]]
-    runs += [pair.run(run_packed_here, kind, layout, given) for layout in ("contiguous", "zigzag")]
-    for by_rank in runs:
-        for got, _ in by_rank:
-            torch.testing.assert_close(got, logits.detach(), rtol=0, atol=1e-10)
-        for right, *of_ranks in zip(wanted, *(grads for _, grads in by_rank), strict=True):
-            torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-9)
+    arguments = (kind, PLAIN, packed_batch(given), grad[:1])
+    check([run(Ring(), *arguments)], logits, wanted)
+    for layout in LAYOUTS:
+        check(pair.run(on_ring, run, *arguments, layout=layout), logits, wanted)
 
 
 def classified(ring: Ring) -> tuple[Tensor, list[Tensor]]:
     """The logits of a sequence classifier, and this rank's contribution to every gradient."""
-    register(native.RingDilatedAttention(*PLAIN, ring=ring))
-    model = make_classifier("ring_dilated")
+    put_on(ring, PLAIN)
+    model = make_model("SequenceClassification")
     inputs = shard_inputs(ring, **make_inputs(padded=True)[0])
     rows = model.model(**inputs).last_hidden_state
     logits = model.score(ring.pool(rows, inputs["attention_mask"], "last", seq_len=N))
@@ -165,44 +148,26 @@ def classified(ring: Ring) -> tuple[Tensor, list[Tensor]]:
 CLASSIFIED_GRAD = torch.tensor([[1.0, -0.5, 0.25], [-1.0, 2.0, 0.5]], dtype=torch.float64)
 
 
-def make_classifier(attn_implementation: str) -> Any:
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, use_cache=False, num_labels=3)
-    maker = transformers.AutoModelForSequenceClassification
-    return maker.from_config(config, attn_implementation=attn_implementation).double()
-
-
-def classified_here(layout: Any) -> tuple[Tensor, list[Tensor]]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return classified(ring.with_layout(layout))
-
-
 def test_a_sequence_classifier_on_a_ring(pair: World) -> None:
-    model = make_classifier("sdpa")
+    model = make_model("SequenceClassification", "sdpa")
     inputs, _ = make_inputs(padded=True)
     inputs["input_ids"][1, 31:] = 0  # the model finds the last token by its pad_token_id
-    wanted_logits = model(**inputs).logits
-    wanted = gradients(model, wanted_logits, CLASSIFIED_GRAD)
-    for by_rank in [[classified(Ring())], *(pair.run(classified_here, layout) for layout in ("contiguous", "zigzag"))]:
-        for logits, _ in by_rank:
-            torch.testing.assert_close(logits, wanted_logits.detach(), rtol=0, atol=1e-10)
-        for right, *of_ranks in zip(wanted, *(grads for _, grads in by_rank), strict=True):
-            torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-9)
+    logits = model(**inputs).logits
+    wanted = gradients(model, logits, CLASSIFIED_GRAD)
+    for by_rank in [[classified(Ring())], *(pair.run(on_ring, classified, layout=layout) for layout in LAYOUTS)]:
+        check(by_rank, logits, wanted)
 
 
-def losses_here(next_token: bool) -> tuple[float, int]:
-    """The summed loss of this rank's labels, and their number."""
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return losses(ring, next_token)
+def make_labels() -> tuple[dict[str, Tensor], Tensor]:
+    inputs, _ = make_inputs(padded=False)
+    return inputs, inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
 
 
 def losses(ring: Ring, next_token: bool) -> tuple[float, int]:
-    register(native.RingDilatedAttention(*DILATED, ring=ring))
-    model = make_model("llama" if next_token else "bert", "ring_dilated")
-    inputs, _ = make_inputs(padded=False)
-    labels = inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
+    """The summed loss of this rank's labels, and their number."""
+    put_on(ring)
+    model = make_model("llama" if next_token else "bert")
+    inputs, labels = make_labels()
     local = shard_inputs(ring, **inputs, labels=labels, next_token_labels=next_token)
     count = int((local["labels"] != IGNORED).sum())
     return model(**local).loss.item() * count, count
@@ -211,12 +176,11 @@ def losses(ring: Ring, next_token: bool) -> tuple[float, int]:
 @pytest.mark.parametrize("next_token", [True, False], ids=["causal", "masked"])
 def test_the_loss_of_all_labels(pair: World, next_token: bool) -> None:
     """No label is lost or counted twice at the boundary of two shards."""
-    inputs, _ = make_inputs(padded=False)
-    labels = inputs["input_ids"].masked_fill(torch.arange(N) % 3 == 0, IGNORED)
+    _, labels = make_labels()
     wanted_count = int((labels[:, 1:] if next_token else labels).ne(IGNORED).sum())
     alone, count = losses(Ring(), next_token)
     assert count == wanted_count
-    by_rank = pair.run(losses_here, next_token)
+    by_rank = pair.run(on_ring, losses, next_token)
     assert sum(number for _, number in by_rank) == wanted_count
     assert sum(loss for loss, _ in by_rank) == pytest.approx(alone, rel=1e-6)  # transformers computes losses in fp32
 
@@ -240,20 +204,18 @@ def call(model: Any, **changes: Any) -> None:
     ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
 )
 def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
-    register(native.RingDilatedAttention(*DILATED))
-    model = make_model("llama", "ring_dilated")
+    put_on(Ring())
+    model = make_model("llama")
     if "past_key_values" in changes:
         changes = {**changes, "past_key_values": transformers.DynamicCache(config=model.config)}
     with pytest.raises(ValueError, match=message):
         call(model, **changes)
 
 
-def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, Ended]:
+def call_changed(ring: Ring, changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, Ended]:
     """Make a call with changed arguments or configuration, then a valid call."""
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    register(native.RingDilatedAttention(*DILATED, ring=ring))
-    model = make_model("llama", "ring_dilated")
+    put_on(ring)
+    model = make_model("llama")
     right, (inputs, _) = dict(vars(model.config)), make_inputs(padded=False)
     local = shard_inputs(ring, **inputs)
     for name, value in config.items():
@@ -278,7 +240,7 @@ def call_here(changes: dict[str, Any], config: dict[str, Any]) -> tuple[Ended, E
 def test_models_that_a_ring_cannot_run_are_refused_by_name(
     pair: World, changes: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
-    for first, right in pair.run(call_here, changes, config):
+    for first, right in pair.run(on_ring, call_changed, changes, config):
         assert first.is_a(ValueError), first
         assert message in first.message, first
         assert right.error == "no error", right
@@ -286,10 +248,10 @@ def test_models_that_a_ring_cannot_run_are_refused_by_name(
 
 def layers_in_another_order() -> Ended:
     """Make two calls. In the second, rank 1 has the layers in another order."""
-    ring = new_ring("ring_backends.adapters.native", TWO, timeout=timedelta(seconds=SHORT))
+    ring = new_ring(ADAPTER, TWO, timeout=timedelta(seconds=SHORT))
     assert ring is not None
-    register(native.RingDilatedAttention(*DILATED, ring=ring))
-    model, (whole, _) = make_model("llama", "ring_dilated"), make_inputs(padded=False)
+    put_on(ring)
+    model, (whole, _) = make_model("llama"), make_inputs(padded=False)
     local = shard_inputs(ring, **whole)
     model(**local)
     if ring.rank == 1:
@@ -304,42 +266,33 @@ def test_layers_are_distinguished(pair: World) -> None:
 
 
 def test_first_position_after_padding() -> None:
-    register(native.RingDilatedAttention(*PLAIN))
+    put_on(Ring(), PLAIN)
     inputs = {"input_ids": make_inputs(padded=False)[0]["input_ids"].clamp(min=2)}  # 1 is padding
-    models = []
-    for implementation in ("ring_dilated", "sdpa"):
-        torch.manual_seed(0)
-        config = transformers.RobertaConfig(**{**SIZES, "pad_token_id": 1}, hidden_dropout_prob=0.0)
-        model = transformers.AutoModelForMaskedLM.from_config(config, attn_implementation=implementation)
-        models.append(model.double().eval())
-    on_ring, alone = models
-    got = on_ring(**shard_inputs(Ring(), **inputs, first_position=2)).logits
-    right = alone(input_ids=inputs["input_ids"], position_ids=torch.arange(2, N + 2)[None]).logits
-    torch.testing.assert_close(got, right, rtol=0, atol=1e-10)
+    config = transformers.RobertaConfig(**{**SIZES, "pad_token_id": 1}, hidden_dropout_prob=0.0)
+    model, alone = (from_config("MaskedLM", config, attention).eval() for attention in ("ring_dilated", "sdpa"))
+    got = model(**shard_inputs(Ring(), **inputs, first_position=2)).logits
+    assert_near(got, alone(**inputs, position_ids=torch.arange(2, N + 2)[None]).logits)
     with pytest.raises(ValueError, match=r"first_position=2"):
-        on_ring(**shard_inputs(Ring(), **inputs))
+        model(**shard_inputs(Ring(), **inputs))
 
 
 def test_models_without_the_attention_interface_fail() -> None:
-    register(native.RingDilatedAttention(*PLAIN))
+    put_on(Ring(), PLAIN)
     config = transformers.BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4, use_cache=False)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="ring_dilated")
     with pytest.raises((TypeError, AttributeError)):
-        model(torch.ones(1, 5, dtype=torch.int64))
+        from_config("CausalLM", config, "ring_dilated")(torch.ones(1, 5, dtype=torch.int64))
 
 
 def test_generation_is_refused_by_name() -> None:
-    register(native.RingDilatedAttention(*DILATED))
-    model = make_model("llama", "ring_dilated")
-    inputs, _ = make_inputs(padded=False)
+    put_on(Ring())
     with pytest.raises(ValueError, match="key/value caches"):
-        model.generate(**inputs, max_new_tokens=3, do_sample=False, use_cache=True)
+        make_model("llama").generate(**make_inputs(padded=False)[0], max_new_tokens=3, do_sample=False, use_cache=True)
 
 
-def with_dropout(kind: str, ring: Ring) -> tuple[Tensor, ...]:
+def with_dropout(ring: Ring, kind: str) -> tuple[Tensor, ...]:
     """The logits of the whole sequence in training mode with two seeds and again the first one, and after eval()."""
     register(native.RingDilatedAttention(*DILATED, ring=ring).eval())
-    model = make_model(kind, "ring_dilated")
+    model = make_model(kind)
     for module in model.modules():  # both read it when they were made
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.3
@@ -353,54 +306,55 @@ def with_dropout(kind: str, ring: Ring) -> tuple[Tensor, ...]:
     return tuple(found)
 
 
-def with_dropout_here(kind: str) -> tuple[Tensor, ...]:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return with_dropout(kind, ring.with_layout("zigzag"))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_dropout_follows_train_and_eval(pair: World, kind: str) -> None:
-    alone = with_dropout(kind, Ring())
+    alone = with_dropout(Ring(), kind)
     first, other_seed, again, evaluated = alone
     assert torch.equal(first, again)
     assert not torch.allclose(first, other_seed)
-    register(native.RingDilatedAttention(*DILATED))
-    without = make_model(kind, "ring_dilated").eval()(**shard_inputs(Ring(), **make_inputs(padded=False)[0])).logits
-    torch.testing.assert_close(evaluated, without, rtol=0, atol=1e-10)
-    for by_rank in pair.run(with_dropout_here, kind):
-        for got, wanted in zip(by_rank, alone, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+    put_on(Ring())
+    assert_near(evaluated, make_model(kind).eval()(**shard_inputs(Ring(), **make_inputs(padded=False)[0])).logits)
+    for of_rank in pair.run(on_ring, with_dropout, kind, layout="zigzag"):
+        assert_near(of_rank, alone)
 
 
 def test_a_scale_that_differs_from_the_model_is_refused() -> None:
     register(native.RingDilatedAttention(*DILATED, scale=0.5))
     with pytest.raises(ValueError, match=r"the attention has scale = 0\.5; make it with scale="):
-        call(make_model("llama", "ring_dilated"))
+        call(make_model("llama"))
 
 
-def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
-        register(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"dropout_p = 0\.1: .*dropout_p=0"):
-        register(native.RingDilatedAttention(*DILATED, dropout_p=0.1))
-    with pytest.raises(TypeError, match="name = 3"):
-        register(native.RingDilatedAttention(*DILATED), 3)  # type: ignore[arg-type]
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"seq_len is given: shard_inputs\(\) computes it"):
-        shard_inputs(Ring(), input_ids=tokens, seq_len=4)
-    with pytest.raises(ValueError, match=r"position_ids is \[1, 3\]: expected \[1, 4\]"):
-        shard_inputs(Ring(), input_ids=tokens, position_ids=torch.arange(3)[None])
-    for wrong in ([1, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 2]):
-        with pytest.raises(ValueError, match=r"position_ids = .*: expected numbers that begin with 0"):
-            shard_inputs(Ring(), input_ids=tokens, position_ids=torch.tensor([wrong]))
-    packed = {"position_ids": torch.tensor([[0, 1, 0, 1]]), "cu_seq_lens_q": torch.tensor([0, 3, 4])}
-    with pytest.raises(ValueError, match=r"position_ids = .*those of cu_seq_lens_q"):
-        shard_inputs(Ring(), input_ids=tokens, **packed)
-    with pytest.raises(ValueError, match="cu_seq_lens_q is given for a batch of 2"):
-        shard_inputs(Ring(), input_ids=torch.zeros(2, 4), cu_seq_lens_q=torch.tensor([0, 4]))
-    with pytest.raises(ValueError, match=r"token_type_ids is \[1, 3\]: expected \[batch, 4"):
-        shard_inputs(Ring(), input_ids=torch.zeros(1, 4), token_type_ids=torch.zeros(1, 3))
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((torch.nn.Linear(2, 2),), TypeError, "attention = Linear: expected a RingDilatedAttention"),
+        ((native.RingDilatedAttention(*DILATED, dropout_p=0.1),), ValueError, r"dropout_p = 0\.1: .*dropout_p=0"),
+        ((native.RingDilatedAttention(*DILATED), 3), TypeError, "name = 3"),
+    ],
+)
+def test_invalid_registrations_are_refused(arguments: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        register(*arguments)
+
+
+BEGIN_WITH_0 = r"position_ids = .*: expected numbers that begin with 0"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ({"seq_len": 4}, r"seq_len is given: shard_inputs\(\) computes it"),
+        ({"position_ids": [[0, 1, 2]]}, r"position_ids is \[1, 3\]: expected \[1, 4\]"),
+        *[({"position_ids": [wrong]}, BEGIN_WITH_0) for wrong in ([1, 2, 3, 4], [0, 1, 3, 4], [0, 1, 2, 2])],
+        ({"position_ids": [[0, 1, 0, 1]], "cu_seq_lens_q": [0, 3, 4]}, r"position_ids = .*those of cu_seq_lens_q"),
+        ({"input_ids": [[0] * 4] * 2, "cu_seq_lens_q": [0, 4]}, "cu_seq_lens_q is given for a batch of 2"),
+        ({"token_type_ids": [[0, 0, 0]]}, r"token_type_ids is \[1, 3\]: expected \[batch, 4"),
+    ],
+)
+def test_invalid_inputs_are_refused(inputs: dict[str, Any], message: str) -> None:
+    tensors = {name: torch.tensor(x) if isinstance(x, list) else x for name, x in inputs.items()}
+    with pytest.raises(ValueError, match=message):
+        shard_inputs(Ring(), **{"input_ids": torch.zeros(1, 4, dtype=torch.int64), **tensors})
 
 
 def test_registration_under_another_name() -> None:

@@ -14,14 +14,19 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from native_ranks import native_ring, on_ring
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import generate, register, use_ring
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.world import RanksFailedError, World
 
 NEW, VOCABULARY = 12, 23
+SIZES = {
+    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+}
 CONFIGS: dict[str, Any] = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
@@ -36,26 +41,21 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_model(kind: str, attn_implementation: str) -> Any:
+def make_model(kind: str = "llama", attn_implementation: str = "ring_dilated") -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        kind,
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-        **CONFIGS[kind],
-    )
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **CONFIGS[kind])
     config.initializer_range = 0.5  # larger differences between logits, so that rounding decides nothing
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     return model.double().eval()
 
 
-def prompts(padded: bool) -> tuple[Tensor, Tensor | None]:
+def registered(ring: Ring, kind: str = "llama", pattern: Any = ((64,), (1,))) -> tuple[Any, Ring]:
+    """A model whose attention is on this ring, and the ring."""
+    register(native.RingDilatedAttention(*pattern, ring=ring))
+    return make_model(kind), ring
+
+
+def prompts(padded: bool = False) -> tuple[Tensor, Tensor | None]:
     input_ids = torch.randint(1, VOCABULARY, (2, 21), generator=torch.Generator().manual_seed(1))
     if not padded:
         return input_ids, None
@@ -64,13 +64,12 @@ def prompts(padded: bool) -> tuple[Tensor, Tensor | None]:
     return input_ids * mask, mask
 
 
-def expected(kind: str, options: str, padded: bool) -> Tensor:
+def expected(kind: str = "llama", options: str = "greedy", padded: bool = False) -> Tensor:
     input_ids, mask = prompts(padded)
+    mask = torch.ones_like(input_ids) if mask is None else mask
     model = make_model(kind, "sdpa")
     torch.manual_seed(3)
-    found: Tensor = model.generate(
-        input_ids, attention_mask=torch.ones_like(input_ids) if mask is None else mask, **arguments(options)
-    )
+    found: Tensor = model.generate(input_ids, attention_mask=mask, **arguments(options))
     return found
 
 
@@ -79,18 +78,10 @@ def arguments(options: str) -> dict[str, Any]:
 
 
 def generated(ring: Ring, kind: str, options: str, padded: bool) -> Tensor:
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    model = make_model(kind, "ring_dilated")
-    input_ids, mask = prompts(padded)
+    model, _ = registered(ring, kind)
     torch.manual_seed(3)
-    found: Tensor = generate(model, ring, input_ids, mask, **arguments(options))
+    found: Tensor = generate(model, ring, *prompts(padded), **arguments(options))
     return found
-
-
-def generated_here(spec: RingSpec, layout: Any, kind: str, options: str, padded: bool) -> Tensor:
-    ring = ring_here("ring_backends.adapters.native", spec)
-    assert ring is not None
-    return generated(ring.with_layout(layout), kind, options, padded)
 
 
 QUICK = [("llama", "greedy", True), ("qwen3", "sampling", True)]
@@ -106,7 +97,7 @@ def test_rings_of_one_two_and_four(world: World, kind: str, options: str, padded
     wanted = expected(kind, options, padded)
     assert torch.equal(generated(Ring(), kind, options, padded), wanted)
     for spec, layout in ((TWO, "contiguous"), (FOUR, "zigzag")):
-        for found in world.run(generated_here, spec, layout, kind, options, padded):
+        for found in world.run(on_ring, generated, kind, options, padded, rings=spec, layout=layout):
             assert torch.equal(found, wanted)
 
 
@@ -120,11 +111,8 @@ def test_short_prompts_and_the_result_of_use_ring() -> None:
 
 
 def test_a_dilated_pattern_generates_what_whole_calls_do() -> None:
-    ring = Ring()
-    register(native.RingDilatedAttention([4, 64], [1, 3], ring=ring))
-    model = make_model("llama", "ring_dilated")
-    input_ids, _ = prompts(padded=False)
-    text = input_ids
+    model, ring = registered(Ring(), pattern=([4, 64], [1, 3]))
+    text = input_ids = prompts()[0]
     with torch.no_grad():
         for _ in range(NEW):
             text = torch.cat([text, model(text, use_cache=False).logits[:, -1:].argmax(-1)], 1)
@@ -144,50 +132,34 @@ STATIC = transformers.GenerationConfig(cache_implementation="static")
         ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens is given"),
         ({"guidance_scale": 1.5}, "guidance_scale is given"),
         ({"max_time": 5.0}, "max_time is given: .* the clocks of the ranks differ"),
-        (
-            {"generation_config": transformers.GenerationConfig(cache_implementation="static")},
-            "cache_implementation is",
-        ),
+        ({"generation_config": STATIC}, "cache_implementation is"),
         ({"attention_mask": torch.ones(2, 3)}, r"attention_mask is \[2, 3\]: expected \[2, 21\]"),
     ],
 )
 def test_options_that_are_refused(options: dict[str, Any], message: str) -> None:
-    ring = Ring()
-    register(native.RingDilatedAttention([64], [1], ring=ring))
     with pytest.raises(ValueError, match=message):
-        generate(make_model("llama", "ring_dilated"), ring, prompts(padded=False)[0], max_new_tokens=2, **options)
+        generate(*registered(Ring()), prompts()[0], max_new_tokens=2, **options)
 
 
 def test_a_configuration_without_cache() -> None:
     """A model that was trained often has use_cache=False."""
-    wanted = expected("llama", "greedy", padded=False)
-    ring = Ring()
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    model = make_model("llama", "ring_dilated")
+    model, ring = registered(Ring())
     model.generation_config.use_cache = False
-    assert torch.equal(generate(model, ring, prompts(padded=False)[0], **arguments("greedy")), wanted)
+    assert torch.equal(generate(model, ring, prompts()[0], **arguments("greedy")), expected())
 
 
 def test_after_training_with_dropout() -> None:
-    ring = Ring()
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    model = make_model("llama", "ring_dilated")
+    (model, ring), (input_ids, _) = registered(Ring()), prompts()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.5
-    input_ids = prompts(padded=False)[0]
     model.train()(input_ids, use_cache=False)
-    assert torch.equal(
-        generate(model.eval(), ring, input_ids, **arguments("greedy")), expected("llama", "greedy", padded=False)
-    )
+    assert torch.equal(generate(model.eval(), ring, input_ids, **arguments("greedy")), expected())
 
 
 def test_models_that_are_refused() -> None:
-    ring = Ring()
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    input_ids = prompts(padded=False)[0]
+    (model, ring), (input_ids, _) = registered(Ring()), prompts()
     with pytest.raises(ValueError, match="attn_implementation = 'sdpa': expected a registered one"):
-        generate(make_model("llama", "sdpa"), ring, input_ids)
-    model = make_model("llama", "ring_dilated")
+        generate(make_model(attn_implementation="sdpa"), ring, input_ids)
     with pytest.raises(ValueError, match="a contiguous ring of 1: expected that of the registered attention"):
         generate(model, Ring(), input_ids)
     with pytest.raises(ValueError, match=r"input_ids is torch.int64 \[21\]: expected int64"):
@@ -198,33 +170,27 @@ def test_models_that_are_refused() -> None:
         generate(model.train(), ring, input_ids)
 
 
-def unequal_here(what: str) -> None:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    input_ids = prompts(padded=False)[0]
+def generate_differently(what: str) -> None:
+    (model, ring), (input_ids, _) = registered(native_ring()), prompts()
     if what == "prompts":
         input_ids[0, 0] = 1 + ring.rank
-    model = make_model("llama", "ring_dilated")
     torch.manual_seed(ring.rank)
     number = 50 + ring.rank if what == "options" else 50
     generate(model, ring, input_ids, max_new_tokens=number, do_sample=True, temperature=5.0)
 
 
-def one_token_here() -> Tensor:
+BEAMS = {"max_new_tokens": 4, "num_beams": 3}
+
+
+def beams_here() -> Tensor:
     """Beams from a prompt of one token, of which rank 1 holds no row."""
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    register(native.RingDilatedAttention([64], [1], ring=ring))
-    found: Tensor = generate(
-        make_model("llama", "ring_dilated"), ring, torch.tensor([[5]]), max_new_tokens=4, num_beams=3
-    )
+    found: Tensor = generate(*registered(native_ring()), torch.tensor([[5]]), **BEAMS)
     return found
 
 
 def test_beams_of_a_short_prompt(pair: World) -> None:
-    wanted = make_model("llama", "sdpa").generate(torch.tensor([[5]]), max_new_tokens=4, num_beams=3)
-    for found in pair.run(one_token_here):
+    wanted = make_model(attn_implementation="sdpa").generate(torch.tensor([[5]]), **BEAMS)
+    for found in pair.run(beams_here):
         assert torch.equal(found, wanted)
 
 
@@ -238,5 +204,5 @@ def test_beams_of_a_short_prompt(pair: World) -> None:
 )
 def test_ranks_that_differ(pair: World, what: str, message: str) -> None:
     with pytest.raises(RanksFailedError, match=message) as raised:
-        pair.run(unequal_here, what)
+        pair.run(generate_differently, what)
     assert [outcome.error_type for outcome in raised.value.outcomes] == ["RingMismatchError"] * 2

@@ -6,6 +6,7 @@ import copy
 import io
 import os
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -17,72 +18,48 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from native_ranks import assert_near, assert_sums, native_ring
 
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.transformers import generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.world import World
 
 N, VOCABULARY = 24, 40
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "d_model": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "decoder_layers": 2,
-    "num_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 128,
-    "max_target_positions": 128,
-    "pad_token_id": 1,
-    "mask_token_id": 3,
-    "bos_token_id": 2,
-    "eos_token_id": 2,
-    "decoder_start_token_id": 2,
-    "forced_eos_token_id": None,
-    "use_cache": False,
+_NAMES_BY_SIZE = {
+    32: "hidden_size d_model",
+    48: "intermediate_size ffn_dim decoder_ffn_dim",
+    2: "num_hidden_layers num_layers decoder_layers bos_token_id eos_token_id decoder_start_token_id",
+    4: "num_attention_heads decoder_attention_heads num_heads num_key_value_heads",
+    128: "max_position_embeddings max_target_positions",
 }
+SIZES: dict[str, Any] = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()}
+SIZES |= {"vocab_size": VOCABULARY, "pad_token_id": 1, "mask_token_id": 3}
+SIZES |= {"forced_eos_token_id": None, "use_cache": False}
 """Sizes of small models. A configuration ignores those that it does not have."""
 
+_LLAMA_4 = {"head_dim": 8, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": None}
+_DEEPSEEK = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "mobilebert": {"embedding_size": 32, "intra_bottleneck_size": 16, "true_hidden_size": 16},
     "xlstm": {"hidden_size": 32, "embedding_dim": 32, "num_blocks": 2, "chunk_size": 8},
-    "llama4_text": {
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size_mlp": 48,
-        "num_local_experts": 2,
-        "attention_chunk_size": None,
-        "layer_types": ["full_attention"] * 2,
-    },
+    "llama4_text": {"num_key_value_heads": 2, "layer_types": ["full_attention"] * 2, **_LLAMA_4},
     "mllama_text_model": {"num_key_value_heads": 4, "cross_attention_layers": [1]},
-    "deepseek_v3": {
-        "q_lora_rank": 16,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "first_k_dense_replace": 2,
-    },
+    "deepseek_v3": {"first_k_dense_replace": 2, **_DEEPSEEK},
 }
 
 
-def make(class_name: str, model_type: str, **options: Any) -> Any:
+def make(name: str = "LlamaForCausalLM", **options: Any) -> Any:
     """A small random model, in evaluation mode."""
-    if not hasattr(transformers, class_name):
-        pytest.skip(f"this release of transformers has no {class_name}")
+    model_class: Any = getattr(transformers, name, None)
+    if model_class is None:
+        pytest.skip(f"this release of transformers has no {name}")
     torch.manual_seed(0)
+    model_type = model_class.config_class.model_type
     config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **OWN_SIZES.get(model_type, {}), **options})
-    model = getattr(transformers, class_name)._from_config(config, attn_implementation="eager").float().eval()
+    model = model_class._from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
         for parameter in model.parameters():  # many are 0 or 1 in a new model
             parameter += torch.randn_like(parameter) * 0.1
@@ -93,41 +70,46 @@ def attention(ring: Ring | None = None, **options: Any) -> Any:
     return native.RingDilatedAttention([4 * N], [1], ring=ring, **options)
 
 
-def two_ranks(layout: Any = "contiguous") -> Ring:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return ring.with_layout(layout)
+def on_a_ring(model: Any, ring: Ring | None = None, **options: Any) -> Any:
+    use_ring(model, attention(ring, **options))
+    return model
+
+
+def registered(ring: Ring, model: Any, **options: Any) -> Any:
+    register(attention(ring, **options))
+    model.set_attn_implementation("ring_dilated")
+    return model
 
 
 LLAMA_4 = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
 """Every fourth layer has no rotary embedding. It scales queries by the number of the row."""
 
-REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # The position_ids do not reach the embedding of positions.
-    ("BartForCausalLM", "bart", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
-    ("MBartForCausalLM", "mbart", {}, r"MBartForCausalLM: model\.decoder\.embed_positions"),
-    ("PegasusForCausalLM", "pegasus", {}, "PegasusForCausalLM: model.decoder"),
+    ("BartForCausalLM", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),
+    ("MBartForCausalLM", {}, r"MBartForCausalLM: model\.decoder\.embed_positions"),
+    ("PegasusForCausalLM", {}, "PegasusForCausalLM: model.decoder"),
     # Layers that mix rows without the attention.
-    ("FNetForMaskedLM", "fnet", {}, "FNetForMaskedLM: .*FNetBasicFourierTransform"),
-    ("xLSTMForCausalLM", "xlstm", {}, "xLSTMForCausalLM: backbone"),
-    ("MobileBertForMaskedLM", "mobilebert", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
-    ("EsmForMaskedLM", "esm", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
+    ("FNetForMaskedLM", {}, "FNetForMaskedLM: .*FNetBasicFourierTransform"),
+    ("xLSTMForCausalLM", {}, "xLSTMForCausalLM: backbone"),
+    ("MobileBertForMaskedLM", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
+    ("EsmForMaskedLM", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
     # The numbers of rows matter only beyond 8,192 rows.
-    ("Llama4ForCausalLM", "llama4_text", LLAMA_4, "Llama4ForCausalLM: it numbers its rows itself"),
+    ("Llama4ForCausalLM", LLAMA_4, "Llama4ForCausalLM: it numbers its rows itself"),
     # The attention's mask or its arguments are used in another way.
-    ("DogeForCausalLM", "doge", {}, "DogeForCausalLM: its forward raised AttributeError: '_RingMask'"),
-    ("GitForCausalLM", "git", {}, "GitForCausalLM: its forward raised TypeError"),
-    ("NemotronForCausalLM", "nemotron", {}, "NemotronAttention does not pass the arguments of the model on"),
-    ("StableLmForCausalLM", "stablelm", {}, "StableLmAttention does not pass the arguments of the model on"),
-    ("DeepseekV3ForCausalLM", "deepseek_v3", {}, r"value has shape \[3, 52, 4, 8\]"),
+    ("DogeForCausalLM", {}, "DogeForCausalLM: its forward raised AttributeError: '_RingMask'"),
+    ("GitForCausalLM", {}, "GitForCausalLM: its forward raised TypeError"),
+    ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
+    ("StableLmForCausalLM", {}, "StableLmAttention does not pass the arguments of the model on"),
+    ("DeepseekV3ForCausalLM", {}, r"value has shape \[3, 52, 4, 8\]"),
 ]
 
 
-@pytest.mark.parametrize(("name", "model_type", "options", "message"), REFUSED, ids=lambda value: str(value)[:30])
-def test_models_that_are_refused(name: str, model_type: str, options: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("name", "options", "message"), REFUSED, ids=lambda value: str(value)[:30])
+def test_models_that_are_refused(name: str, options: dict[str, Any], message: str) -> None:
     """By use_ring(), which leaves the model as it was."""
-    model = make(name, model_type, **options)
-    scale = 1.0 if model_type == "esm" else None
+    model = make(name, **options)
+    scale = 1.0 if name == "EsmForMaskedLM" else None
     batch = {"input_ids": torch.arange(4, 4 + N)[None]}
     before = model(**batch)[0]
     with pytest.raises(ValueError, match=message):
@@ -150,7 +132,7 @@ def test_parts_of_a_composite_are_refused() -> None:
 
 
 def test_a_model_without_a_probe() -> None:
-    model = make("FNetForMaskedLM", "fnet")
+    model = make("FNetForMaskedLM")
     use_ring(model, attention(), probe=False)
     assert model(torch.arange(4, 4 + N)[None]).logits.shape == (1, N, VOCABULARY)
 
@@ -179,12 +161,6 @@ def blocks_of(size: int) -> Any:
     return mix
 
 
-def constant_of(value: float) -> Any:
-    """A parameter of one value, which hides a mixture of neighbouring rows until it is trained."""
-    scale = torch.nn.Parameter(torch.full((32,), value))
-    return scale, lambda rows, positions: rows + scale * rows.roll(1, 1)
-
-
 MIXTURES: dict[str, Any] = {
     "mean of the batch": lambda rows, positions: rows - rows.mean((0, 1)),
     "number of rows": lambda rows, positions: rows * rows.shape[1],
@@ -205,7 +181,7 @@ MORE = pytest.mark.matrix(reason="other models and dtypes run in the quick tests
 @pytest.mark.parametrize("mixture", MIXTURES)
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
 def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
-    model = make("LlamaForCausalLM", "llama").to(dtype)
+    model = make().to(dtype)
     model.__class__, model.mix = Mixing, MIXTURES[mixture]
     with pytest.raises(ValueError, match="model = Mixing: "):
         use_ring(model, attention())
@@ -213,10 +189,11 @@ def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("value", [0.0, 1e-5])
 def test_mixtures_that_a_parameter_hides(value: float) -> None:
-    model = make("LlamaForCausalLM", "llama")
+    """Until it is trained."""
+    model = make()
     model.__class__ = Mixing
-    scale, model.mix = constant_of(value)
-    model.register_parameter("scale", scale)
+    model.scale = scale = torch.nn.Parameter(torch.full((32,), value))
+    model.mix = lambda rows, positions: rows + scale * rows.roll(1, 1)
     with pytest.raises(ValueError, match="model = Mixing: "):
         use_ring(model, attention())
     assert torch.equal(scale.detach(), torch.full((32,), value))
@@ -226,12 +203,12 @@ def test_mixtures_that_a_parameter_hides(value: float) -> None:
 def test_models_of_many_experts_are_accepted(dtype: torch.dtype) -> None:
     """Rounding must not send a row to another expert."""
     sizes = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 16, "num_hidden_layers": 4}
-    use_ring(make("Qwen3MoeForCausalLM", "qwen3_moe", **sizes).to(dtype), attention())
+    use_ring(make("Qwen3MoeForCausalLM", **sizes).to(dtype), attention())
 
 
 def test_a_probe_under_autocast() -> None:
     with torch.autocast("cpu", torch.bfloat16):
-        use_ring(make("LlamaForCausalLM", "llama"), attention())
+        use_ring(make(), attention())
 
 
 def sharded_here(way: str) -> Ended:
@@ -239,18 +216,15 @@ def sharded_here(way: str) -> Ended:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
 
-    ring, model = two_ranks(), make("LlamaForCausalLM", "llama")
-    wanted = model(**batch_of("right")).logits.detach()
+    ring, model, batch = native_ring(), make(), batch_of("right")
+    wanted = model(**batch).logits.detach()
     fully_shard(model, mesh=DeviceMesh("cpu", [*ring.ranks]))
     if way == "use_ring":
-        use_ring(model, attention(ring))
-        logits = model(**batch_of("right")).logits
+        logits = on_a_ring(model, ring)(**batch).logits
     else:
-        register(attention(ring))
-        model.set_attn_implementation("ring_dilated")
-        logits = model(**shard_inputs(ring, **batch_of("right"))).logits
+        logits = registered(ring, model)(**shard_inputs(ring, **batch)).logits
     whole = ring.unshard(logits.detach(), seq_len=N)
-    return ending(lambda: torch.testing.assert_close(whole[0], wanted[0], rtol=0, atol=1e-5))
+    return ending(lambda: assert_near(whole[0], wanted[0], 1e-5))
 
 
 @pytest.mark.parametrize("way", ["use_ring", "register"])
@@ -260,7 +234,7 @@ def test_a_probe_of_sharded_parameters(pair: World, way: str) -> None:
 
 
 def test_a_probe_leaves_nothing_behind() -> None:
-    model = make("LlamaForCausalLM", "llama").train()
+    model = make().train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
     torch.manual_seed(5)
@@ -272,11 +246,7 @@ def test_a_probe_leaves_nothing_behind() -> None:
     assert not any(module._forward_hooks for module in model.modules() if module is not model)
 
 
-PADDED_LEFT = [
-    ("RobertaForMaskedLM", "roberta", None),
-    ("OPTForCausalLM", "opt", 1.0),
-    ("LlamaForCausalLM", "llama", None),
-]
+PADDED_LEFT = [("RobertaForMaskedLM", None), ("OPTForCausalLM", 1.0), ("LlamaForCausalLM", None)]
 
 
 def batch_of(padding: str) -> dict[str, Tensor]:
@@ -297,43 +267,40 @@ def logits_and_gradients(model: Any, batch: dict[str, Tensor], ring: Ring) -> tu
     return ring.unshard(logits.detach(), seq_len=N) * batch["attention_mask"].unsqueeze(-1), found
 
 
-def padded_left_here(name: str, model_type: str, scale: float | None, layout: Any) -> tuple[Tensor, list[Tensor]]:
-    ring, model = two_ranks(layout), make(name, model_type)
-    use_ring(model, attention(ring, scale=scale))
-    return logits_and_gradients(model, batch_of("left"), ring)
+def padded_left_here(name: str, scale: float | None, layout: Any) -> tuple[Tensor, list[Tensor]]:
+    ring = native_ring(layout)
+    return logits_and_gradients(on_a_ring(make(name), ring, scale=scale), batch_of("left"), ring)
 
 
-@pytest.mark.parametrize(("name", "model_type", "scale"), PADDED_LEFT, ids=lambda value: str(value))
+@pytest.mark.parametrize(("name", "scale"), PADDED_LEFT, ids=lambda value: str(value))
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=MORE), "zigzag"])
-def test_padding_on_the_left(pair: World, name: str, model_type: str, scale: float | None, layout: str) -> None:
+def test_padding_on_the_left(pair: World, name: str, scale: float | None, layout: str) -> None:
     """Also of models that count positions from the first token after the padding."""
-    wanted, gradients = logits_and_gradients(make(name, model_type), batch_of("left"), Ring())
-    by_rank = pair.run(padded_left_here, name, model_type, scale, layout)
+    wanted, gradients = logits_and_gradients(make(name), batch_of("left"), Ring())
+    by_rank = pair.run(padded_left_here, name, scale, layout)
     for logits, _ in by_rank:
-        torch.testing.assert_close(logits, wanted, rtol=0, atol=1e-5)
-    for right, *of_ranks in zip(gradients, *(grads for _, grads in by_rank), strict=True):
-        torch.testing.assert_close(torch.stack(of_ranks).sum(0), right, rtol=0, atol=1e-4)
+        assert_near(logits, wanted, 1e-5)
+    assert_sums([grads for _, grads in by_rank], gradients, 1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
 def test_masks_of_every_dtype(dtype: torch.dtype) -> None:
-    ring, batch = Ring(), batch_of("right")
-    inputs = shard_inputs(ring, **{**batch, "attention_mask": batch["attention_mask"].to(dtype)})
-    assert "is_padded_before_tokens" not in inputs
-    left = batch_of("left")
-    assert "is_padded_before_tokens" in shard_inputs(
-        ring, **{**left, "attention_mask": left["attention_mask"].to(dtype)}
-    )
+    for padding in ("left", "right"):
+        batch = batch_of(padding)
+        inputs = shard_inputs(Ring(), **{**batch, "attention_mask": batch["attention_mask"].to(dtype)})
+        assert ("is_padded_before_tokens" in inputs) == (padding == "left")
 
 
 def test_padding_tokens_that_the_mask_does_not_mark() -> None:
     """RoBERTa gives every padding token the position before the first, whatever the mask says."""
-    model, batch = make("RobertaForMaskedLM", "roberta"), batch_of("right")
-    use_ring(model, attention())
-    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-        model(batch["input_ids"])
-    with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
-        shard_inputs(Ring(), input_ids=batch["input_ids"], first_position=2)
+    model = on_a_ring(make("RobertaForMaskedLM"))
+    model(batch_of("right")["input_ids"][:1])
+    for padding in ("left", "right"):
+        input_ids = batch_of(padding)["input_ids"]
+        with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
+            model(input_ids)
+        with pytest.raises(ValueError, match="input_ids has the padding token 1 where there is no padding"):
+            shard_inputs(Ring(), input_ids=input_ids, first_position=2)
 
 
 def test_sequences_shorter_than_the_ring() -> None:
@@ -342,7 +309,7 @@ def test_sequences_shorter_than_the_ring() -> None:
 
 
 def test_shards_of_another_layout() -> None:
-    model, ring = make("LlamaForCausalLM", "llama"), Ring(2, 0, layout_kind="zigzag")
+    model, ring = make(), Ring(2, 0, layout_kind="zigzag")
     register(attention(), probe=False)
     model.set_attn_implementation("ring_dilated")
     with pytest.raises(ValueError, match="rows of a zigzag layout, and the attention is on a contiguous ring"):
@@ -350,25 +317,18 @@ def test_shards_of_another_layout() -> None:
 
 
 def test_padding_between_tokens() -> None:
-    model = make("RobertaForMaskedLM", "roberta")
-    use_ring(model, attention())
-    batch = batch_of("right")
+    model, batch = on_a_ring(make("RobertaForMaskedLM")), batch_of("right")
     batch["input_ids"][0, 3], batch["attention_mask"][0, 3] = 1, 0
     with pytest.raises(ValueError, match="input_ids has padding between tokens: roberta"):
         model(**batch)
 
 
 LABELS_OF = [
-    ("WhisperForCausalLM", "whisper", {}, 1.0, "right"),
-    ("LlamaForCausalLM", "llama", {}, None, "right"),
-    ("BertForMaskedLM", "bert", {}, None, "right"),
-    (
-        "RobertaForCausalLM",
-        "roberta",
-        {"is_decoder": True},
-        None,
-        "left",
-    ),  # a row of padding has the first token's label
+    ("WhisperForCausalLM", {}, 1.0, "right"),
+    ("LlamaForCausalLM", {}, None, "right"),
+    ("BertForMaskedLM", {}, None, "right"),
+    # A row of padding has the first token's label.
+    ("RobertaForCausalLM", {"is_decoder": True}, None, "left"),
 ]
 
 
@@ -379,17 +339,15 @@ def loss_of(model: Any, padding: str) -> Tensor:
     return loss.detach()
 
 
-def loss_here(name: str, model_type: str, options: dict[str, Any], scale: float | None, padding: str) -> Tensor:
-    model = make(name, model_type, **options)
-    use_ring(model, attention(two_ranks("zigzag"), scale=scale))
-    return loss_of(model, padding)
+def loss_here(name: str, options: dict[str, Any], scale: float | None, padding: str) -> Tensor:
+    return loss_of(on_a_ring(make(name, **options), native_ring("zigzag"), scale=scale), padding)
 
 
 @pytest.mark.parametrize("case", LABELS_OF, ids=lambda case: case[0])
 def test_losses_of_shifted_and_other_labels(pair: World, case: Any) -> None:
     """The class of a model does not tell whether it shifts its labels."""
-    name, model_type, options, _, padding = case
-    model = make(name, model_type, **options)
+    name, options, _, padding = case
+    model = make(name, **options)
     model.set_attn_implementation("sdpa")  # a row that sees no key is 0, as on a ring
     wanted = loss_of(model, padding)
     for loss in pair.run(loss_here, *case):
@@ -404,7 +362,7 @@ def test_losses_of_another_kind_are_refused() -> None:
                 outputs.loss = outputs.loss + outputs.logits.logsumexp(-1).square().mean()
             return outputs
 
-    model = make("LlamaForCausalLM", "llama")
+    model = make()
     model.__class__ = Weighted
     use_ring(model, attention())
     with pytest.raises(ValueError, match="labels is given: Weighted has no loss, or not the mean cross entropy"):
@@ -416,9 +374,9 @@ def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return super().forward(*args, **kwargs)
 
-    overriding = make("LlamaForCausalLM", "llama")
+    overriding = make()
     overriding.__class__ = Overriding
-    classifier = make("LlamaForTokenClassification", "llama")  # it drops the argument
+    classifier = make("LlamaForTokenClassification")  # it drops the argument
     for model, takes_num_items in ((overriding, True), (classifier, False)):
         assert put_on_ring(model, attention(), 0.0, probe=True).takes_num_items == takes_num_items
 
@@ -433,14 +391,9 @@ def test_whether_a_loss_is_divided_by_the_number_of_items() -> None:
 def test_adapters_that_need_the_whole_sequence_or_loss(config: str, options: dict[str, Any], message: str) -> None:
     peft = pytest.importorskip("peft")
     adapter = getattr(peft, config)(target_modules=["q_proj"], task_type="CAUSAL_LM", **options)
-    model = peft.get_peft_model(make("LlamaForCausalLM", "llama"), adapter)
-
-    def train() -> None:
-        use_ring(model, attention())
-        loss_of(model, "right")
-
+    model = peft.get_peft_model(make(), adapter)
     with pytest.raises(ValueError, match=message):
-        train()
+        loss_of(on_a_ring(model), "right")
 
 
 # --- register() and shard_inputs() ------------------------------------------------------------------------------------
@@ -449,7 +402,7 @@ def test_adapters_that_need_the_whole_sequence_or_loss(config: str, options: dic
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
     register(attention())
-    model = make("LlamaForCausalLM", "llama")
+    model = make()
     model.set_attn_implementation(implementation)
     inputs = shard_inputs(Ring(), **batch_of("right"))
     with pytest.raises(ValueError, match=f"attn_implementation of LlamaForCausalLM = '{implementation}'"):
@@ -464,53 +417,48 @@ def test_a_model_whose_attention_is_not_registered(implementation: str) -> None:
     model(**batch_of("right"))  # the arguments of a whole sequence
 
 
-def registered_here(name: str, model_type: str, probe: bool, is_compiled: bool = False) -> Ended:
-    ring = two_ranks()
+def registered_here(name: str, probe: bool, is_compiled: bool = False) -> Ended:
+    ring, model = native_ring(), make(name)
     register(attention(ring), probe=probe)
-    model = make(name, model_type)
     model.set_attn_implementation("ring_dilated")
     called: Any = torch.compile(model, backend="eager") if is_compiled else model
     return ending(lambda: called(**shard_inputs(ring, **batch_of("right"))))
 
 
 def test_registered_models_are_probed(pair: World) -> None:
-    for ended in pair.run(registered_here, "BartForCausalLM", "bart", True):
-        assert ended.is_a(ValueError), ended
-        assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
-        assert "register(attention, probe=False) skips this check" in ended.message, ended
-    for ended in pair.run(registered_here, "BartForCausalLM", "bart", True, True):
-        assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
-    for name, model_type, probe in (("BartForCausalLM", "bart", False), ("LlamaForCausalLM", "llama", True)):
-        for ended in pair.run(registered_here, name, model_type, probe):
+    for is_compiled in (False, True):
+        for ended in pair.run(registered_here, "BartForCausalLM", True, is_compiled):
+            assert is_compiled or ended.is_a(ValueError), ended
+            assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
+            assert "register(attention, probe=False) skips this check" in ended.message, ended
+    for name, probe in (("BartForCausalLM", False), ("LlamaForCausalLM", True)):
+        for ended in pair.run(registered_here, name, probe):
             assert ended.error == "no error", ended
 
 
-def generated_by_register_here(name: str, model_type: str) -> Ended:
-    ring, model = two_ranks(), make(name, model_type)
-    register(attention(ring))
-    model.set_attn_implementation("ring_dilated")
+def generated_by_register_here(name: str) -> Ended:
+    ring = native_ring()
+    model = registered(ring, make(name))
     return ending(lambda: generate(model, ring, **batch_of("left"), max_new_tokens=2))
 
 
 def test_registered_models_are_probed_before_they_generate(pair: World) -> None:
-    for ended in pair.run(generated_by_register_here, "BartForCausalLM", "bart"):
+    for ended in pair.run(generated_by_register_here, "BartForCausalLM"):
         assert "BartForCausalLM: model.decoder.embed_positions" in ended.message, ended
-    for ended in pair.run(generated_by_register_here, "LlamaForCausalLM", "llama"):
+    for ended in pair.run(generated_by_register_here, "LlamaForCausalLM"):
         assert ended.error == "no error", ended
 
 
 def padded_left_by_register_here() -> list[Ended]:
     """With the positions of a whole sequence, and with positions that begin after the padding."""
-    ring, batch = two_ranks(), batch_of("left")
-    register(attention(ring, scale=1.0))
-    model = make("OPTForCausalLM", "opt")
-    model.set_attn_implementation("ring_dilated")
+    ring, batch = native_ring(), batch_of("left")
+    model = registered(ring, make("OPTForCausalLM"), scale=1.0)
     positions = (batch["attention_mask"].cumsum(1) - 1).where(batch["attention_mask"] > 0, 1)
     found = [ending(lambda: model(**shard_inputs(ring, **batch)))]
     logits = model(**shard_inputs(ring, **batch, position_ids=positions)).logits
     whole = ring.unshard(logits.detach(), seq_len=N)
-    wanted = make("OPTForCausalLM", "opt")(**batch).logits
-    found.append(ending(lambda: torch.testing.assert_close(whole[1, 15:], wanted[1, 15:], rtol=0, atol=1e-5)))
+    wanted = make("OPTForCausalLM")(**batch).logits
+    found.append(ending(lambda: assert_near(whole[1, 15:], wanted[1, 15:], 1e-5)))
     return found
 
 
@@ -520,13 +468,10 @@ def test_registered_models_that_do_not_count_padding(pair: World) -> None:
         assert counted.error == "no error", counted
 
 
-def labels_by_register_here(name: str, model_type: str, scale: float | None) -> list[Ended]:
+def labels_by_register_here(name: str, scale: float | None) -> list[Ended]:
     """Calls with labels of the next token, and with those of the rows themselves."""
-    ring, model = two_ranks(), make(name, model_type)
-    register(attention(ring, scale=scale))
-    model.set_attn_implementation("ring_dilated")
-    batch = batch_of("right")
-    found = []
+    ring, batch, found = native_ring(), batch_of("right"), []
+    model = registered(ring, make(name), scale=scale)
     for is_next in (True, False):
         inputs = shard_inputs(ring, **batch, labels=batch["input_ids"], next_token_labels=is_next)
         found.append(ending(partial(model, **inputs)))
@@ -534,11 +479,11 @@ def labels_by_register_here(name: str, model_type: str, scale: float | None) -> 
 
 
 def test_registered_models_with_labels_of_another_kind(pair: World) -> None:
-    for shifted, own in pair.run(labels_by_register_here, "WhisperForCausalLM", "whisper", 1.0):
+    for shifted, own in pair.run(labels_by_register_here, "WhisperForCausalLM", 1.0):
         assert "labels are shifted, and the loss of WhisperForCausalLM" in shifted.message
         assert "next_token_labels=False" in shifted.message
         assert own.error == "no error", own
-    for shifted, own in pair.run(labels_by_register_here, "LlamaForCausalLM", "llama", None):
+    for shifted, own in pair.run(labels_by_register_here, "LlamaForCausalLM", None):
         assert shifted.error == "no error", shifted
         assert "labels are not shifted, and the loss of LlamaForCausalLM" in own.message
 
@@ -546,22 +491,21 @@ def test_registered_models_with_labels_of_another_kind(pair: World) -> None:
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------
 
 
-def around_here(way: str) -> list[Ended]:
-    ring, model, batch = two_ranks(), make("LlamaForCausalLM", "llama"), batch_of("right")
-    use_ring(model, attention(ring))
-    if way == "forward":
-        return [ending(lambda: model.forward(**batch))]
-    if way == "base model":
-        return [ending(lambda: model.model(**batch))]
-    if way == "configuration":
-        other = transformers.LlamaForCausalLM(copy.deepcopy(model.config))
-        return [ending(lambda: other(**batch))]
-    return []
+WAYS_AROUND: dict[str, Callable[[Any], Any]] = {
+    "forward": lambda model: model.forward,
+    "base model": lambda model: model.model,
+    "configuration": lambda model: transformers.LlamaForCausalLM(copy.deepcopy(model.config)),
+}
 
 
-@pytest.mark.parametrize("way", ["forward", "base model", "configuration"])
+def around_here(way: str) -> Ended:
+    model = on_a_ring(make(), native_ring())
+    return ending(lambda: WAYS_AROUND[way](model)(**batch_of("right")))
+
+
+@pytest.mark.parametrize("way", WAYS_AROUND)
 def test_calls_around_the_hooks(pair: World, way: str) -> None:
-    for (ended,) in pair.run(around_here, way):
+    for ended in pair.run(around_here, way):
         assert ended.is_a(ValueError), ended
         assert "use_ring() cuts the batch in a call of the model that it was given" in ended.message, ended
 
@@ -569,16 +513,13 @@ def test_calls_around_the_hooks(pair: World, way: str) -> None:
 def adapted_here() -> list[Ended]:
     import peft
 
-    ring, batch = two_ranks(), batch_of("right")
+    ring, batch = native_ring(), batch_of("right")
     lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(make("LlamaForCausalLM", "llama"), lora)
-    use_ring(model, attention(ring))
+    model = on_a_ring(peft.get_peft_model(make(), lora), ring)
     found = [ending(lambda: model(**batch)), ending(lambda: model.base_model(**batch))]
     merged = model.merge_and_unload()
     found.append(ending(lambda: merged(**batch)))
-    use_ring(merged, attention(ring))
-    found.append(ending(lambda: merged(**batch)))
-    return found
+    return [*found, ending(lambda: on_a_ring(merged, ring)(**batch))]
 
 
 def test_calls_around_the_hooks_of_peft(pair: World) -> None:
@@ -590,8 +531,7 @@ def test_calls_around_the_hooks_of_peft(pair: World) -> None:
 
 
 def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:
-    model = make("LlamaForCausalLM", "llama")
-    use_ring(model, attention())
+    model = on_a_ring(make())
     copied = copy.deepcopy(model)
     batch = batch_of("right")
     assert torch.equal(copied(**batch).logits, model(**batch).logits)
@@ -614,35 +554,28 @@ MARKS: dict[str, dict[str, Any]] = {
     "seq_idx": {"seq_idx": DOCUMENTS.int()},
     "cu_seq_lens_k": {"cu_seq_lens_k": BOUNDS, "max_length_k": 14},
     "attention_mask": {"attention_mask": DOCUMENTS + 1},
-    "all": {
-        "position_ids": POSITIONS,
-        "seq_idx": DOCUMENTS,
-        "cu_seq_lens_q": BOUNDS,
-        "cu_seq_lens_k": BOUNDS,
-        "max_length_q": 14,
-        "attention_mask": DOCUMENTS + 1,
-    },
 }
+MARKS["all"] = {name: mark for marks in MARKS.values() for name, mark in marks.items() if name != "max_length_k"}
+MARKS["all"] |= {"seq_idx": DOCUMENTS, "cu_seq_lens_q": BOUNDS, "max_length_q": 14}
 
 
 @pytest.mark.parametrize("marks", MARKS)
 def test_every_mark_of_documents_is_used(marks: str) -> None:
-    model, tokens = make("LlamaForCausalLM", "llama"), batch_of("right")["input_ids"][:1]
+    model, tokens = make(), batch_of("right")["input_ids"][:1]
     wanted = torch.cat([model(input_ids=document).logits for document in tokens.split(LENGTHS, 1)], 1)
-    use_ring(model, attention())
-    torch.testing.assert_close(model(input_ids=tokens, **MARKS[marks]).logits, wanted, rtol=0, atol=1e-5)
+    assert_near(on_a_ring(model)(input_ids=tokens, **MARKS[marks]).logits, wanted, 1e-5)
 
 
 def test_documents_with_padding() -> None:
     """Padding belongs to no document."""
-    model, tokens = make("LlamaForCausalLM", "llama"), batch_of("right")["input_ids"][:1]
+    model, tokens = make(), batch_of("right")["input_ids"][:1]
     wanted = torch.cat([model(input_ids=document).logits for document in tokens[:, :20].split((12, 8), 1)], 1)
-    use_ring(model, attention())
     mask = torch.tensor([[1] * 12 + [2] * 8 + [0] * 4])
-    torch.testing.assert_close(model(input_ids=tokens, attention_mask=mask).logits[:, :20], wanted, rtol=0, atol=1e-5)
+    assert_near(on_a_ring(model)(input_ids=tokens, attention_mask=mask).logits[:, :20], wanted, 1e-5)
 
 
 OTHER = torch.tensor([0, 8, 10, 24])
+IN_TWO_PLACES = torch.tensor([[1] * 8 + [0] * 2 + [1] * 8 + [2] * 6])
 
 
 @pytest.mark.parametrize(
@@ -654,10 +587,7 @@ OTHER = torch.tensor([0, 8, 10, 24])
         ({"seq_idx": DOCUMENTS, "position_ids": torch.arange(N)[None]}, "position_ids = .*those of seq_idx"),
         ({"max_length_q": 14}, "max_length_q is given without cu_seq_lens_q"),
         ({"seq_idx": DOCUMENTS[:, 1:]}, r"seq_idx is \[1, 23\]: expected \[1, 24\]"),
-        (
-            {"attention_mask": torch.tensor([[1] * 8 + [0] * 2 + [1] * 8 + [2] * 6])},
-            "attention_mask has a document in two",
-        ),
+        ({"attention_mask": IN_TWO_PLACES}, "attention_mask has a document in two"),
     ],
 )
 def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
@@ -668,18 +598,18 @@ def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:
 # --- generation -------------------------------------------------------------------------------------------------------
 
 GENERATING = [
-    ("LlamaForCausalLM", "llama", {}),
-    ("Llama4ForCausalLM", "llama4_text", {}),  # its base_model is the model itself
-    ("DiffLlamaForCausalLM", "diffllama", {}),  # two attentions in a layer
-    ("HrmTextForCausalLM", "hrm_text", {}),  # layers that run several times
-    ("MllamaForCausalLM", "mllama_text_model", {}),  # layers that do not run
-    ("OPTForCausalLM", "opt", {"scale": 1.0}),
+    ("LlamaForCausalLM", {}),
+    ("Llama4ForCausalLM", {}),  # its base_model is the model itself
+    ("DiffLlamaForCausalLM", {}),  # two attentions in a layer
+    ("HrmTextForCausalLM", {}),  # layers that run several times
+    ("MllamaForCausalLM", {}),  # layers that do not run
+    ("OPTForCausalLM", {"scale": 1.0}),
 ]
 
 
-def generated_here(name: str, model_type: str, options: dict[str, Any]) -> Tensor:
-    ring, model = two_ranks(), make(name, model_type)
-    use_ring(model, attention(ring, **options))
+def generated_here(name: str, options: dict[str, Any]) -> Tensor:
+    ring = native_ring()
+    model = on_a_ring(make(name), ring, **options)
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         tokens: Tensor = generate(model, ring, **batch_of("left"), max_new_tokens=6, do_sample=False)
@@ -688,17 +618,17 @@ def generated_here(name: str, model_type: str, options: dict[str, Any]) -> Tenso
 
 
 @MORE
-@pytest.mark.parametrize(("name", "model_type", "options"), GENERATING, ids=lambda value: str(value))
-def test_generation(pair: World, name: str, model_type: str, options: dict[str, Any]) -> None:
-    wanted = make(name, model_type).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)
-    for found in pair.run(generated_here, name, model_type, options):
+@pytest.mark.parametrize(("name", "options"), GENERATING, ids=lambda value: str(value))
+def test_generation(pair: World, name: str, options: dict[str, Any]) -> None:
+    wanted = make(name).generate(**batch_of("left"), max_new_tokens=6, do_sample=False)
+    for found in pair.run(generated_here, name, options):
         assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 def test_caches_of_ones_own_are_refused(name: str) -> None:
-    model, ring = make("LlamaForCausalLM", "llama"), Ring()
-    use_ring(model, attention(ring))
+    ring = Ring()
+    model = on_a_ring(make(), ring)
     with pytest.raises(ValueError, match=f"{name} is given: key/value caches"):
         model(torch.ones(1, N, dtype=torch.int64), **{name: transformers.DynamicCache()})
     with pytest.raises(ValueError, match=f"{name} is given: not supported by a ring"):

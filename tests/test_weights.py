@@ -9,31 +9,22 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
+from native_ranks import assert_near, native_ring, on_ring
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 from ring_backends.weights import attention_weights, draw_pattern, draw_weights
 
-CASE = AttentionCase(
-    seq_len=37,
-    segment_lengths=(8, 37),
-    dilation_rates=(2, 3),
-    batch=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype=torch.float64,
-)
+CASE = AttentionCase(37, (8, 37), (2, 3), batch=2, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64)
 CHOSEN = (36, 0, 17, 17)
 
 
-def weights_of(case: AttentionCase, ring: Ring, positions: Any) -> Tensor:
+def weights_of(ring: Ring, case: AttentionCase = CASE, positions: Any = CHOSEN) -> Tensor:
     """The weights of this rank's keys."""
     query, key, _, _, mask = case.tensors()
     options = case.options()
@@ -48,7 +39,7 @@ def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
     value, out = case.tensors()[2], expected(case, gradients=False).out
     value = value.repeat_interleave(case.num_heads // case.num_kv_heads, 2).double()
     got = torch.einsum("bhmn,bnhd->bmhd", weights.double(), value)
-    torch.testing.assert_close(got, out[:, [*positions]].double(), rtol=0, atol=1e-9)
+    assert_near(got, out[:, [*positions]].double(), 1e-9)
     assert (weights >= 0).all()
     assert (weights.sum(3) <= 1 + 1e-9).all()
 
@@ -58,14 +49,11 @@ def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:
 def test_weights_times_values_are_the_output(case: AttentionCase) -> None:
     case = replace(case, dtype=torch.float64)
     positions = tuple(range(case.seq_len))
-    check(weights_of(case, Ring(), positions), case, positions)
+    check(weights_of(Ring(), case, positions), case, positions)
 
 
-def around_the_ring(case: AttentionCase, layout: Any) -> Tensor:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    ring = ring.with_layout(layout)
-    return ring.unshard(weights_of(case, ring, CHOSEN), dim=3, seq_len=case.seq_len)
+def whole_weights(ring: Ring, case: AttentionCase) -> Tensor:
+    return ring.unshard(weights_of(ring, case), dim=3, seq_len=case.seq_len)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -80,14 +68,13 @@ def around_the_ring(case: AttentionCase, layout: Any) -> Tensor:
     ids=["all", "causal, masked", "documents", "zero padding"],
 )
 def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
-    for whole in pair.run(around_the_ring, case, layout):
+    for whole in pair.run(on_ring, whole_weights, case, layout=layout):
         check(whole, case, CHOSEN)
 
 
 def ask_for_different_positions() -> Ended:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    return ending(lambda: weights_of(CASE, ring, (ring.rank,)))
+    ring = native_ring()
+    return ending(lambda: weights_of(ring, positions=(ring.rank,)))
 
 
 def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> None:
@@ -98,27 +85,26 @@ def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> Non
 
 def test_invalid_positions_are_refused() -> None:
     with pytest.raises(ValueError, match=r"positions has 37: the sequence has positions 0 … 36"):
-        weights_of(CASE, Ring(), (37,))
+        weights_of(Ring(), positions=(37,))
     with pytest.raises(TypeError, match=r"positions has 1\.0"):
-        weights_of(CASE, Ring(), (1.0,))
+        weights_of(Ring(), positions=(1.0,))
 
 
 def test_nan_reaches_only_dependent_rows_and_autocast_computes_in_fp32() -> None:
     case = replace(CASE, is_causal=True, dtype=torch.float32)
     spoiled = replace(case, spoiled=(("key", 30, float("nan")),))
-    clean, weights = (weights_of(one, Ring(), CHOSEN) for one in (case, spoiled))
-    torch.testing.assert_close(weights[:, :, 1:], clean[:, :, 1:], rtol=0, atol=0)
+    clean, weights = (weights_of(Ring(), one) for one in (case, spoiled))
+    assert_near(weights[:, :, 1:], clean[:, :, 1:], 0)
     with torch.autocast("cpu", torch.bfloat16):
-        under_autocast = weights_of(case, Ring(), CHOSEN)
+        under_autocast = weights_of(Ring(), case)
     assert under_autocast.dtype == torch.float32
-    torch.testing.assert_close(under_autocast, weights_of(replace(case), Ring(), CHOSEN), rtol=0.1, atol=0.02)
+    torch.testing.assert_close(under_autocast, clean, rtol=0.1, atol=0.02)
 
 
 def refuse_on_rank_0() -> Ended:
-    ring = ring_here("ring_backends.adapters.native", TWO)
-    assert ring is not None
-    weights_of(CASE, ring, CHOSEN)
-    return ending(lambda: weights_of(CASE, ring, CHOSEN if ring.rank else (99,)))
+    ring = native_ring()
+    weights_of(ring)
+    return ending(lambda: weights_of(ring, positions=CHOSEN if ring.rank else (99,)))
 
 
 def test_a_refusal_is_reported_to_the_other_rank(pair: World) -> None:
@@ -133,7 +119,7 @@ def test_pictures(tmp_path: Path) -> None:
     pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
     draw_pattern(tmp_path / "pattern.svg", pattern, 37, 4, heads=(0, 3))
     assert "head 3, w = 37, r = 3" in (tmp_path / "pattern.svg").read_text()
-    weights = weights_of(CASE, Ring(), CHOSEN)
+    weights = weights_of(Ring())
     draw_weights(tmp_path / "weights.svg", weights[0], CHOSEN)
     assert "query 36" in (tmp_path / "weights.svg").read_text()
     with pytest.raises(ValueError, match=r"weights is \[2, 4, 4, 37\] with 4 positions"):

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import sys
-import textwrap
 import threading
 import time
 from dataclasses import dataclass
@@ -16,13 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import environment, output_of, run
 
-import ring_backends.testing.world
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.world import RanksFailedError, World
-
-# The folder from which started processes import the package under test.
-PACKAGE_ROOT = Path(ring_backends.testing.world.__file__).absolute().parents[2]
 
 
 @dataclass
@@ -38,10 +33,6 @@ def pair():
 
 def rank_and_arguments(*args, **kwargs):
     return dist.get_rank(), args, kwargs
-
-
-def process_ids():
-    return os.getpid()
 
 
 def sum_over_ranks(value):
@@ -78,31 +69,13 @@ def leave_the_others_waiting(rank):
     dist.barrier()
 
 
-def sleep_on_rank(rank):
-    while dist.get_rank() == rank:
-        time.sleep(0.1)
-
-
-def abort_on_rank(rank):
+def call_on_rank(rank, function, *args):
     if dist.get_rank() == rank:
-        os.abort()
-
-
-def stop_on_rank(rank):
-    if dist.get_rank() == rank:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        function(*args)
 
 
 def exit_soon():
     threading.Timer(0.1, os._exit, (3,)).start()
-
-
-def exit_with_status():
-    sys.exit(2)
-
-
-def return_a_lock():
-    return threading.Lock()
 
 
 def test_results_come_back_by_rank(pair):
@@ -121,14 +94,14 @@ def test_tensors_are_returned_unchanged(pair):
 
 
 def test_the_environment_of_a_rank(pair):
-    for rank, (threads, backend, environment) in enumerate(pair.run(settings_of_a_rank)):
+    for rank, (threads, backend, variables) in enumerate(pair.run(settings_of_a_rank)):
         assert (threads, backend) == (1, "gloo")
-        assert environment[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
-        assert int(environment[4]) > 0
+        assert variables[:4] == [str(rank), "2", str(rank), "127.0.0.1"]
+        assert int(variables[4]) > 0
 
 
 def test_collected_errors_leave_the_ranks_running(pair):
-    before = pair.run(process_ids)
+    before = pair.run(os.getpid)
     fine, wrong = pair.run_collect(fail_on_rank, 1)
     assert (fine.status, fine.value, fine.error_type) == ("returned", "fine", None)
     assert (wrong.status, wrong.error_type) == ("raised", "RingMismatchError")
@@ -137,24 +110,22 @@ def test_collected_errors_leave_the_ranks_running(pair):
     assert wrong.raised(RuntimeError)
     assert not wrong.raised(ValueError)
     assert not fine.raised(RuntimeError)
-    assert [outcome.error_type for outcome in pair.run_collect(exit_with_status)] == ["SystemExit"] * 2
-    assert [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])] == [
-        "returned",
-        "not asked",
-    ]
-    assert pair.run(process_ids) == before
+    assert [outcome.error_type for outcome in pair.run_collect(sys.exit, 2)] == ["SystemExit"] * 2
+    statuses = [outcome.status for outcome in pair.run_collect(fail_on_rank, 1, ranks=[0])]
+    assert statuses == ["returned", "not asked"]
+    assert pair.run(os.getpid) == before
 
 
 def test_a_result_that_cannot_be_pickled_is_an_error_of_its_rank(pair):
     with pytest.raises(RanksFailedError, match="cannot pickle"):
-        pair.run(return_a_lock, ranks=[0])
+        pair.run(threading.Lock, ranks=[0])
 
 
 def test_a_local_function_is_refused(pair):
     with pytest.raises(ValueError, match="top level"):
         pair.run(lambda: None)
     with pytest.raises(ValueError, match="0 to 1"):
-        pair.run(process_ids, ranks=[2])
+        pair.run(os.getpid, ranks=[2])
 
 
 def test_an_error_shows_every_rank(pair):
@@ -182,14 +153,14 @@ def test_an_error_shows_where_the_others_wait(pair):
 
 
 def test_a_hang_is_reported_with_stacks_and_the_next_call_has_new_ranks(pair):
-    before = pair.run(process_ids)
+    before = pair.run(os.getpid)
     with pytest.raises(RanksFailedError) as failure:
-        pair.run(sleep_on_rank, 0, timeout=0.5)
+        pair.run(call_on_rank, 0, time.sleep, 600, timeout=0.5)
     message = str(failure.value)
     assert "--- rank 0 no answer: within 0.5 s" in message
-    assert re.search(r"test_world.py\", line \d+ in sleep_on_rank", message)
+    assert re.search(r"test_world.py\", line \d+ in call_on_rank", message)
     assert "--- rank 1 returned" in message
-    after = pair.run(process_ids)
+    after = pair.run(os.getpid)
     assert not set(before) & set(after)
     for process_id in before:
         with pytest.raises(ProcessLookupError):
@@ -197,7 +168,7 @@ def test_a_hang_is_reported_with_stacks_and_the_next_call_has_new_ranks(pair):
 
 
 def test_a_death_is_reported_and_the_next_call_has_new_ranks(pair):
-    returned, died = pair.run_collect(abort_on_rank, 1)
+    returned, died = pair.run_collect(call_on_rank, 1, os.abort)
     assert returned.status == "returned"
     assert (died.status, died.message) == ("died", "was killed by SIGABRT")
     assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
@@ -212,42 +183,40 @@ def test_a_rank_lost_between_calls_is_reported(pair):
 
 @pytest.mark.slow
 def test_a_stopped_rank_is_reported_too(pair):
-    pair.run(process_ids)  # the first call is slow, because the ranks import this module
-    stopped, returned = pair.run_collect(stop_on_rank, 0, timeout=0.5)
+    pair.run(settings_of_a_rank)  # the first call is slow, because the ranks import this module
+    stopped, returned = pair.run_collect(call_on_rank, 0, signal.raise_signal, signal.SIGSTOP, timeout=0.5)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert "no stacks" in stopped.detail
 
 
 def test_a_rank_that_is_meant_to_be_silent_is_not_waited_for(pair):
-    pair.run(process_ids)
+    pair.run(settings_of_a_rank)
     start = time.monotonic()
-    stopped, returned = pair.run_collect(stop_on_rank, 0, silent=[0], timeout=60)
+    stop = (signal.raise_signal, signal.SIGSTOP)
+    stopped, returned = pair.run_collect(call_on_rank, 0, *stop, silent=[0], timeout=60)
     assert (stopped.status, returned.status) == ("no answer", "returned")
     assert time.monotonic() - start < 30
+
+
+PRELOADING = """
+import sys
+from ring_backends.testing.world import World
+
+def has(name):
+    return name in sys.modules
+
+if __name__ == "__main__":
+    with World(1, preload=["colorsys", "not_installed"]) as world:
+        print(world.run(has, "colorsys"), "colorsys" in sys.modules)
+"""
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks are forked from a server only on Linux")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU, the server imports only torch")
 def test_ranks_have_the_imports_of_their_server(tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import sys
-            from ring_backends.testing.world import World
-
-            def has(name):
-                return name in sys.modules
-
-            if __name__ == "__main__":
-                with World(1, preload=["colorsys", "not_installed"]) as world:
-                    print(world.run(has, "colorsys"), "colorsys" in sys.modules)
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT)}
-    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
-    assert done.stdout == "[True] False\n"
+    script.write_text(PRELOADING)
+    assert run([str(script)], tmp_path, timeout=60).stdout == "[True] False\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc/self/environ")
@@ -258,63 +227,51 @@ def test_ranks_start_with_the_variables_of_their_world(pair):
     assert "TUNABLE" not in os.environ
 
 
+KILLED = """
+import os, signal, time
+from ring_backends.testing.world import World
+
+def hang(parent):
+    print("hanging", flush=True)
+    os.kill(parent, signal.SIGKILL)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    World(1).run(hang, os.getpid())
+"""
+
+
 @pytest.mark.slow
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import os, signal, time
-            from ring_backends.testing.world import World
-
-            def hang(parent):
-                print("hanging", flush=True)
-                os.kill(parent, signal.SIGKILL)
-                time.sleep(600)
-
-            if __name__ == "__main__":
-                World(1).run(hang, os.getpid())
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "TMPDIR": str(tmp_path)}
+    script.write_text(KILLED)
     # The rank inherits the output pipe, so the output ends only when the rank ends.
-    done = subprocess.run([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True, timeout=60)
+    done = run([str(script)], tmp_path, environment(TMPDIR=str(tmp_path)), timeout=60)
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == "hanging\n"
+
+
+NAMED = """
+from dataclasses import dataclass
+from ring_backends.testing.world import World
+
+@dataclass
+class Parcel:
+    text: str
+
+def same(parcel):
+    return parcel
+
+def test_same():
+    with World(1) as world:
+        assert world.run(same, Parcel("x")) == [Parcel("x")]
+"""
 
 
 @pytest.mark.slow
 def test_ranks_find_functions_of_modules_imported_by_pytest(tmp_path):
     folder = tmp_path / "checks" / "inner"
     folder.mkdir(parents=True)
-    (folder / "test_named.py").write_text(
-        textwrap.dedent(
-            """
-            from dataclasses import dataclass
-            from ring_backends.testing.world import World
-
-            @dataclass
-            class Parcel:
-                text: str
-
-            def same(parcel):
-                return parcel
-
-            def test_same():
-                with World(1) as world:
-                    assert world.run(same, Parcel("x")) == [Parcel("x")]
-            """
-        )
-    )
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE_ROOT), "PYTEST_ADDOPTS": ""}
-    command = [sys.executable, "-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
-    done = subprocess.run(
-        [*command, f"--rootdir={tmp_path}", str(folder)],
-        env=environment,
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout
+    (folder / "test_named.py").write_text(NAMED)
+    command = ["-m", "pytest", "-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
+    output_of([*command, f"--rootdir={tmp_path}", str(folder)], tmp_path, timeout=120)

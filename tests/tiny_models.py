@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -70,23 +71,22 @@ _NAMES_BY_SIZE = {
     64: "tpu_short_seq_length mamba_d_ssm",
     50: "ngram_vocab_size_base",
 }
-_SPECIAL_TOKENS: dict[str, int | None] = {
-    "mask_token_id": MASK,
-    "pad_token_id": PAD,
-    "bos_token_id": 2,
-    "cls_token_id": 2,
-    "decoder_start_token_id": 2,
-    "eos_token_id": 3,
-    "sep_token_id": 4,
-    "forced_eos_token_id": None,
-    **dict.fromkeys(("image_token_id", "image_token_index", "document_token_id"), 90),
-    "video_token_id": 91,
-    "audio_token_id": 92,
-    **dict.fromkeys(("boi_token_id", "boi_token_index", "boa_token_id", "vision_start_token_id"), 93),
-    **dict.fromkeys(("eoi_token_id", "eoi_token_index", "eoa_token_id", "vision_end_token_id"), 94),
+_SPECIAL_TOKENS: dict[int | None, str] = {
+    MASK: "mask_token_id",
+    PAD: "pad_token_id",
+    2: "bos_token_id cls_token_id decoder_start_token_id",
+    3: "eos_token_id",
+    4: "sep_token_id",
+    None: "forced_eos_token_id",
+    90: "image_token_id image_token_index document_token_id",
+    91: "video_token_id",
+    92: "audio_token_id",
+    93: "boi_token_id boi_token_index boa_token_id vision_start_token_id",
+    94: "eoi_token_id eoi_token_index eoa_token_id vision_end_token_id",
 }
 
-SIZES = {name: size for size, names in _NAMES_BY_SIZE.items() for name in names.split()} | _SPECIAL_TOKENS
+_TABLE = [*_NAMES_BY_SIZE.items(), *_SPECIAL_TOKENS.items()]
+SIZES = {name: value for value, names in _TABLE for name in names.split()}
 """The value of a field of a configuration, wherever a configuration has a field with this name."""
 
 LISTS: dict[str, Any] = {
@@ -105,6 +105,8 @@ LISTS: dict[str, Any] = {
 
 _MROPE = {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 1.0, "mrope_section": [2, 1, 1]}}
 
+_LOOP = {"loop_layer_index_start": 1, "loop_layer_index_end": 2}
+
 DEFAULT = "default"
 """Removes a value of SIZES."""
 
@@ -113,16 +115,10 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"num_key_value_heads": 4},
     "esm": {"token_dropout": True},
     "falcon": {"new_decoder_architecture": False},
-    "glm4v_moe_text": _MROPE,
-    "glm_image_text": _MROPE,
-    "glm_ocr_text": _MROPE,
+    **dict.fromkeys(("glm4v_moe_text", "glm_image_text", "glm_ocr_text", "paddleocr_vl_text"), _MROPE),
+    **dict.fromkeys(("qwen2_5_vl_text", "qwen2_vl_text"), _MROPE),
     "gpt_neo": {"attention_types": [[["global"], 2]]},
-    "inkling2_loop_text": {
-        "num_hidden_layers": 3,
-        "loop_layer_index_start": 1,
-        "loop_layer_index_end": 2,
-        "n_layers_per_attn_res_block": 1,
-    },
+    "inkling2_loop_text": {"num_hidden_layers": 3, "n_layers_per_attn_res_block": 1, **_LOOP},
     "jetmoe": {"num_attention_heads": DEFAULT},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},
@@ -130,9 +126,6 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16, "intermediate_size": 32},
     "neomme": {"head_dim": 16},
-    "paddleocr_vl_text": _MROPE,
-    "qwen2_5_vl_text": _MROPE,
-    "qwen2_vl_text": _MROPE,
     "xlstm": {"embedding_dim": 32, "num_heads": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
@@ -162,22 +155,12 @@ CHANGES = (
 """Changes to try in order until a model can be built and runs."""
 
 FULL_LAYERS = "windows and chunks replaced by full attention in layer_types"
+_PLAIN = {"layer_types": FULL_LAYERS, "attn_logit_softcapping": None, "attn_logit_softcap": None, "v_head_dim": 16}
+_NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
 PLAIN: dict[str, dict[str, Any]] = {
     "": {},
-    "windows off in layer_types, soft-capping off, values as wide as keys": {
-        "layer_types": FULL_LAYERS,
-        "attn_logit_softcapping": None,
-        "attn_logit_softcap": None,
-        "v_head_dim": 16,
-    },
-    "windows and soft-capping off, values as wide as keys": {
-        "layer_types": FULL_LAYERS,
-        "attn_logit_softcapping": None,
-        "attn_logit_softcap": None,
-        "v_head_dim": 16,
-        "use_sliding_window": False,
-        "sliding_window": None,
-    },
+    "windows off in layer_types, soft-capping off, values as wide as keys": _PLAIN,
+    "windows and soft-capping off, values as wide as keys": {**_PLAIN, **_NO_WINDOWS},
 }
 """Features to turn off if a ring refuses a model, by what is then said of the model. Tried in order."""
 
@@ -287,11 +270,8 @@ def tiny_fields(config_class: Any, kept: Iterable[str] = ()) -> dict[str, Any]:
     """Arguments that make a configuration of this class small, with its parts."""
     defaults = default_fields(config_class)
     aliases = {alias: name for alias, name in config_class.attribute_map.items() if name in defaults}
-    found = {}
-    for name in {*defaults, *aliases}.difference(kept):
-        value = tiny_value(name, defaults.get(name))
-        if value is not defaults.get(name):
-            found[name] = value
+    found = {name: tiny_value(name, defaults.get(name)) for name in {*defaults, *aliases}.difference(kept)}
+    found = {name: value for name, value in found.items() if value is not defaults.get(name)}
     found = {name: value for name, value in found.items() if aliases.get(name) not in found}
     for name, part_class in config_class.sub_configs.items():
         part = tiny_part(part_class, defaults.get(name))
@@ -339,15 +319,14 @@ def tiny_part(part_class: Any, default: Any) -> dict[str, Any] | None:
 def turn_off(config: Any, fields: Mapping[str, Any]) -> None:
     """Set fields that a configuration and its parts have, and that are not None."""
     parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    for part in parts:
-        for name, value in fields.items():
-            old = getattr(part, name, None)
-            if old is None:
-                continue
-            if value is FULL_LAYERS:
-                value = [full_attention_for(layer_type) for layer_type in old]
-            with contextlib.suppress(Exception):  # a field that this configuration checks or computes
-                setattr(part, name, value)
+    for part, (name, value) in itertools.product(parts, fields.items()):
+        old = getattr(part, name, None)
+        if old is None:
+            continue
+        if value is FULL_LAYERS:
+            value = [full_attention_for(layer_type) for layer_type in old]
+        with contextlib.suppress(Exception):  # a field that this configuration checks or computes
+            setattr(part, name, value)
 
 
 def full_attention_for(layer_type: str) -> str:

@@ -106,7 +106,7 @@ def reference_model(
     return [*states, linear(x, "output_projection") if "output_projection.weight" in state else x]
 
 
-def torchscale_state(
+def make_state(
     *, subln: bool = True, normalize_output: bool = True, tokens: bool = False, tied: bool = False
 ) -> dict[str, Tensor]:
     """Random parameters with torchscale's names. They are large, so that attention is far from uniform."""
@@ -118,20 +118,19 @@ def torchscale_state(
         random = torch.randn(shape, generator=generator, dtype=torch.float64) / math.sqrt(fan_in)
         state[name] = 1 + random if norm else 2 * random
 
+    def add_linear(name: str, in_dim: int, out_dim: int) -> None:
+        add(f"{name}.weight", out_dim, in_dim)
+        add(f"{name}.bias", out_dim)
+
     def add_norm(name: str, size: int) -> None:
         add(f"{name}.weight", size, norm=True)
         add(f"{name}.bias", size)
 
     for layer in range(LAYERS):
-        for part in "kvq":
-            add(f"layers.{layer}.self_attn.{part}_proj.weight", EMBED_DIM, EMBED_DIM)
-            add(f"layers.{layer}.self_attn.{part}_proj.bias", EMBED_DIM)
-        add(f"layers.{layer}.self_attn.out_proj.weight", EMBED_DIM, EMBED_DIM)
-        add(f"layers.{layer}.self_attn.out_proj.bias", EMBED_DIM)
-        add(f"layers.{layer}.ffn.fc1.weight", FFN_DIM, EMBED_DIM)
-        add(f"layers.{layer}.ffn.fc1.bias", FFN_DIM)
-        add(f"layers.{layer}.ffn.fc2.weight", EMBED_DIM, FFN_DIM)
-        add(f"layers.{layer}.ffn.fc2.bias", EMBED_DIM)
+        for name in ("k_proj", "v_proj", "q_proj", "out_proj"):
+            add_linear(f"layers.{layer}.self_attn.{name}", EMBED_DIM, EMBED_DIM)
+        add_linear(f"layers.{layer}.ffn.fc1", EMBED_DIM, FFN_DIM)
+        add_linear(f"layers.{layer}.ffn.fc2", FFN_DIM, EMBED_DIM)
         add_norm(f"layers.{layer}.self_attn_layer_norm", EMBED_DIM)
         add_norm(f"layers.{layer}.final_layer_norm", EMBED_DIM)
         if subln:
@@ -160,18 +159,14 @@ def attention(ring: Ring | None = None, branches: Any = BRANCHES) -> NativeRingD
 
 
 def make(kind: str, heads: int = 4, ring: Ring | None = None, **options: Any) -> Any:
-    state = torchscale_state(tokens=kind == "decoder")
+    state = make_state(tokens=kind == "decoder")
     return MODELS[kind].from_state_dict(state, num_heads=heads, attention=attention(ring), **options)
 
 
 def reference(kind: str, heads: int, n: int, **options: Any) -> Tensor:
-    state = torchscale_state(tokens=kind == "decoder")
+    state = make_state(tokens=kind == "decoder")
     return reference_model(state, inputs(kind, n), heads, BRANCHES, kind == "decoder", **options)[-1]
 
 
-def close(got: Tensor, right: Tensor, atol: float = 1e-10) -> None:
-    torch.testing.assert_close(got, right, rtol=0, atol=atol)
-
-
 def with_name(name: str, *shape: int) -> dict[str, Tensor]:
-    return {**torchscale_state(), name: torch.zeros(shape or (2,))}
+    return {**make_state(), name: torch.zeros(shape or (2,))}

@@ -379,9 +379,7 @@ def compare(by_rank: list[Computed], wanted: Computed, rows: Tensor | None) -> V
             return Verdict("WRONG", f"logits {[*computed.logits.shape]} instead of {[*wanted.logits.shape]}")
         got, right = (t.logits if rows is None else t.logits[rows] for t in (computed, wanted))
         wrong += difference(f"logits of rank {rank}", got, right, right.abs().max().item())
-    largest = max(
-        (gradient.abs().max().item() for gradient in wanted.gradients.values() if gradient.numel()), default=0
-    )
+    largest = max((grad.abs().max().item() for grad in wanted.gradients.values() if grad.numel()), default=0)
     for name in sorted({name for computed in (wanted, *by_rank) for name in computed.gradients}):
         parts = [computed.gradients[name] for computed in by_rank if name in computed.gradients]
         right = wanted.gradients.get(name, torch.zeros(()))

@@ -102,21 +102,17 @@ def section(row: Row) -> str:
 
 def page(rows: Sequence[Row]) -> str:
     """The page of the documentation, in Markdown."""
-    parts = [
-        INTRODUCTION.format(
-            command=COMMAND, release=transformers.__version__, torch=torch.__version__.partition("+")[0]
-        )
-    ]
+    releases = {"release": transformers.__version__, "torch": torch.__version__.partition("+")[0]}
+    parts = [INTRODUCTION.format(command=COMMAND, **releases)]
     for title, introduction in SECTIONS.items():
         found = [row for row in rows if section(row) == title]
         if not found:
             continue
         parts.append(f"## {title}\n\n{wrapped(introduction)}\n")
         if title == "Equal":
-            by_kind = {name: [row for row in found if row.model.kind == kind] for kind, name in KINDS.items()}
-            parts += [
-                wrapped(f"**{name}** ({len(some)}): {listed(some)}.") + "\n" for name, some in by_kind.items() if some
-            ]
+            for kind, name in KINDS.items():
+                if some := [row for row in found if row.model.kind == kind]:
+                    parts.append(wrapped(f"**{name}** ({len(some)}): {listed(some)}.") + "\n")
         elif title == "Defects":
             parts.append(by_reason((row, f"{name}: {why.why}") for row in found for name, why in row.defects.items()))
         elif title == "Not tested":

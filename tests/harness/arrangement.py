@@ -30,15 +30,7 @@ from ring_backends.testing.world import World
 
 _ANOTHER_RING = pytest.mark.matrix(reason="probes the machine for another ring")
 
-_CASE = AttentionCase(
-    seq_len=401,
-    segment_lengths=(16, 401),
-    dilation_rates=(1, 8),
-    num_heads=4,
-    num_kv_heads=2,
-    is_causal=True,
-    dtype=torch.float64,
-)
+_CASE = AttentionCase(401, (16, 401), (1, 8), num_heads=4, num_kv_heads=2, is_causal=True, dtype=torch.float64)
 _ROW = 4 * (4 + 2) * _CASE.head_dim * 8
 """Bytes of one position in query, key, value, out and their gradients, in fp64."""
 
@@ -52,16 +44,9 @@ def _initialize(adapter: str, **options: Any) -> Any:
 
 
 def _needs(case: AttentionCase) -> dict[str, Any]:
-    return {
-        "seq_len": case.seq_len,
-        "segment_lengths": case.segment_lengths,
-        "dilation_rates": case.dilation_rates,
-        "num_heads": case.num_heads,
-        "num_kv_heads": case.num_kv_heads,
-        "head_dim": case.head_dim,
-        "dtype": case.dtype,
-        "is_causal": case.is_causal,
-    }
+    """What ``ring_size="auto"`` has to know of a call."""
+    names = "seq_len segment_lengths dilation_rates num_heads num_kv_heads head_dim dtype is_causal"
+    return {name: getattr(case, name) for name in names.split()}
 
 
 def attend_on_smallest_ring(

@@ -24,9 +24,7 @@ from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
 ODD_RANK = 1
-CASE = AttentionCase(
-    seq_len=16, segment_lengths=(16,), dilation_rates=(1,), num_heads=2, num_kv_heads=2, dtype=torch.float64
-)
+CASE = AttentionCase(16, (16,), (1,), num_heads=2, num_kv_heads=2, dtype=torch.float64)
 
 
 def _through_pickle(attention: Any) -> Any:
@@ -82,27 +80,26 @@ def _saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-def _pickled(model: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(model))
-
-
 MODEL_COPIES: dict[str, Callable[[nn.Module], Any]] = {
     "deep": copy.deepcopy,
     "averaged": lambda model: AveragedModel(model).module,
     "saved": _saved_and_loaded,
-    "pickled": _pickled,
+    "pickled": lambda model: pickle.loads(pickle.dumps(model)),
 }
+
+
+def _wrapped(adapter: str, model: nn.Linear, weight: float, **options: Any) -> Any:
+    """The training state of a linear layer whose weights have this value, without a bias."""
+    nn.init.constant_(model.weight, weight)
+    nn.init.zeros_(model.bias)
+    ring = ring_here(adapter, TWO)
+    return backend(adapter).parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring, **options)
 
 
 def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[float, torch.dtype, list[str]]:
     """Copy a wrapped model, then zero the original. Returns the output of the copy, its dtype, and parameter names."""
     model = nn.Linear(4, 1)
-    nn.init.ones_(model.weight)
-    nn.init.zeros_(model.bias)
-    options = {**options, "mixed_precision": torch.bfloat16}
-    state = backend(adapter).parallelize(
-        model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(adapter, TWO), **options
-    )
+    state = _wrapped(adapter, model, 1.0, mixed_precision=torch.bfloat16, **options)
     copied = MODEL_COPIES[how](state.model)
     with torch.no_grad():
         nn.init.zeros_(model.weight)
@@ -112,11 +109,7 @@ def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[fl
 
 def copy_in_every_way(adapter: str, options: Mapping[str, Any]) -> tuple[list[Ended], float]:
     """Copy a wrapped model in every way, then take a step. Returns the endings, and the change of a weight."""
-    model = nn.Linear(4, 1)
-    nn.init.zeros_(model.weight)
-    state = backend(adapter).parallelize(
-        model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(adapter, TWO), **options
-    )
+    state = _wrapped(adapter, nn.Linear(4, 1), 0.0, **options)
     ways: list[Callable[[nn.Module], Any]] = [copy.copy, *MODEL_COPIES.values()]
     endings = [ending(partial(make, state.model)) for make in ways]
     state.backward(state.loss(state.model(torch.ones(1, 4)).sum(), 1))
@@ -124,6 +117,7 @@ def copy_in_every_way(adapter: str, options: Mapping[str, Any]) -> tuple[list[En
     return endings, float(state.full_state_dict()["weight"][0, 0])
 
 
+OTHER_COPIES = [how for how in COPIES if how != "layers"]
 _ANOTHER_COPY = pytest.mark.matrix(reason="another way to copy")
 
 
@@ -143,9 +137,7 @@ class ModelCopyTests(AdapterSuite):
 
 class CopyTests(AdapterSuite):
     @core
-    @pytest.mark.parametrize(
-        "how", [how if how == "layers" else pytest.param(how, marks=_ANOTHER_COPY) for how in COPIES]
-    )
+    @pytest.mark.parametrize("how", ["layers", *(pytest.param(how, marks=_ANOTHER_COPY) for how in OTHER_COPIES)])
     def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
         outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10

@@ -24,7 +24,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from ring_backends.testing.world import process_context
@@ -66,15 +65,11 @@ class Hosts:
     def address(self, host: int) -> str:
         return f"10.232.0.{1 + host}"
 
-    def device(self, host: int) -> str:
-        """The name of the network device of a host."""
-        return self.names[host]
-
-    def limit(self, rate: str) -> None:
-        """Limit the sending rate of every host. ``rate`` has the syntax of tc, such as ``"20mbit"``."""
-        for host, name in enumerate(self.names):
-            _run("tc", "-n", name, "qdisc", "replace", "dev", self.device(host), "root", "tbf", "rate", rate, "burst",
-                 "32kb", "latency", "400ms")  # fmt: skip
+    def disturb(self, rate: str | None = None, delay: float = 0.0, jitter: float = 0.0, loss: float = 0.0) -> None:
+        """Set delay, jitter and loss, and limit the sending rate of every host, such as to ``"20mbit"``, as tc says."""
+        self.delay, self.jitter, self.loss = delay, jitter, loss
+        for host in self.names if rate is not None else ():
+            _run(f"tc -n {host} qdisc replace dev {host} root tbf rate {rate} burst 32kb latency 400ms")
 
     def start(
         self, host: int, command: Sequence[str], environment: Mapping[str, str], log: Path
@@ -105,7 +100,7 @@ class Hosts:
         return process
 
     def _environment(self, host: int) -> dict[str, str]:
-        return {"GLOO_SOCKET_IFNAME": self.device(host)}
+        return {"GLOO_SOCKET_IFNAME": self.names[host]}
 
     def lose(self, host: int) -> None:
         """Cut the links of a host and kill its programs. Peers do not see their connections close."""
@@ -115,25 +110,25 @@ class Hosts:
                 _kill(process)
 
     def __enter__(self) -> Hosts:
-        for what, there in (
-            ("Linux", sys.platform == "linux"),
-            ("root", hasattr(os, "geteuid") and os.geteuid() == 0),
-            ("the command ip (iproute2)", shutil.which("ip") is not None),
-            ("the command tc (iproute2)", shutil.which("tc") is not None),
-            ("/dev/net/tun", Path("/dev/net/tun").exists()),
-        ):
-            if not there:
-                raise NoHostsError(f"hosts are network namespaces; this machine lacks {what}.")
+        needed = {
+            "Linux": sys.platform == "linux",
+            "root": hasattr(os, "geteuid") and os.geteuid() == 0,
+            **{f"the command {name} (iproute2)": shutil.which(name) is not None for name in ("ip", "tc")},
+            "/dev/net/tun": Path("/dev/net/tun").exists(),
+        }
+        missing = [what for what, is_there in needed.items() if not is_there]
+        if missing:
+            raise NoHostsError(f"hosts are network namespaces; this machine lacks {missing[0]}.")
         try:
             for host, name in enumerate(self.names):
-                _run("ip", "netns", "add", name)
+                _run(f"ip netns add {name}")
                 file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
                 self._files.append(file)
-                fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", self.device(host).encode(), _IFF_TUN | _IFF_NO_PI))
-                _run("ip", "link", "set", self.device(host), "netns", name)
-                _run("ip", "-n", name, "addr", "add", f"{self.address(host)}/24", "dev", self.device(host))
-                _run("ip", "-n", name, "link", "set", "lo", "up")
-                _run("ip", "-n", name, "link", "set", self.device(host), "mtu", str(_MTU), "up")
+                fcntl.ioctl(file, _TUNSETIFF, struct.pack("16sH22x", name.encode(), _IFF_TUN | _IFF_NO_PI))
+                _run(f"ip link set {name} netns {name}")
+                _run(f"ip -n {name} addr add {self.address(host)}/24 dev {name}")
+                _run(f"ip -n {name} link set lo up")
+                _run(f"ip -n {name} link set {name} mtu {_MTU} up")
         except OSError as error:
             self._leave()
             raise NoHostsError(f"a TUN device cannot be created: {error}.") from error
@@ -143,9 +138,7 @@ class Hosts:
         self._carrier.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._leave()
 
     def _leave(self) -> None:
@@ -196,10 +189,10 @@ def _write(file: int, packet: bytes) -> None:
         return
 
 
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+def _run(command: str) -> None:
+    done = subprocess.run(command.split(), capture_output=True, text=True, timeout=30, check=False)
     if done.returncode:
-        raise NoHostsError(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}.")
+        raise NoHostsError(f"{command}: {done.stderr.strip() or f'status {done.returncode}'}.")
 
 
 def _call_in_namespace(

@@ -22,6 +22,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
+from unittest import mock
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def take_part(adapter: str, way: str, starved: bool) -> None:
     attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
     state = backend.parallelize(nn.Linear(8, 8), lambda parameters: torch.optim.SGD(parameters, lr=0.1), ring)
     if way == "failed ring" and ring.rank == 1:
-        attention.ring_pass = _no_pass
+        attention.ring_pass = mock.Mock(side_effect=ConnectionError("on purpose"))
     for _ in range(2):
         x = state.model(torch.ones(1, 4, 8)).unflatten(2, (2, 4))
         state.backward(state.loss(attention(x, x, x).sum(), 4))
@@ -81,10 +82,6 @@ def leave(way: str) -> None:
         signal.raise_signal(signal.SIGINT)
     if way == "destroyed group":
         dist.destroy_process_group()
-
-
-def _no_pass(*_: object) -> NoReturn:
-    raise ConnectionError("on purpose")
 
 
 def starve_threads_of_gloo() -> None:

@@ -146,10 +146,7 @@ def soak(
     torch.manual_seed(0)
     model = _Model(adapter, ring)
 
-    def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.05)
-
-    state = backend(adapter).parallelize(model, make_optimizer, ring, **options)
+    state = backend(adapter).parallelize(model, lambda x: torch.optim.SGD(x, lr=0.05), ring, **options)
     alike, ring_generator = random.Random(0), torch.Generator().manual_seed(ring.data_rank)
     # All quarters have the same steps, so that caches are full after the first quarter.
     steps = [_Step.draw(alike) for _ in range(num_steps // 4)]
@@ -175,10 +172,7 @@ def soak(
     return held, alive, losses, state.full_state_dict()
 
 
-_EXACT_ALLOCATIONS = {
-    "GLIBC_TUNABLES": "glibc.malloc.tcache_count=0",
-    "TORCH_FR_BUFFER_SIZE": "0",
-}
+_EXACT_ALLOCATIONS = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0", "TORCH_FR_BUFFER_SIZE": "0"}
 """malloc counts what it keeps for each thread as given out: up to 240 KiB, which differ from run to run. And torch's
 flight recorder would keep the last 2,000 collective calls, which fills some megabytes slowly."""
 
@@ -218,5 +212,4 @@ class SoakTests(AdapterSuite):
             assert all(loss < 1e6 for loss in losses)  # also fails on NaN
         first, *others = (parameters for *_, parameters in by_rank)
         for parameters in others:
-            for name, numbers in first.items():
-                assert torch.equal(numbers, parameters[name]), name
+            torch.testing.assert_close(parameters, first, rtol=0, atol=0)

@@ -24,7 +24,7 @@ from multiprocessing.connection import wait as wait_for_any
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext
 
 __all__ = ["Outcome", "RanksFailedError", "World"]
+
+Ranks: TypeAlias = "Iterable[int] | None"
+"""The ranks that make a call. None means all."""
 
 
 class RanksFailedError(RuntimeError):
@@ -92,12 +95,7 @@ class World:
         self._finalizer = weakref.finalize(self, _kill, self._processes)
 
     def run(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        ranks: Iterable[int] | None = None,
-        timeout: float | None = None,
-        **kwargs: Any,
+        self, function: Callable[..., Any], *args: Any, ranks: Ranks = None, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank and return the results by rank.
 
@@ -120,7 +118,7 @@ class World:
         self,
         function: Callable[..., Any],
         *args: Any,
-        ranks: Iterable[int] | None = None,
+        ranks: Ranks = None,
         silent: Iterable[int] = (),
         timeout: float | None = None,
         **kwargs: Any,
@@ -153,7 +151,7 @@ class World:
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        ranks: Iterable[int] | None,
+        ranks: Ranks,
         timeout: float | None,
         grace: float | None,
         silent: frozenset[int] = frozenset(),
@@ -186,12 +184,8 @@ class World:
         for rank in range(self.size):
             self._stack_file(rank).touch()
             ours, theirs = context.Pipe()
-            process = context.Process(
-                target=rank_main,
-                args=(rank, self.size, self._store.port, theirs, self._stack_file(rank), self.start_timeout),
-                name=f"rank {rank}",
-                daemon=True,
-            )
+            args = (rank, self.size, self._store.port, theirs, self._stack_file(rank), self.start_timeout)
+            process = context.Process(target=rank_main, args=args, name=f"rank {rank}", daemon=True)
             with environment_variables(self.environment):
                 process.start()
             theirs.close()  # otherwise the pipe would stay open after the rank ends
@@ -234,13 +228,11 @@ class World:
         return [outcomes[rank] for rank in range(self.size)]
 
     def _receive(self, rank: int) -> Outcome:
-        try:
+        with contextlib.suppress(EOFError, ConnectionError):  # the rank ended before or during its answer
             # The pipe may hold an answer of a rank that has ended since.
             if self._connections[rank].poll():
                 answer: Outcome = pickle.loads(self._connections[rank].recv_bytes())
                 return answer
-        except (EOFError, ConnectionError):
-            pass  # the rank ended before or during its answer
         process = self._processes[rank]
         process.join(5)  # the pipe ends a moment before the process does
         return Outcome(rank, "died", message=_how_it_ended(process))
