@@ -198,25 +198,47 @@ def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
-class OrderedGradients(torch.autograd.Function):
-    """A copy of a loss whose backward returns the gradients of all parameters together, in the parameters' order.
+def with_ordered_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """A copy of a loss whose backward first computes all gradients, and then gives them to the parameters in order.
 
-    Call it as ``OrderedGradients.apply([loss], *parameters)``. A parameter on which ``loss`` does not depend gets
-    zeros. Some reducers process gradients in the order in which they arrive. If that order differs between ranks, such
-    a reducer adds up gradients of different parameters.
+    A parameter on which ``loss`` does not depend gets zeros. Some reducers process gradients in the order in which they
+    arrive. If that order differs between ranks, such a reducer adds up gradients of different parameters.
     """
+    gradients = _Gradients(loss, parameters)
+    copy = loss.detach().clone()
+    for parameter in reversed(parameters):  # the node that is made last runs first
+        copy = _OneGradient.apply(copy, parameter, gradients)  # type: ignore[no-untyped-call]
+    return copy
+
+
+class _Gradients:
+    """The gradients of a loss, in the order of the parameters."""
+
+    def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._loss, self._parameters = loss, parameters
+        self._left: Iterator[Tensor] | None = None
+
+    def take(self, grad: Tensor) -> Tensor:
+        """The next gradient."""
+        if self._left is None:
+            with hooks_disabled(self._parameters):  # the hooks run later, when these gradients are accumulated
+                found = torch.autograd.grad(self._loss, self._parameters, grad, allow_unused=True)
+            pairs = zip(found, self._parameters, strict=True)
+            self._left = iter([torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs])
+        return next(self._left)
+
+
+class _OneGradient(torch.autograd.Function):
+    """Gives a gradient to one parameter. The engine accumulates it before it runs the next node."""
 
     @staticmethod
-    def forward(ctx: Any, loss: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.loss, ctx.parameters = loss, parameters
-        return loss[0].detach().clone()
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, gradients: _Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with hooks_disabled(ctx.parameters):  # the hooks run later, when these gradients are accumulated
-            gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
-        pairs = zip(gradients, ctx.parameters, strict=True)
-        return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
+        return grads[0], ctx.gradients.take(grads[0]), None
 
 
 class Autocast(nn.Module):
