@@ -68,9 +68,8 @@ def agree(
     ring.check_connected()
     if ring.agreement is None:
         return [[float(number) for number in numbers]]
-    event = event_of(name, fields or {})
-    ring.agreement.is_expected(event, values)
-    return _compare(ring, event, values, numbers, timeout)
+    ring.agreement.is_expected(event_of(name, {}), values)  # without the fields, which may be others in each call
+    return _compare(ring, event_of(name, fields or {}), values, numbers, timeout)
 
 
 def agree_if_new(ring: Ring, event: Configuration, values: Mapping[str, object] = NOTHING) -> None:

@@ -78,22 +78,24 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     waits_for: Counter[Node] = Counter()
     left, seen = [loss.grad_fn], {loss.grad_fn}
     while left:
-        for following, _ in left.pop().next_functions:
-            if following is not None:
-                waits_for[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
+        for following in _following(left.pop()):
+            waits_for[following] += 1
+            if following not in seen:
+                seen.add(following)
+                left.append(following)
     places = itertools.count()
     ready = [(0, next(places), loss.grad_fn)]
     while ready:
         node = heapq.heappop(ready)[-1]
         yield node, len(ready)
-        for following, _ in node.next_functions:
-            if following is not None:
-                waits_for[following] -= 1
-                if not waits_for[following]:  # among ready nodes, the one made last runs first
-                    heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+        for following in _following(node):
+            waits_for[following] -= 1
+            if not waits_for[following]:  # among ready nodes, the one made last runs first
+                heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+
+
+def _following(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def _sequence_number(node: Node) -> int:
@@ -111,17 +113,34 @@ _PART = "ring_backends: part of the model"
 
 def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
     """A forward hook that records a part's name in the graph nodes of its outputs."""
-    if not is_eager_forward():
+    if not torch.is_grad_enabled() or not is_eager_forward():
         return
-    for output in internal(_pytree, "tree_leaves", "a search for tensors in a module's outputs")(outputs):
+    is_tensor = isinstance(outputs, Tensor)
+    leaves = internal(_pytree, "tree_leaves", "a search for tensors in a module's outputs")
+    for output in (outputs,) if is_tensor else leaves(outputs):
         if isinstance(output, Tensor) and output.grad_fn is not None:
             cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
 
 
 def modules_in_backward(loss: Tensor) -> list[str]:
-    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them."""
-    nodes = (node for node, _ in backward_order(loss))
-    found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
+    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them.
+
+    That is the reverse order of the forward. A node with a higher number also has only nodes with higher numbers before
+    it, and the engine runs the ready node with the highest number first.
+    """
+    if loss.grad_fn is None:
+        return []
+    marked, left, seen = [], [loss.grad_fn], {loss.grad_fn}
+    while left:
+        node = left.pop()
+        names = cast(dict[Any, Any], node.metadata).get(_PART)
+        if names is not None:
+            marked.append((-_sequence_number(node), names))
+        for following in _following(node):
+            if following not in seen:
+                seen.add(following)
+                left.append(following)
+    found = (name for _, names in sorted(marked) for name in names)
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
