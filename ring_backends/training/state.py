@@ -93,7 +93,9 @@ class TrainingState(SavedTraining):
 
         Raises:
             ValueError, TypeError: ``local_count`` is not a finite number of at least 0.
-            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+            RingMismatchError: a rank makes another call, or has passed other values to the calls since the last count,
+                such as another learning rate.
+            RingPeerError: a rank is gone.
         """
         with self._world.report_refusals():
             count = check_count("local_count", local_count)
