@@ -7,6 +7,7 @@ import os
 import subprocess
 from typing import Any
 
+import blocks
 import claims
 import pytest
 import slow_link
@@ -84,6 +85,15 @@ def test_timelines_of_all_ranks_share_one_clock(worlds: Worlds) -> None:
                 assert all(start <= begin <= finish <= end for _, _, begin, finish in inside)
             # The ranks begin together. Neither can end before the other has begun.
             assert max(start for _, _, start, _ in whole) < min(end for _, _, _, end in whole)
+
+
+def test_blocks() -> None:
+    rows = blocks.blocks(2, 16, ["fsdp"])
+    assert [row["part"] for row in rows] == ["forward", "step"]
+    for row in rows:
+        ours, alone = row["calls"].values()
+        assert len(ours) == len(alone) == 2
+        assert row["ratio_of_medians"] == pytest.approx(sum(ours) / sum(alone))
 
 
 def test_hidden_hops_cleans_up_its_namespaces() -> None:

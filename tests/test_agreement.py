@@ -18,6 +18,7 @@ from torch.distributed import HashStore, TCPStore  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Configuration
+from ring_backends.ring.collectives import event_of
 from ring_backends.ring.differences import describe_differences
 from ring_backends.ring.watchdog import Watchdog
 
@@ -123,6 +124,97 @@ def test_differing_lists_are_shown_by_their_differences() -> None:
     assert "parts (rank 0: ['block 99'], rank 1: [])" in text
     text = describe_differences({0: {"parts": names}, 1: {"parts": [names[1], names[0], *names[2:]]}})
     assert "parts (rank 0: block 0 at place 0, rank 1: block 1 at place 0)" in text
+
+
+def test_an_event_is_expected_at_the_place_where_it_came_the_last_time() -> None:
+    """A forward of two parts precedes each backward. The second step has the events of the first one."""
+    alone = Agreement(HashStore(), 0, 1, timedelta(seconds=1), lambda: None)
+    parts = [event_of("forward", {"part": part}) for part in "ab"]
+    backwards = [event_of("backward", {"backward calls": calls}) for calls in range(2)]
+    step = [event for backward in backwards for event in (*parts, backward)] + [event_of("step", {})]
+
+    def expected(events: list[Configuration]) -> list[bool]:
+        return [alone.is_expected(event, {"lr": 1.0}) for event in events]
+
+    assert expected(step) == [False] * 7
+    assert expected(step) == [*[False] * 3, *[True] * 4]  # the first forward had no event before it
+    assert expected(step) == [True] * 7
+    assert expected([parts[1]]) == [False]
+
+
+def test_values_are_part_of_the_next_summary() -> None:
+    ranks = [Agreement(HashStore(), 0, 1, timedelta(seconds=1), lambda: None) for _ in range(2)]
+    event = event_of("step", {})
+    for index, lr in enumerate((0.5, 0.25)):
+        ranks[index].is_expected(event, {"lr": lr})
+    assert ranks[0].summary(event) != ranks[1].summary(event)
+
+
+def test_the_values_of_an_earlier_event_are_named() -> None:
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    for rank, lr in zip(ranks, (0.5, 0.25), strict=True):
+        rank.is_expected(event_of("step", {}), {"lr": lr})
+    errors = run_both(*(partial(rank.raise_difference, {"order of calls": "count"}) for rank in ranks))
+    for error in errors:
+        assert isinstance(error, RingMismatchError)
+        assert "lr of step (call 0) (rank 0: 0.5, rank 1: 0.25)" in str(error)
+    for rank in ranks:
+        assert not rank.has_failed
+        assert rank.summary(event_of("step", {})) == ranks[0].summary(event_of("step", {}))
+
+
+def waiting_rank(rank: Agreement, seq_len: int, ended: list[int]) -> Any:
+    """A wait of ``rank`` in a call that was compared before. Its end is recorded."""
+    configuration = Configuration({"seq_len": seq_len})
+    rank._agreed.add(configuration.digest)
+    return rank.waiting(rank.begin(configuration), lambda: ended.append(rank.rank))
+
+
+def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ended: list[int] = []
+
+    def wait() -> None:
+        with waiting_rank(ranks[0], 8, ended), waiting_rank(ranks[1], 9, ended):
+            ranks[1].end_vain_wait()
+            assert ended == []  # rank 0 has not waited long
+            ranks[0].end_vain_wait()
+            ranks[1].end_vain_wait()
+
+    with pytest.raises(RuntimeError, match="was ended"):
+        wait()
+    assert ended == [1]
+
+
+def test_the_refusal_of_an_earlier_call_is_named() -> None:
+    """Rank 0 has made the refused call without a wait for rank 1, and waits in a later one."""
+    store = HashStore()
+    ranks = [agreement(store, rank, 20.0) for rank in range(2)]
+    ended: list[int] = []
+    with waiting_rank(ranks[0], 8, ended):
+        pass
+    ranks[1].refuse(ValueError("w = 0"))
+    call = ranks[0].begin(Configuration({"seq_len": 8}))
+    with pytest.raises(RuntimeError, match="was ended"), ranks[0].waiting(call, lambda: ended.append(0)):
+        ranks[0].end_vain_wait()
+    assert ended == [0]
+    with pytest.raises(RingMismatchError, match="rank 1 refused its arguments with ValueError: w = 0"):
+        ranks[0].fail(call, "rank 0 waited", TimeoutError())
+
+
+def test_progress_moves_the_deadline_of_a_wait() -> None:
+    alone, steps = agreement(HashStore(), 0, 0.4), [0]
+    alone._agreed.add(Configuration({}).digest)
+    ended: list[int] = []
+    with alone.waiting(alone.begin(Configuration({})), lambda: ended.append(0), lambda: steps[0]) as wait:
+        for _ in range(3):
+            time.sleep(0.2)
+            steps[0] += 1
+            assert not wait.is_late()
+        time.sleep(0.4)
+        assert wait.is_late()
 
 
 def test_the_watchdog_continues_after_an_error() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import TwoLayers
 from ring_backends.testing.rings import FOUR, TWO, ring_here
-from ring_backends.testing.training import COORDS, look_up_places, train_in_bf16
+from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_checkpoints import save_and_load
 from ring_backends.testing.training_runs import Recipe, check_moves, train_alone
 from ring_backends.testing.training_steps import (
@@ -49,6 +49,12 @@ from deepspeed_cases import (
     train_checkpointed,
     zero,
 )
+
+
+@pytest.fixture(autouse=True)
+def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from renew_closed_worlds(request)
+
 
 OTHER_STAGES = pytest.mark.matrix(reason="stage 3 does more")
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -31,6 +32,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import Block, BlocksOfExperts, Experts, make_model
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
+from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import check_experts, train_experts
 from ring_backends.testing.unused_parameters import BF16, WINDOWS, check_windows, train_windows
@@ -41,6 +43,11 @@ pytest.importorskip("numpy")  # the adapter needs NumPy
 from fsdp_cases import ADAPTER, COPIES, STRATEGIES, sgd
 
 from ring_backends.adapters import fsdp
+
+
+@pytest.fixture(autouse=True)
+def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield from renew_closed_worlds(request)
 
 
 class TestFSDP(AdapterTests):

@@ -29,12 +29,8 @@ from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
-from ring_backends.training.reducer import (
-    OrderedGradients,
-    backward_order,
-    measure_divisor,
-    probe,
-)
+from ring_backends.training.comparison import ORDER
+from ring_backends.training.reducer import backward_order, measure_divisor, probe, with_ordered_gradients
 from ring_backends.training.saving import check_optimizer_class
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
@@ -60,6 +56,9 @@ class DeepSpeedTraining(TrainingState):
         if dist.get_world_size() == 1:
             os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads the index of this process's device from it
         start_deepspeed()
+        self._usual_order: list[tuple[str, int]] | None = None
+        self._usual_arrivals: list[str] | None = None
+        self._hidden_order: int | None = None
         self._gradient_orders_differ = False
         self._is_in_backward = False
         self._arrived: list[str] = []
@@ -82,11 +81,12 @@ class DeepSpeedTraining(TrainingState):
                 parameter.register_post_accumulate_grad_hook(partial(self._record_gradient, name))
         if self._zero_stage == 3:
             modules = self._engine.module.named_modules()
-            self._check_calls_of((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
+            with_parameters = ((name, part) for name, part in modules if any(True for _ in part.parameters(False)))
+            self._check_calls_of(self._engine, with_parameters)
         self._expect_micro_batch(ends_step=accumulation_steps == 1)
 
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
-        """Check whether the backwards of all ranks reach the same parameters in the same order.
+        """Find the order in which the backward reaches the parameters.
 
         ZeRO 1 to 3 put gradients into buckets in the order in which they arrive, and reduce the buckets over the ranks.
         """
@@ -110,16 +110,37 @@ class DeepSpeedTraining(TrainingState):
             if name is not None:
                 order.append((name, num_others))
         if self._zero_stage == 3:
-            return {**graph, _ORDER: [name for name, _ in order]}
-        by_rank = agree(self._world, "parameters of a backward", None, [_hash_order(order), is_checkpointed])
+            return {**graph, ORDER: [name for name, _ in order]}
+        self._choose_order(order, is_checkpointed)
+        return graph
+
+    def _choose_order(self, order: list[tuple[str, int]], is_checkpointed: bool) -> None:
+        """Choose an order of gradients that is the same on all ranks, for ZeRO 1 and 2.
+
+        The ranks compare their orders until all of them use all parameters in the same order. From then on, that is the
+        usual order. A rank with another one gives its gradients in the usual order, with zeros for parameters that it
+        does not use. As long as some parameters are not used, the ranks compare their orders in each backward.
+        """
+        hashed = _hash_order(order)
+        if is_checkpointed and hashed == self._hidden_order:  # step() compares the order of all gradients
+            self._gradient_orders_differ = False
+            return
+        if self._usual_order is not None and not is_checkpointed:
+            self._gradient_orders_differ = order != self._usual_order
+            return
+        by_rank = agree(self._world, "parameters of a backward", None, [hashed, is_checkpointed])
         self._gradient_orders_differ = any(number != by_rank[0][0] for number, _ in by_rank)
-        if self._gradient_orders_differ and any(is_checkpointed for _, is_checkpointed in by_rank):
+        are_checkpointed = any(is_checkpointed for _, is_checkpointed in by_rank)
+        if self._gradient_orders_differ and are_checkpointed:
             raise RingMismatchError(
                 "the ranks' losses depend on different parameters, or on the same parameters in a different order: "
                 "ZeRO cannot reduce their gradients with reentrant activation checkpointing; pass use_reentrant=False "
                 "to checkpoint(), or use zero_stage=0."
             )
-        return graph
+        if are_checkpointed:
+            self._hidden_order = hashed
+        elif not self._gradient_orders_differ and len(order) == len(self._parameters):
+            self._usual_order = order
 
     def _check_optimizer(self) -> None:
         # DeepSpeed has replaced the parameters in the groups, so only the number of groups can be compared.
@@ -132,15 +153,20 @@ class DeepSpeedTraining(TrainingState):
 
     def _describe_gradients(self) -> Mapping[str, object]:
         # Reentrant checkpointing recomputes parts that the graph of the loss does not contain, so compare afterwards.
-        return {_ORDER: self._arrived} if self._zero_stage else {}
+        return {ORDER: self._arrived} if self._zero_stage else {}
 
     def _backward(self, loss: Tensor) -> None:
         if self._gradient_orders_differ:
-            loss = OrderedGradients.apply([loss], *self._parameters.values())  # type: ignore[no-untyped-call]
+            loss = with_ordered_gradients(
+                loss, [self._parameters[name] for name in self._usual_arrivals or self._parameters]
+            )
+        num_arrived = len(self._arrived)
         # The loss is scaled for the whole step already. By default DeepSpeed divides it by accumulation_steps.
         self._is_in_backward = True
         self._engine.backward(loss, scale_wrt_gas=False)
         self._is_in_backward = False
+        if self._usual_order is not None and self._usual_arrivals is None:
+            self._usual_arrivals = self._arrived[num_arrived:]
 
     def _record_gradient(self, name: str, *_: object) -> None:
         if self._is_in_backward:
@@ -254,9 +280,6 @@ class DeepSpeedTraining(TrainingState):
             with deepspeed.zero.GatheredParameters([tensor]):  # only ZeRO 3 shards tensors
                 whole[name] = tensor.detach().cpu().clone()
         return whole
-
-
-_ORDER = "parameters in the order of their gradients"
 
 
 def _hash_order(order: list[tuple[str, int]]) -> int:

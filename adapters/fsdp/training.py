@@ -36,6 +36,7 @@ from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
+from ring_backends.training.comparison import PARTS_BEHIND_LOSS
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
 from ring_backends.training.saving import check_optimizer_class, is_not_caused_by_content
@@ -73,7 +74,7 @@ class ShardedTraining(TrainingState):
         (self.divisor,) = divisors
         self.model = sharding.shard(model, blocks)
         self._refuse_copies("each rank holds shards of its parameters, and it holds process groups")
-        self._check_calls_of(self._sharded_parts())
+        self._check_calls_of(self.model, self._sharded_parts())
         for name, part in self._sharded_parts():
             part.register_forward_hook(partial(mark_outputs, name))
         self.optimizer = self._make_optimizer(make_optimizer, self.model)
@@ -97,7 +98,7 @@ class ShardedTraining(TrainingState):
         if self._world.size == 1:
             return super()._describe_graph(loss)
         # The backward all-gathers each part when it reaches it, and reduces the part's gradients afterwards.
-        return {**super()._describe_graph(loss), "parts of the model behind the loss": modules_in_backward(loss)}
+        return {**super()._describe_graph(loss), PARTS_BEHIND_LOSS: modules_in_backward(loss)}
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()

@@ -7,6 +7,13 @@ wait fails, every rank publishes its latest calls. The reports show which ranks 
 
 A rank whose arguments are invalid raises before its first hop, and its peers would wait until the timeout. It therefore
 publishes this refusal. The watchdog (:mod:`ring_backends.ring.watchdog`) of a waiting peer finds it and ends the wait.
+The watchdog also ends waits of ranks whose calls differ: if a wait takes long, rank 0 publishes digests of its latest
+calls, and the other ranks compare theirs.
+
+Calls outside of attention are *events* (:mod:`ring_backends.ring.collectives`). Their order is compared without
+communication, too: the event that came next at the same place the last time is *expected*. All ranks have made the
+same events so far, so they expect the same one. A rank that makes another one compares it with the other ranks, before
+it calls a collective of a framework that the others do not call.
 
 Over NCCL only a CUDA stream waits for a hop (:mod:`ring_backends.ring.stream_hops`). The ring follows the hop until it
 is over. A hop that fails closes the ring, and the host's next use of the ring raises the error.
@@ -17,11 +24,13 @@ A store that does not answer changes no deadline.
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -30,7 +39,7 @@ import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ring_backends.errors import RingMismatchError, RingPeerError
-from ring_backends.ring.calls import Call, Configuration, grace
+from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.differences import all_equal, describe_differences
 from ring_backends.ring.notices import Notices
 from ring_backends.ring.reports import REFUSED, Report, error_of_reports
@@ -43,14 +52,28 @@ class Wait:
 
     Attributes:
         end: ends the wait from another thread.
-        deadline: by ``time.monotonic``; infinite for a wait without a deadline.
+        seconds: the longest time without progress.
+        progress: returns another value after this rank has made progress.
+        ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
         is_ended: whether ``end`` was called.
     """
 
     call: Call
     end: Callable[[], None]
-    deadline: float
+    seconds: float
+    progress: Callable[[], object]
+    ends_on_refusal: bool = True
     is_ended: bool = False
+
+    def __post_init__(self) -> None:
+        self._seen = self.progress()
+        self._deadline = time.monotonic() + self.seconds
+
+    def is_late(self) -> bool:
+        seen = self.progress()
+        if seen != self._seen:
+            self._seen, self._deadline = seen, time.monotonic() + self.seconds
+        return time.monotonic() > self._deadline
 
 
 @dataclass(eq=False)
@@ -64,6 +87,10 @@ class Agreement:
         abort: closes the ring's connections, which ends the waits of peers for this rank. Over NCCL it also ends hops
             on streams.
         has_error: whether the transport knows that a hop on a stream cannot end.
+
+    Attributes:
+        context: fields that must be equal on all ranks in the following calls. They are part of the tags of hops, so
+            that ranks with different fields do not read each other's bytes.
     """
 
     store: InitVar[Store]
@@ -72,6 +99,7 @@ class Agreement:
     timeout: timedelta
     abort: Callable[[], None]
     has_error: Callable[[], bool] = lambda: False
+    context: Mapping[str, object] = field(default_factory=dict)
     _agreed: set[bytes] = field(default_factory=set)
     _num_calls: int = 0
     _num_modules: int = 0
@@ -85,6 +113,12 @@ class Agreement:
     _examined_since: float | None = None
     _is_aborted: bool = False
     _stream_failure: tuple[FollowedHop, StreamHopError] | None = None
+    _event: Configuration | None = None
+    _event_of_another_name: bytes = b""
+    _next_events: dict[bytes, bytes] = field(default_factory=dict)
+    _history: bytes = b""
+    _raised_by_all: RingMismatchError | None = None
+    _with_values: deque[tuple[int, str, Mapping[str, object]]] = field(default_factory=lambda: deque(maxlen=16))
 
     def __post_init__(self, store: Store) -> None:
         self._notices = Notices(store, self.rank, self.size, self.timeout)
@@ -102,6 +136,7 @@ class Agreement:
         check_again: bool = False,
         timeout: timedelta | None = None,
         name: str | None = None,
+        details: Mapping[str, object] = NOTHING,
     ) -> Call:
         """Begin the next call, after checking that all ranks make the same call.
 
@@ -111,6 +146,7 @@ class Agreement:
             check_again: compare with the other ranks even if they have agreed on this configuration before.
             timeout: the timeout of this call; None takes the ring's.
             name: name of the call for error messages, if the configuration does not contain it.
+            details: further fields that must be equal on all ranks. They are not compared here.
 
         Raises:
             RingMismatchError: on every rank, naming each field that differs and every rank's value.
@@ -121,13 +157,80 @@ class Agreement:
         self.check()
         timeout = self.timeout if timeout is None else timeout
         end = time.monotonic() + timeout.total_seconds()
-        call = Call(self._num_calls, configuration, direction, end, timeout, name)
+        call = Call(self._num_calls, configuration, direction, end, timeout, name, details, self.context)
         self._num_calls += 1
         self._latest.append(call)
         if check_again or configuration.digest not in self._agreed:
-            self._check(call)
+            try:
+                self._check(call)
+            except RingMismatchError as error:
+                if not self.has_failed:
+                    self._forget(error)
+                raise
             self._agreed.add(configuration.digest)
         return call
+
+    def _forget(self, error: RingMismatchError) -> None:
+        """Forget the calls before ``error``, which all ranks raise, so that they may continue."""
+        self._raised_by_all = error
+        self._event, self._event_of_another_name, self._history = None, b"", b""
+        for calls in (self._latest, self._next_events, self._with_values):
+            calls.clear()
+
+    def is_raised_by_all(self, error: BaseException) -> bool:
+        """Whether all ranks raise this error, as after a comparison, so that none has to be told."""
+        return error is self._raised_by_all
+
+    def is_expected(self, event: Configuration, values: Mapping[str, object]) -> bool:
+        """Note that this rank makes the next event. Return whether it came next at the same place the last time, too.
+
+        The place is the event before, and the last one before it with another name. With several micro-batches, the
+        same forward precedes several backwards.
+
+        Args:
+            event: the fields that all ranks must make alike, before they continue.
+            values: further fields that must be equal on all ranks, but usually change each time. They do not decide
+                whether the event is expected. A later comparison contains them.
+        """
+        name, before = event.fields["order of calls"], self._event
+        place = self._event_of_another_name + (b"" if before is None else before.digest)
+        is_expected = self._next_events.get(place) == event.digest
+        self._next_events[place] = event.digest
+        if before is not None and before.fields["order of calls"] != name:
+            self._event_of_another_name = before.digest
+        self._event = event
+        if values or self.context:
+            values = {**values, **self.context}
+            self._with_values.append((self._num_calls, str(name), values))
+            text = self._history + event.digest + json.dumps(values).encode()
+            self._history = hashlib.blake2b(text, digest_size=16).digest()
+        return is_expected
+
+    def summary(self, event: Configuration) -> int:
+        """A 48-bit hash of an event and of the values of all events so far. A float represents it exactly."""
+        return int.from_bytes(hashlib.blake2b(self._history + event.digest, digest_size=6).digest(), "big")
+
+    def raise_difference(self, fields: Mapping[str, object]) -> NoReturn:
+        """Find the fields in which the ranks differ, in this event or in the values of earlier ones.
+
+        All ranks make this call after they have found that they differ.
+
+        Raises:
+            RingMismatchError: on every rank, naming each field that differs and every rank's value.
+        """
+        earlier = {
+            f"{field} of {name} (call {number})": value
+            for number, name, values in self._with_values
+            for field, value in values.items()
+        }
+        self.begin(Configuration({**fields, **self.context}), check_again=True)
+        self.begin(Configuration(earlier), check_again=True)
+        error = RingMismatchError(
+            "the ranks differ in a call too long ago to name it. Every rank must make the same calls in the same order "
+            "with the same arguments."
+        )
+        self._forget(error)
+        raise error
 
     def number_module(self) -> int:
         """Number an attention module, so that two equal modules called in a different order are a mismatch."""
@@ -152,18 +255,28 @@ class Agreement:
             raise error
 
     @contextlib.contextmanager
-    def waiting(self, call: Call, end: Callable[[], None] | None = None) -> Iterator[Wait]:
+    def waiting(
+        self,
+        call: Call,
+        end: Callable[[], None] | None = None,
+        progress: Callable[[], object] | None = None,
+        *,
+        ends_on_refusal: bool = True,
+    ) -> Iterator[Wait]:
         """Wraps a wait for a peer in ``call``, so that :meth:`end_vain_wait` can end it.
 
         Args:
-            end: ends the wait, which has no deadline here. None closes the ring's connections, also when the wait has
-                taken the call's timeout.
+            end: ends the wait. None closes the ring's connections, also when the wait has taken the call's timeout.
+            progress: returns another value after this rank has made progress. ``end`` is then also called when the rank
+                has made none for the call's timeout.
+            ends_on_refusal: whether the refusal of ``call`` by another rank ends the wait.
 
         Raises:
             RuntimeError: the wait was ended, and has raised nothing itself. NCCL's kernels end without an error.
         """
-        seconds = call.timeout.total_seconds() - grace(call.timeout) if end is None else math.inf
-        wait = Wait(call, end or self.abort, time.monotonic() + seconds)
+        has_deadline = end is None or progress is not None
+        seconds = call.timeout.total_seconds() - grace(call.timeout) if has_deadline else math.inf
+        wait = Wait(call, end or self.abort, seconds, progress or (lambda: None), ends_on_refusal)
         before, self._num_waits = self._waiting, self._num_waits + 1
         self._waiting = wait
         try:
@@ -174,11 +287,15 @@ class Agreement:
             raise RuntimeError("a wait for a peer was ended")
 
     def wait_number(self) -> int | None:
-        """The number of the current wait; None if this rank waits for nothing."""
-        return None if self._waiting is None else self._num_waits
+        """A number that changes with each wait and each call; None if this rank waits for nothing."""
+        return None if self._waiting is None else self.progress()
+
+    def progress(self) -> int:
+        """A number that grows with each call and each wait of this rank."""
+        return self._num_waits + self._num_calls
 
     def end_vain_wait(self) -> None:
-        """End this rank's wait if a rank has closed the ring or refused the call, or if the wait's deadline is over.
+        """End this rank's wait if a rank has closed the ring, refused the call or made another one, or if it is late.
 
         Called from the watchdog's thread. The waiting thread does not use the store meanwhile.
         """
@@ -186,8 +303,9 @@ class Agreement:
         if wait is None or wait.is_ended:
             return
         # The host may also wait for the GPU, whose followed hops have deadlines of their own.
-        is_late = time.monotonic() > wait.deadline and not self._followed
-        if is_late or self._notices.peer_stopped(wait.call):
+        is_late = wait.is_late() and not self._followed
+        latest = list(self._latest)
+        if is_late or self._notices.peer_stopped(wait.call, latest, with_refusals=wait.ends_on_refusal):
             wait.is_ended = True
             self._is_aborted |= wait.end == self.abort
             wait.end()
@@ -197,7 +315,13 @@ class Agreement:
         return not self.has_failed and self._notices.peer_has_closed()
 
     def _check(self, call: Call) -> None:
-        published = self._notices.exchange_configurations(call)
+        is_vain = threading.Event()
+        published: dict[int, dict[str, Any]] = {}
+        with (
+            contextlib.suppress(RuntimeError),  # the wait was ended
+            self.waiting(call, is_vain.set, ends_on_refusal=False),  # a refusal is among the configurations
+        ):
+            published = self._notices.exchange_configurations(call, is_vain.is_set)
         if not published:
             absent = self._notices.absent_ranks(call)
             cause = TimeoutError("not all ranks arrived")
@@ -266,7 +390,7 @@ class Agreement:
         self._examine_finished()
         oldest = self._followed.oldest
         was_seen = self._failure is None and oldest is not None and oldest.since == self._examined_since
-        if oldest is not None and was_seen and self._notices.peer_stopped(oldest.call):
+        if oldest is not None and was_seen and self._notices.peer_stopped(oldest.call, list(self._latest)):
             self._fail_on_stream(oldest, StreamHopError("another rank closed the ring or refused the call"))
         self._examined_since = None if oldest is None else oldest.since
 

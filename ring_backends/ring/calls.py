@@ -7,9 +7,12 @@ import json
 import time
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
+from types import MappingProxyType
+
+NOTHING: Mapping[str, object] = MappingProxyType({})
 
 
 def grace(timeout: timedelta) -> float:
@@ -46,6 +49,9 @@ class Call:
         end: the deadline of the call, by ``time.monotonic``.
         timeout: the time from the beginning of the call to ``end``.
         name: name of the call for error messages, if the configuration does not contain it.
+        details: further fields that must be equal on all ranks. They are not part of the tags.
+        context: fields of the ring, such as the batch of a model, that must be equal on all ranks. They are part of the
+            tags.
     """
 
     number: int
@@ -54,10 +60,13 @@ class Call:
     end: float
     timeout: timedelta
     name: str | None = None
+    details: Mapping[str, object] = field(default_factory=dict)
+    context: Mapping[str, object] = field(default_factory=dict)
 
     @cached_property
     def _tag(self) -> int:
-        return zlib.crc32(f"{self.number}:{self.direction}:{self.configuration.text}".encode()) & 0x7FFF_0000
+        context = json.dumps(self.context) if self.context else ""
+        return zlib.crc32(f"{self.number}:{self.direction}:{self.configuration.text}{context}".encode()) & 0x7FFF_0000
 
     def tag(self, index: int) -> int:
         """The 31-bit tag of hop ``index``. The upper 15 bits are a hash of the call and its configuration."""
@@ -70,4 +79,9 @@ class Call:
     @property
     def position(self) -> dict[str, object]:
         own_name = {} if self.name is None else {"order of calls": self.name}
-        return {"direction": self.direction, **self.configuration.fields, **own_name}
+        return {"direction": self.direction, **self.configuration.fields, **own_name, **self.details, **self.context}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the position, to compare calls of the same number."""
+        return hashlib.blake2b(json.dumps(self.position).encode(), digest_size=6).hexdigest()

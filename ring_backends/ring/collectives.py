@@ -3,11 +3,17 @@
 All ranks of the ring make each of these calls. If they make different calls, all ranks raise RingMismatchError. If a
 rank does not make the call in time, the others raise RingPeerError. Messages go point to point, because gloo's own
 collectives end the process if ranks disagree on a size.
+
+A framework's own collectives need the same calls on all ranks. :func:`agree_if_new` comes before them. It communicates
+only if this rank leaves the usual sequence of calls. Then the other ranks may already wait in the framework's
+collective. :func:`framework_collectives` ends that wait.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -16,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.errors import RingPeerError
 from ring_backends.ring import transfer
-from ring_backends.ring.calls import Call, Configuration
+from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.rendezvous import RING_GROUP_PREFIX, abort, gpu_of
 from ring_backends.ring.ring import Ring, flat_bytes
 from ring_backends.torch_internals import internal
@@ -41,6 +47,7 @@ def agree(
     fields: Mapping[str, object] | None = None,
     numbers: Sequence[float] = (),
     timeout: timedelta | None = None,
+    values: Mapping[str, object] = NOTHING,
 ) -> list[list[float]]:
     """Make sure that all ranks make this call with the same ``fields``, and all-gather ``numbers``, which may differ.
 
@@ -49,6 +56,7 @@ def agree(
         fields: JSON-serializable values.
         numbers: at most seven, exact up to 2⁵³.
         timeout: the timeout of this call; None takes the ring's.
+        values: further fields, which usually change each time.
 
     Returns:
         The numbers of every rank, by ring rank.
@@ -60,16 +68,56 @@ def agree(
     ring.check_connected()
     if ring.agreement is None:
         return [[float(number) for number in numbers]]
-    compared = Configuration({"order of calls": name, **(fields or {})})
-    digest = float(int.from_bytes(compared.digest[:6], "big"))
+    ring.agreement.is_expected(event_of(name, {}), values)  # without the fields, which may be others in each call
+    return _compare(ring, event_of(name, fields or {}), values, numbers, timeout)
+
+
+def agree_if_new(ring: Ring, event: Configuration, values: Mapping[str, object] = NOTHING) -> None:
+    """Make sure that all ranks make this call, without communication if it is the usual one.
+
+    It is the usual one if it came next at the same place the last time. Otherwise this function compares as
+    :func:`agree` does. A rank that makes the usual call meanwhile learns of it in its next wait.
+
+    Args:
+        event: what :func:`event_of` returns.
+        values: as in :func:`agree`. If the call is the usual one, the next comparison contains them.
+
+    Raises:
+        RingMismatchError, RingPeerError: as in :func:`agree`.
+    """
+    ring.check_connected()
+    if ring.agreement is None:
+        return
+    if ring.agreement.is_expected(event, values):
+        ring.agreement.begin(_COMPARISON, details={**event.fields, **values})
+    else:
+        _compare(ring, event, values, (), None)
+
+
+def event_of(name: str, fields: Mapping[str, object]) -> Configuration:
+    """The call ``name`` with fields that must be equal on all ranks, as JSON-serializable values by name."""
+    return Configuration({"order of calls": name, **fields})
+
+
+def _compare(
+    ring: Ring,
+    event: Configuration,
+    values: Mapping[str, object],
+    numbers: Sequence[float],
+    timeout: timedelta | None,
+) -> list[list[float]]:
+    agreement = ring.agreement
+    assert agreement is not None
+    digest = float(agreement.summary(event))
     # One size and one tag for all comparisons, so that ranks that compare different things still receive a row.
     row = [digest, *map(float, numbers), *[0.0] * (_NUMBERS - 1 - len(numbers))]
     mine = torch.tensor(row, dtype=torch.float64, device=_device(ring))
-    call = ring.agreement.begin(_COMPARISON, name=name, timeout=timeout)
+    fields = {**event.fields, **values}
+    call = agreement.begin(_COMPARISON, details=fields, timeout=timeout)
     gathered = _all_gather(ring, call, mine).tolist()
     _synchronize(ring, mine)
     if any(row[0] != digest for row in gathered):
-        ring.agreement.begin(compared, check_again=True)
+        agreement.raise_difference(fields)
     return [row[1 : 1 + len(numbers)] for row in gathered]
 
 
@@ -146,31 +194,46 @@ def broadcast(ring: Ring, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 @contextlib.contextmanager
-def framework_collectives(ring: Ring, name: str) -> Iterator[None]:
+def framework_collectives(
+    ring: Ring, name: str, inside: Ring | None = None, *, reports_errors: bool = True
+) -> Iterator[None]:
     """Wraps a framework's own collectives, such as a backward that reduces gradients.
 
-    If one rank raises an error inside, the ring is closed, and the other ranks stop waiting for that rank.
+    If one rank raises an error inside, the ring is closed, and the other ranks stop waiting for that rank. They also
+    stop if this rank has made no call on a ring for the ring's timeout.
+
+    Args:
+        inside: the ring of the attention that is called inside.
+        reports_errors: False if other errors may occur on all ranks, which then continue.
 
     Raises:
+        RingMismatchError: another rank made another call.
         RingPeerError: another rank raised an error inside, or is gone.
     """
     ring.check_connected()
     if ring.agreement is None:
         yield
         return
+    inner = None if inside is None else inside.agreement
+    agreements = [agreement for agreement in (ring.agreement, inner) if agreement is not None]
     call = ring.agreement.begin(_COMPARISON, name=name)
-    with ring.agreement.report_errors(call):
-        try:
-            with ring.agreement.waiting(call, _abort_frameworks) as wait:
-                yield
-        except (RingMismatchError, RingPeerError):
+    wait = ring.agreement.waiting(call, _abort_frameworks, lambda: [agreement.progress() for agreement in agreements])
+    try:
+        with wait as waited:
+            yield
+    except BaseException as error:
+        if ring.agreement.is_raised_by_all(error) or ring.agreement.has_failed:
             raise
-        except RuntimeError as error:
-            is_of_a_connection = isinstance(error, dist.DistError) or "gloo" in str(error)
-            if wait.is_ended or (is_of_a_connection and ring.agreement.peer_has_failed()):
-                what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
-                ring.agreement.fail(call, what, error)
-            raise
+        is_of_a_connection = isinstance(error, (dist.DistError, RingPeerError)) or "gloo" in str(error)
+        if isinstance(error, RuntimeError) and (
+            waited.is_ended or (is_of_a_connection and ring.agreement.peer_has_failed())
+        ):
+            what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
+            late = dataclasses.replace(call, end=time.monotonic() + grace(call.timeout))
+            ring.agreement.fail(late, what, error)
+        if reports_errors:
+            ring.agreement.report_error(name, error)
+        raise
 
 
 def _abort_frameworks() -> None:

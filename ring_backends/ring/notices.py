@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -39,6 +39,7 @@ class Notices:
     _published: deque[str] = field(default_factory=deque)
     _refused: dict[int, str] = field(default_factory=dict)
     _store_is_lost: bool = False
+    _newest_shown: str = ""
 
     @property
     def _patience(self) -> float:
@@ -49,21 +50,27 @@ class Notices:
         """Publish that this rank refuses call ``number``."""
         self._refused[number] = text
         keys = {_configuration_key(number, self.rank): json.dumps({REFUSED: text}), f"refused/{number}": str(self.rank)}
-        for key, value in keys.items():
-            call_with_timeout(self._patience, partial(self.store.set, key, value), default=None)
-            self._published.append(key)
 
-    def exchange_configurations(self, call: Call) -> dict[int, dict[str, Any]]:
+        def publish() -> None:
+            for key, value in keys.items():
+                self.store.set(key, value)
+            store: Any = self.store  # torch's annotations lack append()
+            store.append(REFUSED, f"{number}/{self.rank} ")
+
+        call_with_timeout(self._patience, publish, default=None)
+        self._published.extend(keys)
+
+    def exchange_configurations(self, call: Call, is_vain: Callable[[], bool]) -> dict[int, dict[str, Any]]:
         """Publish this rank's configuration of ``call``, and return those of all ranks, or their refusals.
 
-        The result is empty if some rank has published none in time.
+        The result is empty if some rank has published none in time, or once ``is_vain`` returns True.
         """
         keys = self._configuration_keys(call)
         self._published.append(keys[self.rank])
 
         def exchange() -> dict[int, dict[str, Any]]:
             self.store.set(keys[self.rank], call.configuration.text)
-            self._wait_for(keys, call)
+            self._wait_for(keys, call, is_vain)
             published = {rank: json.loads(self.store.get(key)) for rank, key in enumerate(keys)}
             # All ranks have arrived, so earlier entries are no longer read. Otherwise each seq_len would leave some.
             while len(self._published) > 1:
@@ -86,14 +93,15 @@ class Notices:
     def _configuration_keys(self, call: Call) -> list[str]:
         return [_configuration_key(call.number, rank) for rank in range(self.size)]
 
-    def _wait_for(self, keys: list[str], call: Call) -> None:
+    def _wait_for(self, keys: list[str], call: Call, is_vain: Callable[[], bool]) -> None:
         """Poll the store until it has ``keys``. ``Store.wait`` would block the other threads that use it.
 
         A rank that has closed the ring does not come any more.
         """
         pause, longest = 0.001, 0.05
         while not self.store.check(keys):
-            if call.time_left() <= timedelta(milliseconds=1) or (pause == longest and self.store.check(["failed"])):
+            is_over = call.time_left() <= timedelta(milliseconds=1) or is_vain()
+            if is_over or (pause == longest and self.store.check(["failed"])):
                 raise dist.DistStoreError("not all ranks arrived")
             time.sleep(pause)
             pause = min(longest, 1.5 * pause)
@@ -111,41 +119,77 @@ class Notices:
         return as_read
 
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
-        """The reports by rank, of those ranks that publish one within ``seconds``, or refuse ``call``."""
+        """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""
         reports = {self.rank: own}
         end = time.monotonic() + seconds
+
+        def refusal(rank: int) -> Report | None:
+            for number in {str(call.number), *self._refused_by(own["calls"], rank)}:
+                key = _configuration_key(int(number), rank)
+                if self.store.check([key]) and REFUSED in (published := json.loads(self.store.get(key))):
+                    return {"calls": {}, "raised": None, REFUSED: {number: published[REFUSED]}}
+            return None
 
         def collect() -> None:
             while len(reports) < self.size and time.monotonic() < end:
                 for rank in set(range(self.size)) - set(reports):
-                    configuration = _configuration_key(call.number, rank)
                     if self.store.check([f"failed/{rank}"]):
                         reports[rank] = json.loads(self.store.get(f"failed/{rank}"))
-                    elif self.store.check([configuration]):
-                        published = json.loads(self.store.get(configuration))
-                        if REFUSED in published:
-                            refused = {str(call.number): published[REFUSED]}
-                            reports[rank] = {"calls": {}, "raised": None, REFUSED: refused}
+                    elif report := refusal(rank):
+                        reports[rank] = report
                 time.sleep(0.02)
 
         call_with_timeout(seconds, collect, default=None)
         return dict(reports)  # a copy: the thread that asks a slow store may still add reports
 
-    def peer_stopped(self, call: Call) -> bool:
-        """Whether a rank has closed the ring or refused ``call``. Asked by the watchdog's thread.
+    def peer_stopped(self, call: Call, latest: Sequence[Call], *, with_refusals: bool = True) -> bool:
+        """Whether a rank has closed the ring, refused a call of this rank, or made another one than rank 0.
 
-        If the network is gone, torch may wait forever for the answer. The store is asked again only after it. If a
-        request has failed, the store is not asked again, since torch logs each failure at length.
+        Asked by the watchdog's thread. If the network is gone, torch may wait forever for the answer. The store is
+        asked again only after it. If a request has failed, the store is not asked again, since torch logs each failure
+        at length.
+
+        Args:
+            call: the call in which this rank waits.
+            latest: the latest calls of this rank.
+            with_refusals: False leaves out refusals.
         """
 
         def ask() -> bool:
             try:
-                return any(self.store.check([key]) for key in ("failed", f"refused/{call.number}"))
+                if self.store.check(["failed"]) or self._differs_from_rank0(latest):
+                    return True
+                return with_refusals and (
+                    self.store.check([f"refused/{call.number}"])
+                    or bool(self._refused_by({str(made.number) for made in latest}))
+                )
             except dist.DistError:
                 self._store_is_lost = True
                 raise
 
         return not self._store_is_lost and call_with_timeout(self._patience, ask, default=False, asker=self)
+
+    def _differs_from_rank0(self, latest: Sequence[Call]) -> bool:
+        """Rank 0 publishes digests of its latest calls when it waits long, and the other ranks compare theirs."""
+        digests = {str(call.number): call.digest for call in latest}
+        if self.rank == 0:
+            newest = max(digests, key=int, default="")
+            if newest != self._newest_shown:
+                self.store.set("calls of rank 0", json.dumps(digests))
+                self._newest_shown = newest
+            return False
+        if not self.store.check(["calls of rank 0"]):
+            return False
+        shown = json.loads(self.store.get("calls of rank 0"))
+        return any(shown.get(number, digest) != digest for number, digest in digests.items())
+
+    def _refused_by(self, numbers: Collection[str], rank: int | None = None) -> list[str]:
+        """Those of the calls ``numbers`` that another rank, or ``rank``, has refused."""
+        if not self.store.check([REFUSED]):
+            return []
+        refused = [entry.split("/") for entry in self.store.get(REFUSED).decode().split()]
+        others = {str(self.rank)} if rank is None else {str(other) for other in range(self.size)} - {str(rank)}
+        return [number for number, by in refused if by not in others and number in numbers]
 
     def peer_has_closed(self) -> bool:
         """Whether a rank has closed the ring."""

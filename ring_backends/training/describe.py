@@ -56,7 +56,7 @@ def describe_settings(optimizer: torch.optim.Optimizer) -> dict[str, object]:
                 continue
             if isinstance(value, Tensor):
                 # Reading a number from a GPU would synchronize with it.
-                value = value.tolist() if value.device.type == "cpu" else f"a tensor on {value.device}"
+                value = value.tolist() if value.device.type == "cpu" else f"a tensor on {value.device.type}"
             settings[f"{name} of parameter group {index}"] = _text(value)
     return settings
 

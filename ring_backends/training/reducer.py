@@ -78,22 +78,24 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     waits_for: Counter[Node] = Counter()
     left, seen = [loss.grad_fn], {loss.grad_fn}
     while left:
-        for following, _ in left.pop().next_functions:
-            if following is not None:
-                waits_for[following] += 1
-                if following not in seen:
-                    seen.add(following)
-                    left.append(following)
+        for following in _following(left.pop()):
+            waits_for[following] += 1
+            if following not in seen:
+                seen.add(following)
+                left.append(following)
     places = itertools.count()
     ready = [(0, next(places), loss.grad_fn)]
     while ready:
         node = heapq.heappop(ready)[-1]
         yield node, len(ready)
-        for following, _ in node.next_functions:
-            if following is not None:
-                waits_for[following] -= 1
-                if not waits_for[following]:  # among ready nodes, the one made last runs first
-                    heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+        for following in _following(node):
+            waits_for[following] -= 1
+            if not waits_for[following]:  # among ready nodes, the one made last runs first
+                heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+
+
+def _following(node: Node) -> list[Node]:
+    return [following for following, _ in node.next_functions if following is not None]
 
 
 def _sequence_number(node: Node) -> int:
@@ -111,17 +113,34 @@ _PART = "ring_backends: part of the model"
 
 def mark_outputs(name: str, part: nn.Module, inputs: object, outputs: object) -> None:
     """A forward hook that records a part's name in the graph nodes of its outputs."""
-    if not is_eager_forward():
+    if not torch.is_grad_enabled() or not is_eager_forward():
         return
-    for output in internal(_pytree, "tree_leaves", "a search for tensors in a module's outputs")(outputs):
+    is_tensor = isinstance(outputs, Tensor)
+    leaves = internal(_pytree, "tree_leaves", "a search for tensors in a module's outputs")
+    for output in (outputs,) if is_tensor else leaves(outputs):
         if isinstance(output, Tensor) and output.grad_fn is not None:
             cast(dict[Any, Any], output.grad_fn.metadata).setdefault(_PART, []).append(name)
 
 
 def modules_in_backward(loss: Tensor) -> list[str]:
-    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them."""
-    nodes = (node for node, _ in backward_order(loss))
-    found = (name for node in nodes for name in cast(dict[Any, Any], node.metadata).get(_PART, ()))
+    """The names of the marked parts of a model, in the order in which the backward of ``loss`` reaches them.
+
+    That is the reverse order of the forward. A node with a higher number also has only nodes with higher numbers before
+    it, and the engine runs the ready node with the highest number first.
+    """
+    if loss.grad_fn is None:
+        return []
+    marked, left, seen = [], [loss.grad_fn], {loss.grad_fn}
+    while left:
+        node = left.pop()
+        names = cast(dict[Any, Any], node.metadata).get(_PART)
+        if names is not None:
+            marked.append((-_sequence_number(node), names))
+        for following in _following(node):
+            if following not in seen:
+                seen.add(following)
+                left.append(following)
+    found = (name for _, names in sorted(marked) for name in names)
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
@@ -198,25 +217,47 @@ def _empty_sparse_gradient(parameter: Tensor) -> Tensor:
     return torch.sparse_coo_tensor(places, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
 
 
-class OrderedGradients(torch.autograd.Function):
-    """A copy of a loss whose backward returns the gradients of all parameters together, in the parameters' order.
+def with_ordered_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """A copy of a loss whose backward first computes all gradients, and then gives them to the parameters in order.
 
-    Call it as ``OrderedGradients.apply([loss], *parameters)``. A parameter on which ``loss`` does not depend gets
-    zeros. Some reducers process gradients in the order in which they arrive. If that order differs between ranks, such
-    a reducer adds up gradients of different parameters.
+    A parameter on which ``loss`` does not depend gets zeros. Some reducers process gradients in the order in which they
+    arrive. If that order differs between ranks, such a reducer adds up gradients of different parameters.
     """
+    gradients = _Gradients(loss, parameters)
+    copy = loss.detach().clone()
+    for parameter in reversed(parameters):  # the node that is made last runs first
+        copy = _OneGradient.apply(copy, parameter, gradients)  # type: ignore[no-untyped-call]
+    return copy
+
+
+class _Gradients:
+    """The gradients of a loss, in the order of the parameters."""
+
+    def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
+        self._loss, self._parameters = loss, parameters
+        self._left: Iterator[Tensor] | None = None
+
+    def take(self, grad: Tensor) -> Tensor:
+        """The next gradient."""
+        if self._left is None:
+            with hooks_disabled(self._parameters):  # the hooks run later, when these gradients are accumulated
+                found = torch.autograd.grad(self._loss, self._parameters, grad, allow_unused=True)
+            pairs = zip(found, self._parameters, strict=True)
+            self._left = iter([torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs])
+        return next(self._left)
+
+
+class _OneGradient(torch.autograd.Function):
+    """Gives a gradient to one parameter. The engine accumulates it before it runs the next node."""
 
     @staticmethod
-    def forward(ctx: Any, loss: list[Tensor], *parameters: nn.Parameter) -> Tensor:
-        ctx.loss, ctx.parameters = loss, parameters
-        return loss[0].detach().clone()
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, gradients: _Gradients) -> Tensor:
+        ctx.gradients = gradients
+        return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        with hooks_disabled(ctx.parameters):  # the hooks run later, when these gradients are accumulated
-            gradients = torch.autograd.grad(ctx.loss, ctx.parameters, grads, allow_unused=True)
-        pairs = zip(gradients, ctx.parameters, strict=True)
-        return None, *(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
+        return grads[0], ctx.gradients.take(grads[0]), None
 
 
 class Autocast(nn.Module):

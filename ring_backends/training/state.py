@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ring_backends.errors import RingMismatchError
 from ring_backends.ring.collectives import agree, broadcast, do_on_all
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
@@ -73,6 +72,7 @@ class TrainingState(SavedTraining):
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
         self._step_token_count: float | None = None
+        self._is_compared = False
         self._loss_counts: set[float | None] = set()
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
         self._buffers = persistent_buffers(model)
@@ -93,11 +93,17 @@ class TrainingState(SavedTraining):
 
         Raises:
             ValueError, TypeError: ``local_count`` is not a finite number of at least 0.
-            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+            RingMismatchError: a rank makes another call, or has passed other values to the calls since the last count,
+                such as another learning rate.
+            RingPeerError: a rank is gone.
         """
         with self._world.report_refusals():
             count = check_count("local_count", local_count)
-        by_rank = agree(self._world, "global_count", None, [count, isinstance(count, int)])
+        # Settings that differ are known before the step.
+        settings, event = describe_settings(self.optimizer), self._event("global_count", {})
+        numbers = [count, isinstance(count, int)]
+        by_rank = agree(self._world, "global_count", event.fields, numbers, values=settings)
+        self._is_compared = True
         total = math.fsum(rank_count for rank_count, _ in by_rank)
         return int(total) if all(is_int for _, is_int in by_rank) else total
 
@@ -157,15 +163,7 @@ class TrainingState(SavedTraining):
                     "reduced already; call step() first, pass the sum of the losses, or raise accumulation_steps."
                 )
             graph = self._describe_graph(loss)
-        try:
-            self._agree("backward", {"step_token_count": self._step_token_count, **graph})
-        except RingMismatchError as error:
-            if not any(name in str(error) for name in graph):
-                raise
-            raise RingMismatchError(
-                f"{error} The framework reduces gradients in the order in which they arrive: let the losses of all "
-                "ranks depend on the same parts of the model; add 0 * output.sum() of a part that a rank does not use."
-            ) from error
+        self._agree("backward", graph, {"step_token_count": self._step_token_count}, if_new=True)
         with self._framework_collectives("backward"):
             self._backward(loss)
         self._loss_counts.add(self._step_token_count)
@@ -204,9 +202,10 @@ class TrainingState(SavedTraining):
                 step_token_count = check_count("step_token_count", step_token_count)
             factor = self._rescaling(step_token_count)
             self._check_optimizer()
-            optimizer = {"optimizer": self._optimizer_class.__name__, **describe_settings(self.optimizer)}
-        fields = {"step_token_count": step_token_count, **optimizer, **self._describe_gradients()}
-        self._agree("step", fields, after_hops=True)
+            fields = {"optimizer": self._optimizer_class.__name__, **self._describe_gradients()}
+            values = {"step_token_count": step_token_count, **describe_settings(self.optimizer)}
+        self._agree("step", fields, values, after_hops=True, if_new=self._is_compared)
+        self._is_compared = False
         with self._framework_collectives("step"):
             if is_early:
                 self._expect_micro_batch(ends_step=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, PlacedModel
 from ring_backends.testing.rings import (
@@ -26,6 +29,7 @@ from ring_backends.testing.rings import (
     every_layout,
     ring_here,
 )
+from ring_backends.testing.synchronisation import SynchronisationTests
 from ring_backends.testing.training_runs import (
     FP32,
     FP64,
@@ -153,7 +157,35 @@ def parallelize_badly(adapter: str, rings: RingSpec, options: Mapping[str, Any])
     )
 
 
-class TrainingTests(AdapterSuite):
+def has_open_connections() -> bool:
+    """Whether the process groups of the frameworks, and all rings that are still in use, are open."""
+
+    def are_open() -> bool:
+        return not any(getattr(ring, "has_failed", False) for ring in list(WATCHDOG._rings))
+
+    if not are_open():
+        gc.collect()  # rings of earlier tests
+    dist.monitored_barrier(timeout=timedelta(seconds=5))
+    return are_open()
+
+
+def renew_closed_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Start new ranks after a test that closed the process groups of its framework, or a ring that later tests use.
+
+    Ranks do so if they wait in a collective of the framework that another rank does not call.
+    """
+    worlds = [request.getfixturevalue(name) for name in ("world", "pair") if name in request.fixturenames]
+    yield
+    for world in worlds:
+        if world._processes and not all(outcome.value for outcome in world.run_collect(has_open_connections)):
+            world.close()
+
+
+class TrainingTests(SynchronisationTests):
+    @pytest.fixture(autouse=True)
+    def _renew_closed_worlds(self, request: pytest.FixtureRequest) -> Iterator[None]:
+        yield from renew_closed_worlds(request)
+
     def check_training(
         self, world: World, rings: RingSpec, layout: LayoutKind, recipe: Recipe, tolerance: float
     ) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -162,6 +163,7 @@ class ShardedForward:
         self.first_position = first_position_of(inner.config)
         self.skips_padding = self.first_position > 0
         self.takes_num_items: bool | None = None
+        self.batches = ComparedBatches(self.ring)
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
 
@@ -201,8 +203,7 @@ class ShardedForward:
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
-        if self.ring.size > 1:
-            agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
+        self.batches.compare(batch)
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
         if labels is not None:
             self.labels = self.ring.shard(labels)
@@ -282,6 +283,72 @@ class ShardedForward:
                 "pad on one side."
             )
         return torch.where(is_counted, is_counted.cumsum(1), 0) - 1 + self.first_position
+
+
+class ComparedBatches:
+    """Compares the batches of a model between the ranks of a ring, without a message per batch.
+
+    The ranks compare the first batch in full. Afterwards a description of the batch, with checksums, is part of the
+    tags of all messages of the ring. Ranks with different batches wait for each other's messages, and all of them raise
+    RingMismatchError.
+
+    The host does not wait for checksums of tensors on a GPU. They are copied to pinned memory, and are part of the tags
+    after ``LAG`` further batches.
+    """
+
+    LAG = 2
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self.is_first = True
+        self.copied: deque[tuple[dict[str, Tensor], torch.cuda.Event]] = deque()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ComparedBatches:
+        return type(self)(self.ring)
+
+    def compare(self, batch: Mapping[str, Any]) -> None:
+        """Compare a batch with those of the other ranks, now or in the next messages.
+
+        Raises:
+            RingMismatchError, RingPeerError: the first batch differs, or a rank is gone.
+        """
+        agreement = self.ring.agreement
+        if agreement is None:
+            return
+        if self.is_first:
+            agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
+            self.is_first = False
+            return
+        on_gpu = {name: value for name, value in batch.items() if is_on_gpu(value)}
+        described = {name: describe(value) for name, value in batch.items() if name not in on_gpu}
+        described |= {name: f"{value.dtype} {[*value.shape]}" for name, value in on_gpu.items()}
+        if on_gpu:
+            self._copy({name: checksum(value) for name, value in on_gpu.items()})
+        if len(self.copied) > self.LAG:
+            checksums, event = self.copied.popleft()
+            event.synchronize()  # of an earlier batch: the GPU has finished its checksums long ago
+            earlier = {f"{name}, {self.LAG} batches before": f"checksum {int(x)}" for name, x in checksums.items()}
+            described |= earlier
+        agreement.context = described
+
+    def _copy(self, checksums: Mapping[str, Tensor]) -> None:
+        on_host = {name: torch.empty_like(x, device="cpu", pin_memory=True) for name, x in checksums.items()}
+        for name, pinned in on_host.items():
+            pinned.copy_(checksums[name], non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.copied.append((on_host, event))
+
+
+def is_on_gpu(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_cuda
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A checksum of a tensor's bits in their order, as int64 on the tensor's device."""
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    bits = tensor.detach().flatten().view(integers).long()
+    return (bits * torch.arange(1, 2 * bits.numel(), 2, device=tensor.device).mul_(0x9E3779B1)).sum()
 
 
 def labels_of_rows(batch: Mapping[str, Any], label_of: LabelOf | None) -> Tensor | None:
