@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import rank
 import typer
 from blocks import blocks_command
+from calls import latency_command, tiny_calls_command
 from case import BARE_KERNELS, ONE_DEVICE, STANDARD, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, report
@@ -27,6 +28,8 @@ LONGEST_KERNELS = 16384
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
 app.command("blocks")(blocks_command)
+app.command("tiny-calls")(tiny_calls_command)
+app.command("latency")(latency_command)
 
 
 @app.command("overhead")

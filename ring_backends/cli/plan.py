@@ -19,7 +19,7 @@ from ring_backends.cli.options import Options, attention, check_kv_heads, check_
 from ring_backends.cli.output import wide_console
 from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
-from ring_backends.cost.hardware import Hardware
+from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.launch import num_cores
 from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
@@ -94,6 +94,12 @@ class PlanOptions(Options):
         help="Rate of the attention kernel on one rank, in forward and in backward. Replaces the measured rates. "
         "The estimate then ignores the time to gather and merge rows.",
     )
+    tile_seconds: float | None = _constant(
+        None,
+        metavar="SECONDS",
+        help="Time that the host needs to launch a tile. Replaces the measured time. Default if nothing is measured: "
+        "100 µs with --device cuda, else 0.",
+    )
     nproc_per_node: int | None = _constant(
         None,
         min=2,
@@ -116,6 +122,10 @@ class PlanOptions(Options):
         super().check()
         for name in ("latency", "bandwidth", "flops"):
             check_positive(name, getattr(self, name))
+        if self.tile_seconds is not None and not 0 <= self.tile_seconds < float("inf"):
+            raise ValueError(
+                f"tile_seconds = {self.tile_seconds}: must be finite and not negative; give another number."
+            )
         if self.probe is not None and not self.probe.is_file():
             raise ValueError(
                 f"probe = {str(self.probe)!r}: the file does not exist; write one with `ring-backends info --probe "
@@ -193,7 +203,11 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
         probe = local_probe.read(chosen.probe, _name(dtype))
         source = f"Constants from {chosen.probe}"
     elif latency is not None and bandwidth is not None and flops is not None:
-        return Hardware(latency, bandwidth, flops, flops), None, "Constants as given."
+        by_default = DEFAULT_TILE_SECONDS if chosen.device == "cuda" else 0.0
+        tile_seconds = by_default if chosen.tile_seconds is None else chosen.tile_seconds
+        hardware = Hardware(latency, bandwidth, flops, flops, tile_seconds=tile_seconds)
+        assumed = f", and {tile_seconds * 1e6:.0f} µs of the host per tile" if chosen.tile_seconds is None else ""
+        return hardware, None, f"Constants as given{assumed if tile_seconds else ''}."
     else:
         gpus = torch.cuda.device_count() if chosen.device != "cpu" else 0
         fits = 2 <= chosen.ring_size <= (gpus or num_cores())
@@ -201,13 +215,13 @@ def _hardware(chosen: PlanOptions, dtype: torch.dtype, console: Console) -> tupl
         with console.status(f"measuring on {num_ranks} local ranks"):
             probe = local_probe.measure(num_ranks, _name(dtype), chosen.device, chosen.head_dim)
         source = "Constants measured just now"
-    links = {"latency_seconds": latency, "bytes_per_second": bandwidth}
+    links = {"latency_seconds": latency, "bytes_per_second": bandwidth, "tile_seconds": chosen.tile_seconds}
     changes: dict[str, Any] = {name: value for name, value in links.items() if value is not None}
     if flops is not None:
         changes |= {"forward_flops_per_second": flops, "backward_flops_per_second": flops}
         changes |= {"causal_forward_flops_per_second": None, "causal_backward_flops_per_second": None}
         changes |= {"row_keys": 0.0, "causal_row_keys": 0.0, "copy_bytes_per_second": None}
-    given = [name for name in ("latency", "bandwidth", "flops") if getattr(chosen, name) is not None]
+    given = [name for name in ("latency", "bandwidth", "flops", "tile_seconds") if getattr(chosen, name) is not None]
     source += (
         f": {probe['ranks']} ranks at once, {probe['transport']}, {probe['device']}, {probe['dtype']}, head dim "
         f"{probe['head_dim']}, kernel {probe['kernel']}" + (f", {' and '.join(given)} as given." if given else ".")

@@ -10,6 +10,9 @@ from typing import Any
 
 _MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "tile_seconds", "overlap")
 
+DEFAULT_TILE_SECONDS = 100e-6
+"""Time that the host needs to launch a tile on a GPU, if it was not measured."""
+
 
 @dataclass(frozen=True)
 class Hardware:

@@ -42,24 +42,23 @@ def key_format(rows: LocalRows) -> RowFormat:
 class KeysAround:
     """K and V that arrive step by step."""
 
-    def __init__(self, plan: RankPlan, rows: LocalRows, hops: Hops | None) -> None:
+    def __init__(self, plan: RankPlan, rows: LocalRows, hops: Hops) -> None:
         self._plan, self._rows, self._hops = plan, rows, hops
         self._arriving: tuple[Hop, WireBuffer] | None = None
 
     def advance(self, step: int) -> WireBuffer | None:
         """Wait for the parcels of ``step``, and post the hop of the next step. Return the parcels."""
-        if self._hops is None:
-            return None
         arrived = None
         if self._arriving is not None:
             hop, arrived = self._arriving
             self._arriving = None
             hop.wait()
+            del hop  # frees the buffer that it sent
         if step + 1 < len(self._plan.steps):
-            self._arriving = self._post(step + 1, arrived, self._hops)
+            self._arriving = self._post(step + 1, arrived)
         return arrived
 
-    def _post(self, index: int, arrived: WireBuffer | None, hops: Hops) -> tuple[Hop, WireBuffer] | None:
+    def _post(self, index: int, arrived: WireBuffer | None) -> tuple[Hop, WireBuffer] | None:
         """Post the hop that ``index`` waits for: parcels that have arrived, or this rank's own rows."""
         block, step = self._plan.steps[index]
         if not step.sends and not step.receives:
@@ -73,13 +72,13 @@ class KeysAround:
         assert outgoing is not None
         incoming = WireBuffer.of(row_format, step.receives, device)
         by_peer = incoming.by_peer(step.receives)
-        hop = hops.post(index, outgoing.by_peer(step.sends), step.sends, by_peer, row_format)
+        hop = self._hops.post(index, outgoing.by_peer(step.sends), step.sends, by_peer, row_format)
         return None if hop is None else (hop, incoming)
 
 
 class _Arriving(NamedTuple):
     hop: Hop | None
-    buffer: WireBuffer
+    buffer: WireBuffer | None
     grads: BlockGrads
     ends_block: bool
 
@@ -100,16 +99,23 @@ class GradsAround:
         )
         self._before: _Arriving | None = None
 
-    def of_step(self, step: Step) -> WireBuffer:
-        """A buffer for dK and dV of the parcels of a step."""
+    def of_step(self, step: Step) -> WireBuffer | None:
+        """A buffer for dK and dV of the parcels of a step; None if it has no parcels."""
+        if not step.grad_sends:
+            return None
         return WireBuffer.of(self._sum_format, step.grad_sends, self._device, zeroed=True)
 
-    def advance(self, index: int, step: Step, passed_on: WireBuffer, grads: BlockGrads, *, ends_block: bool) -> None:
+    def advance(
+        self, index: int, step: Step, passed_on: WireBuffer | None, grads: BlockGrads, *, ends_block: bool
+    ) -> None:
         """After the tiles of a step: add what arrives from the step before, and send the buffer of this step."""
         self.settle(passed_on)
-        hop, incoming = None, WireBuffer.of(self._wire_format, step.grad_receives, self._device)
+        hop = incoming = None
         if self._hops is not None and (step.grad_sends or step.grad_receives):
-            outgoing = passed_on.to(self._wire_format.dtype).by_peer(step.grad_sends)
+            incoming = WireBuffer.of(self._wire_format, step.grad_receives, self._device)
+            outgoing = {}
+            if passed_on is not None:
+                outgoing = passed_on.to(self._wire_format.dtype).by_peer(step.grad_sends)
             by_peer = incoming.by_peer(step.grad_receives)
             hop = self._hops.post(index, outgoing, step.grad_sends, by_peer, self._wire_format, grads=True)
         self._before = _Arriving(hop, incoming, grads, ends_block)
@@ -124,7 +130,7 @@ class GradsAround:
             return
         hop, arrived, grads, ends_block = self._before
         self._before = None
-        if hop is not None:
+        if hop is not None and arrived is not None:
             hop.wait()
             sums = grads.sums
             own: dict[int, list[Rows]] = {}

@@ -34,14 +34,16 @@ def backward(
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
         dtypes = {"sum_dtype": sum_dtype, "wire_dtype": wire_dtype}
-        keys, key_grads = KeysAround(plan, rows, hops), GradsAround(rows.key, hops, **dtypes)
-        spread = spread_grads = None
+        key_grads = GradsAround(rows.key, hops, **dtypes)
+        keys = spread = spread_grads = None
+        if hops is not None:
+            keys = KeysAround(plan, rows, hops)
         if hops is not None and plan.spread:
             spread, spread_grads = SpreadKeys(plan, rows, hops), SpreadGrads(plan, rows.key, hops, **dtypes)
         for index, (block, step) in enumerate(plan.steps):
             if spread is not None:
                 spread.advance(index)
-            arrived = keys.advance(index)
+            arrived = None if keys is None else keys.advance(index)
             if step is block.steps[0]:
                 here, its_saved, block_grads = rows.block(block), saved.of(block), BlockGrads(*grads, block)
             passed_on = key_grads.of_step(step)

@@ -28,12 +28,12 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = LocalRows.of(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)
-        around = KeysAround(plan, rows, hops)
+        around = None if hops is None else KeysAround(plan, rows, hops)
         spread = None if hops is None or not plan.spread else SpreadKeys(plan, rows, hops)
         for index, (block, step) in enumerate(plan.steps):
             if spread is not None:
                 spread.advance(index)
-            arrived = around.advance(index)
+            arrived = None if around is None else around.advance(index)
             if step is block.steps[0]:
                 here, block_out = rows.block(block), BlockOut(out, lse, block)
             tiles.forward_into(step.tiles, here, arrived, block_out)

@@ -23,7 +23,7 @@ RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 POST_SPAN, WAIT_SPAN = "ring_backends::post_hop", "ring_backends::wait_hop"
 """The names under which torch.profiler shows the posting of a hop, and the wait for one."""
 
-_SPREAD = 0x8000
+SPREAD = 0x8000
 """Hops of spread branches have tags from here on."""
 
 
@@ -91,7 +91,7 @@ class Hops:
             f"rank {self.rank} waited in {'spread hop' if spread else 'step'} {step} of {self.call.direction} for "
             f"{'dK and dV' if grads else 'K and V'} from rank {[*incoming]} and to rank {[*outgoing]}"
         )
-        tag = self.call.tag(2 * step + grads + (_SPREAD if spread else 0))
+        tag = self.call.tag(2 * step + grads + (SPREAD if spread else 0))
         try:
             with record_function(POST_SPAN), self.agreement.waiting(self.call):
                 hop = Hop(self.ring_pass(outgoing, incoming, tag), outgoing, description, self)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -65,14 +64,22 @@ class BlockOut:
     """out and LSE of one block of heads."""
 
     def __init__(self, out: Result, lse: Tensor, block: HeadBlock) -> None:
-        self.block, self._out, self._lse = block, out, lse[:, :, block.heads]
+        self.block, self._out = block, out
+        self._lse = lse if block.has_all_heads else lse[:, :, block.heads]
+        self._sums: Merged | None = None
 
     @property
     def results(self) -> Merged:
-        return Merged(self._out.tensor[:, :, self.block.heads], self._lse)
+        out = self._out.tensor
+        return Merged(out if self.block.has_all_heads else out[:, :, self.block.heads], self._lse)
 
-    @cached_property
+    @property
     def sums(self) -> Merged:
+        if self._sums is None:
+            self._sums = self._new_sums()
+        return self._sums
+
+    def _new_sums(self) -> Merged:
         results, block = self.results, self.block
         lse = torch.full_like(results.lse, -math.inf) if block.others else results.lse
         if not block.is_opened:
@@ -125,13 +132,21 @@ class BlockGrads:
     def __init__(self, query: Result, key: Result, value: Result, block: HeadBlock) -> None:
         self.block = block
         self._results = ((query, block.heads), (key, block.kv_heads), (value, block.kv_heads))
+        self._sums: Grads | None = None
 
     @property
     def results(self) -> Grads:
+        if self.block.has_all_heads:
+            return Grads(*(result.tensor for result, _ in self._results))
         return Grads(*(result.tensor[:, :, heads] for result, heads in self._results))
 
-    @cached_property
+    @property
     def sums(self) -> Grads:
+        if self._sums is None:
+            self._sums = self._new_sums()
+        return self._sums
+
+    def _new_sums(self) -> Grads:
         sides = [branch.queries for branch in self.block.others], [branch.keys for branch in self.block.others]
         rows = sides[0], sides[1], sides[1]
         return Grads(*(_sums(result, self.block, of) for result, of in zip(self.results, rows, strict=True)))
@@ -140,7 +155,7 @@ class BlockGrads:
         """What the gradients of a tile are added to."""
         return self.sums if self.block.has_sums(tile) else self.results
 
-    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer) -> None:
+    def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer | None) -> None:
         """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
         if tile.branch == self.block.base:
             assert isinstance(tile.keys, DilatedRows)
@@ -155,6 +170,7 @@ class BlockGrads:
         if isinstance(tile.keys, DilatedRows):
             keys = [Rows(into.key, tile.keys, grad_key), Rows(into.value, tile.keys, grad_value)]
         else:
+            assert parcels is not None
             parcels.add(tile.keys, grad_key, grad_value)
         both = (queries, tile.opens_queries), (keys, tile.opens_keys)
         stored = [part for parts, opens in both for part in parts if opens]

@@ -123,7 +123,7 @@ class TileRunner:
         arrived: WireBuffer | None,
         saved: SavedRows,
         grads: BlockGrads,
-        passed_on: WireBuffer,
+        passed_on: WireBuffer | None,
     ) -> None:
         """Compute the gradients of the tiles of one step, and add them up."""
         for kernel, group in self._groups(tiles, grads.block):
@@ -227,10 +227,9 @@ class TileRunner:
 
     def _contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
         """The rows in memory that all tiles use; in place if they are few, or are those of out, which are read once."""
-        if name == "out" or rows.size * tensor.shape[0] * tensor.shape[-1] * tensor.itemsize < MIN_COPY_BYTES:
-            view = row_view(tensor, rows)
-            if view is not None:
-                return view
+        view = row_view(tensor, rows, None if name == "out" else MIN_COPY_BYTES)
+        if view is not None:
+            return view
         if name in self._gathered:
             held_tensor, held_rows, gathered = self._gathered[name]
             if held_tensor is tensor and held_rows == rows:

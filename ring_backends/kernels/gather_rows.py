@@ -9,6 +9,7 @@ Tensors are [batch, seq, heads, …]; gathered rows are [batch * segments, heads
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -27,11 +28,12 @@ ROWS_AT_ONCE = 512
 
 
 class _Layout(NamedTuple):
-    """Sizes, strides and storage offset of a view, relative to the tensor's own offset."""
+    """Sizes, strides, storage offset relative to the tensor's own, and number of elements of a view."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    numel: int
 
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
@@ -68,19 +70,18 @@ def _work_out(shape: Sequence[int], strides: Sequence[int], rows: DilatedRows) -
             heads * head_stride + phases * seq_stride
             for heads, phases in ((run.outer_head, run.outer_phase), (run.inner_head, run.inner_phase))
         )
-        layout = _Layout(
-            (batch, rows.segments, run.outer, run.inner, rows.rows, *rest),
-            (batch_stride, segment_stride, outer_stride, inner_stride, rows.rate * seq_stride, *rest_strides),
-            (rows.start + run.phase) * seq_stride + run.head * head_stride,
-        )
+        size = batch, rows.segments, run.outer, run.inner, rows.rows, *rest
+        stride = batch_stride, segment_stride, outer_stride, inner_stride, rows.rate * seq_stride, *rest_strides
+        offset = (rows.start + run.phase) * seq_stride + run.head * head_stride
+        layout = _Layout(size, stride, offset, math.prod(size))
         runs.append((slice(first_head, first_head + run.num_heads), layout))
         first_head += run.num_heads
     whole = None
     if len(runs) == 1:
-        (_, (size, stride, offset)), *_ = runs
+        (_, (size, stride, offset, numel)), *_ = runs
         groups, heads = (_merged(size[dim : dim + 2], stride[dim : dim + 2]) for dim in (0, 2))
         if groups is not None and heads is not None:
-            whole = _Layout((groups[0], heads[0], *size[4:]), (groups[1], heads[1], *stride[4:]), offset)
+            whole = _Layout((groups[0], heads[0], *size[4:]), (groups[1], heads[1], *stride[4:]), offset, numel)
     return _RowLayouts(tuple(runs), whole)
 
 
@@ -134,10 +135,15 @@ def gather_all(
     return gathered
 
 
-def row_view(tensor: Tensor, rows: DilatedRows) -> Tensor | None:
-    """The rows as a view [batch * segments, heads, rows, …]; None if the tensor's strides do not allow one."""
+def row_view(tensor: Tensor, rows: DilatedRows, max_bytes: int | None = None) -> Tensor | None:
+    """The rows as a view [batch * segments, heads, rows, …].
+
+    Returns None if the tensor's strides do not allow one, or the rows have more than ``max_bytes`` bytes.
+    """
     whole = _layouts(tensor, rows).whole
-    return None if whole is None else whole.of(tensor)
+    if whole is None or (max_bytes is not None and whole.numel * tensor.itemsize > max_bytes):
+        return None
+    return tensor.as_strided(whole.size, whole.stride, tensor.storage_offset() + whole.offset)
 
 
 def gather_into(destination: Tensor, tensor: Tensor, rows: DilatedRows) -> None:
@@ -222,10 +228,14 @@ def whole(values: Tensor, rows: DilatedRows, shape: Sequence[int]) -> Tensor | N
         rows: the rows that ``values``, [batch * segments, heads, rows, …], were computed for.
         shape: the shape of the whole tensor.
     """
-    _, seq, heads, *_ = shape
-    runs_over_heads = rows.runs == (HeadRun(0, 0, inner=heads, inner_head=1 if heads > 1 else 0),)
-    all_rows = rows.rate == 1 and rows.start == 0 and rows.segments * rows.rows == seq
-    if not (runs_over_heads and all_rows and rows.segment_stride in (0, rows.rows)):
+    is_whole = rows.views.get(shape)
+    if is_whole is None:
+        _, seq, heads, *_ = shape
+        runs_over_heads = rows.runs == (HeadRun(0, 0, inner=heads, inner_head=1 if heads > 1 else 0),)
+        all_rows = rows.rate == 1 and rows.start == 0 and rows.segments * rows.rows == seq
+        is_whole = runs_over_heads and all_rows and rows.segment_stride in (0, rows.rows)
+        rows.views[shape] = is_whole
+    if not is_whole:
         return None
     by_rows = values.transpose(1, 2)
     return by_rows.reshape(shape) if by_rows.is_contiguous() else None

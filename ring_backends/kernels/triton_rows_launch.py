@@ -44,8 +44,8 @@ class Rows(NamedTuple):
 
 def can_launch(*tensors: Tensor) -> bool:
     """Whether the kernels serve these tensors: on a CUDA device that Triton supports, with values, not in fp64."""
-    return all(
-        tensor.device.type == "cuda"
+    return tensors[0].is_cuda and all(
+        tensor.is_cuda
         and tensor.dtype not in (torch.float64, torch.complex64, torch.complex128)
         and has_values(tensor)
         and _is_supported(tensor.device)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import ring_backends.engine.call
+from ring_backends.engine.hops import SPREAD
 from ring_backends.kernels import select_kernel
 from ring_backends.ring.stream_hops import StreamHop
 from ring_backends.ring.transfer import Transfer
@@ -54,6 +55,11 @@ class Event:
         return self.what != "tile" and self.tag % 2 == 0
 
     @property
+    def is_spread(self) -> bool:
+        """Whether the hop carries rows of spread branches."""
+        return self.what != "tile" and bool(self.tag & SPREAD)
+
+    @property
     def step(self) -> int:
         """The step of the schedule that waits for this hop of K and V."""
         return (self.tag & 0xFFFF) // 2
@@ -68,7 +74,7 @@ class Recording:
     _received: dict[int, list[StorageWeakRef]] = field(default_factory=dict)
 
     def post(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> None:
-        if tag % 2 == 0 and incoming:
+        if tag % 2 == 0 and incoming and not tag & SPREAD:
             self._received[tag] = [StorageWeakRef(buffer.untyped_storage()) for buffer in incoming.values()]
         sent, received = ({peer: x.nbytes for peer, x in buffers.items()} for buffers in (outgoing, incoming))
         self._add(Event("post", tag, sent=sent, received=received))
@@ -129,7 +135,7 @@ def recorded(attention_class: Any) -> Iterator[Recording]:
     def recorded_plan(*args: Any, **kwargs: Any) -> RankPlan:
         plan = rank_plan(*args, **kwargs)
         direction = "backward" if kwargs["backward"] else "forward"
-        recording.tiles_of_steps[direction] = [len(step.tiles) for _, step in plan.steps]
+        recording.tiles_of_steps[direction] = [len(step.tiles) + len(step.spread_tiles) for _, step in plan.steps]
         return plan
 
     ring_backends.engine.call.forget_calls()
