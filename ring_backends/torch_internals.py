@@ -14,6 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils import _python_dispatch
 
 _MISSING = object()
@@ -66,6 +67,12 @@ def mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
 # Without the private function, the answer is always true. Callers then take a slower way to the same result.
 in_dispatch_mode: Callable[[], bool] = getattr(_python_dispatch, "is_in_torch_dispatch_mode", lambda: True)
 """Whether a mode such as FakeTensorMode intercepts the operators that this thread calls."""
+
+
+def span(name: str) -> contextlib.AbstractContextManager[object]:
+    """Shows what is computed within it to torch.profiler, if that is running."""
+    is_running = internal(torch._C._autograd, "_profiler_enabled", "a span of the profiler")()
+    return record_function(name) if is_running else contextlib.nullcontext()
 
 
 def untraced(function: Callable[P, Result]) -> Callable[P, Result]:

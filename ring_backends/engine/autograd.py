@@ -66,7 +66,7 @@ def attend(inputs: AttentionInputs, executor: Executor) -> Any:
     if inputs.needs_gradients or torch.compiler.is_compiling():
         out, lse = _Attend.apply(executor, inputs.options, *inputs.tensors)  # type: ignore[no-untyped-call]
     else:
-        with torch.no_grad(), without_autocast(inputs.query.device):
+        with without_autocast(inputs.query.device):
             out, lse, *_ = executor.forward(inputs)
     return (out, lse.transpose(1, 2)) if inputs.return_lse else out
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
-from torch.profiler import record_function
 
 from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.ring.agreement import Agreement
@@ -16,6 +15,7 @@ from ring_backends.ring.calls import Call
 from ring_backends.ring.ring import Traffic
 from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.rank_plan import Message
+from ring_backends.torch_internals import span
 
 RingPass = Callable[[Mapping[int, Tensor], Mapping[int, Tensor], int], Transfer]
 """(outgoing, incoming, tag) -> Transfer: posts one hop, with at most one buffer per ring rank in either direction."""
@@ -41,7 +41,7 @@ class Hop:
         hops, started = self.hops, time.perf_counter()
         hops.posted.remove(self)
         try:
-            with record_function(WAIT_SPAN), hops.agreement.waiting(hops.call):
+            with span(WAIT_SPAN), hops.agreement.waiting(hops.call):
                 on_stream = self.transfer.wait(hops.call.time_left())
         except Exception as error:
             hops.agreement.fail(hops.call, self.description, error)
@@ -93,7 +93,7 @@ class Hops:
         )
         tag = self.call.tag(2 * step + grads + (SPREAD if spread else 0))
         try:
-            with record_function(POST_SPAN), self.agreement.waiting(self.call):
+            with span(POST_SPAN), self.agreement.waiting(self.call):
                 hop = Hop(self.ring_pass(outgoing, incoming, tag), outgoing, description, self)
                 self.posted.append(hop)
         except Exception as error:

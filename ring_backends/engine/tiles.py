@@ -5,7 +5,6 @@ Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut
@@ -27,6 +25,7 @@ from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.steps import StepKernel, parcel_key_words
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.torch_internals import span
 
 TILE_SPAN = "ring_backends::tile"
 """The name under which torch.profiler shows the computation of one tile, including its merge.
@@ -109,11 +108,11 @@ class TileRunner:
         """Compute the tiles of one step, and merge them into the results of their block of heads."""
         for kernel, group in self._groups(tiles, block_out.block):
             if isinstance(kernel, StepKernel):
-                with _span():
+                with span(TILE_SPAN):
                     kernel.forward_into(group, here, arrived, *block_out.of(group[0]), scale=self.scale)
                 continue
             for tile in self._parts(group, here.query):
-                with _span():
+                with span(TILE_SPAN):
                     block_out.merge_tile(tile, *self.forward(tile, here, arrived))
 
     def backward_into(
@@ -129,11 +128,11 @@ class TileRunner:
         for kernel, group in self._groups(tiles, grads.block):
             if isinstance(kernel, StepKernel):
                 given = here, arrived, saved.grad_out, saved.out, saved.lse
-                with _span():
+                with span(TILE_SPAN):
                     kernel.backward_into(group, *given, grads.of(group[0]), passed_on, scale=self.scale)
                 continue
             for tile in self._parts(group, here.query):
-                with _span():
+                with span(TILE_SPAN):
                     tile_grads = self.backward(tile, here, arrived, saved.out, saved.lse, saved.grad_out)
                     grads.add_tile(tile, tile_grads, passed_on)
 
@@ -243,11 +242,6 @@ class TileRunner:
         gather_into(gathered, tensor, rows)
         self._gathered[name] = tensor, rows, gathered
         return gathered
-
-
-def _span() -> contextlib.AbstractContextManager[object]:
-    """Shows a tile to torch.profiler if it is running."""
-    return record_function(TILE_SPAN) if torch._C._autograd._profiler_enabled() else contextlib.nullcontext()
 
 
 def _sum_over_heads(grad: Tensor, tile: Tile) -> Tensor:

@@ -238,7 +238,7 @@ def lse_for_backward(lse: Tensor) -> Tensor:
 
     The CUDA operators themselves use +inf for rows beyond the end of the sequence.
     """
-    return lse.masked_fill(lse == -torch.inf, torch.inf)
+    return lse.nan_to_num(torch.nan, torch.inf, torch.inf)
 
 
 def expand_heads(x: Tensor, num_heads: int) -> Tensor:

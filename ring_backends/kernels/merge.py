@@ -7,8 +7,6 @@ the same merge (LongNet, arXiv 2307.02486, equation 10; Milakov and Gimelshein, 
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,8 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
         lse, other_lse: [...], in the statistics dtype; −inf where a set has no key.
     """
     merged = torch.logaddexp(lse, other_lse)
-    weight = torch.exp(other_lse - merged).masked_fill(merged == -math.inf, 0.0)
+    # Of two sets without keys, the weight is exp(−inf − lowest) = 0, and not exp(−inf + inf).
+    weight = torch.exp(other_lse - merged.clamp(min=torch.finfo(merged.dtype).min))
     lse.copy_(merged)
     weight = weight.unsqueeze(-1)
     if out.dtype == weight.dtype:
