@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ring_backends.engine.backward import backward
 from ring_backends.engine.forward import forward
-from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.local_rows import local_rows
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT
@@ -157,5 +157,5 @@ class _Call:
 
     def blocks_in_use(self, name: str) -> Blocks:
         """The blocks that the kernel called ``name`` has without :meth:`only`."""
-        rows = LocalRows.of(self.replay.call, self.replay.inputs)
+        rows = local_rows(self.replay.call, self.replay.inputs)
         return triton_launch.block_sizes(name, rows, is_interpreted=False)

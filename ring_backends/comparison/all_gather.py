@@ -18,12 +18,13 @@ from torch import Tensor
 from ring_backends.engine.autograd import attend
 from ring_backends.engine.call import AttentionCall, check_call
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, wire_layout
 from ring_backends.kernels.gather_rows import gather_into, scatter_add
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import StepRows
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, RankPlan, Tile
@@ -83,7 +84,7 @@ class AllGatherExecutor:
         query = inputs.query
         dtype = statistics_dtype(query.dtype)
         out, lse = Result(query), query.new_full(query.shape[:3], -math.inf, dtype=dtype)
-        rows, tiles = LocalRows.of(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
+        rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.forward_plans)
         for block in self.forward_plans[self.ring.rank].blocks:
             here, block_out = rows.block(block), BlockOut(out, lse, block)
@@ -99,7 +100,7 @@ class AllGatherExecutor:
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = statistics_dtype(query.dtype)
         grads = Result(query), Result(key, dtype), Result(value, dtype)
-        rows, tiles = LocalRows.of(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
+        rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.backward_plans)
         _, grad_format = self._formats(key)
         size = self.ring.size * _contribution_bytes(grad_format, self.backward_plans)
@@ -118,7 +119,7 @@ class AllGatherExecutor:
         self._reduce_grads(remote, grad_key, grad_value)
         return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
-    def _collect(self, rows: LocalRows, plans: Sequence[RankPlan]) -> WireBuffer:
+    def _collect(self, rows: StepRows, plans: Sequence[RankPlan]) -> WireBuffer:
         """Collect the K and V rows of all ranks with one all-gather."""
         row_format, _ = self._formats(rows.key)
         size = _contribution_bytes(row_format, plans)

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from ring_backends.cost.machine import device_name, median_seconds
-from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
 from ring_backends.engine.tiles import SavedRows, TileRunner
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels import Kernel, KernelInputs, kernels
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import StepRows
 from ring_backends.schedule.rank_plan import HeadBlock, Tile
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
@@ -64,7 +64,7 @@ class _Branch:
     """One branch over a sequence: its tile, its inputs, and the sums that results are merged into and added to."""
 
     tile: Tile
-    inputs: LocalRows
+    inputs: StepRows
     grad_out: Tensor
     out: BlockOut
     grads: BlockGrads
@@ -81,7 +81,7 @@ class _Branch:
         stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), is_opened=False)
         return cls(
             Tile(0, lattice, lattice, tuple(range(HEADS)), is_causal=True),
-            LocalRows(query, key, value),
+            StepRows(query, key, value),
             grad_out,
             BlockOut(Result(query, stats), torch.empty(shape[:3], device=device, dtype=stats), block),
             BlockGrads(Result(query, stats), Result(key, stats), Result(value, stats), block),

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from ring_backends.engine.hops import Hop, Hops
-from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels.gather_rows import gather_many, scatter_many
+from ring_backends.kernels.steps import StepRows
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import Parcel, RankPlan, Step
 
 
-def own_rows(buffer: WireBuffer, rows: LocalRows, parcels: tuple[Parcel, ...]) -> None:
+def own_rows(buffer: WireBuffer, rows: StepRows, parcels: tuple[Parcel, ...]) -> None:
     """Copy this rank's rows of K, V and their marks into the buffer."""
     tensors = rows.key, rows.value, rows.key_marks
     gather_many(
@@ -34,7 +34,7 @@ def own_rows(buffer: WireBuffer, rows: LocalRows, parcels: tuple[Parcel, ...]) -
     )
 
 
-def key_format(rows: LocalRows) -> RowFormat:
+def key_format(rows: StepRows) -> RowFormat:
     marks = None if rows.key_marks is None else rows.key_marks.dtype
     return RowFormat(rows.key.shape[0], rows.key.shape[-1], rows.key.dtype, marks)
 
@@ -42,7 +42,7 @@ def key_format(rows: LocalRows) -> RowFormat:
 class KeysAround:
     """K and V that arrive step by step."""
 
-    def __init__(self, plan: RankPlan, rows: LocalRows, hops: Hops) -> None:
+    def __init__(self, plan: RankPlan, rows: StepRows, hops: Hops) -> None:
         self._plan, self._rows, self._hops = plan, rows, hops
         self._arriving: tuple[Hop, WireBuffer] | None = None
 

@@ -12,12 +12,13 @@ from ring_backends.engine.around import GradsAround, KeysAround
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.hops import Hops, report_failure
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.spreading import SpreadGrads, SpreadKeys
-from ring_backends.engine.sums import BlockGrads, Grads, Result
+from ring_backends.engine.sums import BlockGrads, Result
 from ring_backends.engine.tiles import SavedRows, TileRunner
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import Grads
 
 
 def backward(
@@ -27,7 +28,7 @@ def backward(
     with report_failure(hops):
         plan = call.plan(inputs, backward=True)
         grads = Result(inputs.query), Result(inputs.key), Result(inputs.value)
-        rows = LocalRows.of(call, inputs)
+        rows = local_rows(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)
         saved = SavedRows(out, lse, grad_out)
         sum_dtype = wire_dtype = statistics_dtype(inputs.key.dtype)

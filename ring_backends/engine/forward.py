@@ -8,7 +8,7 @@ from ring_backends.engine.around import KeysAround
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.hops import Hops, report_failure
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.local_rows import LocalRows
+from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.spreading import SpreadKeys
 from ring_backends.engine.sums import BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
@@ -26,7 +26,7 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
         query, plan = inputs.query, call.plan(inputs, backward=False)
         out = Result(query)
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-        rows = LocalRows.of(call, inputs)
+        rows = local_rows(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)
         around = None if hops is None else KeysAround(plan, rows, hops)
         spread = None if hops is None or not plan.spread else SpreadKeys(plan, rows, hops)

@@ -14,10 +14,9 @@ from torch import Tensor
 
 from ring_backends.engine.around import key_format, own_rows
 from ring_backends.engine.hops import Hop, Hops
-from ring_backends.engine.local_rows import LocalRows
-from ring_backends.engine.sums import Grads
 from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
 from ring_backends.kernels.gather_rows import scatter_many
+from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan
 
@@ -29,7 +28,7 @@ class SpreadKeys:
         rows: this rank's rows of all heads.
     """
 
-    def __init__(self, plan: RankPlan, rows: LocalRows, hops: Hops) -> None:
+    def __init__(self, plan: RankPlan, rows: StepRows, hops: Hops) -> None:
         self._plan, self._hops = plan, hops
         received = [message for hop in plan.spread for message in hop.receives]
         parcels = *plan.own_spread, *parcels_of(received)

@@ -26,6 +26,7 @@ from ring_backends.kernels.gather_rows import (
     whole,
 )
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.steps import Grads
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
 from ring_backends.schedule.rows import DilatedRows
@@ -116,14 +117,6 @@ class BlockOut:
                 fill_rows([(self.sums.lse, rows) for rows in branch.queries], -math.inf)
         if self.block.base is None and self.sums.out.dtype != self._out.dtype:
             self.results.out.copy_(self.sums.out)
-
-
-class Grads(NamedTuple):
-    """Gradients of query, key and value."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
 
 
 class BlockGrads:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.engine.local_rows import LocalRows
 from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer, of_part
 from ring_backends.kernels import Kernel, PairRule, pairwise
@@ -22,7 +21,7 @@ from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import StepKernel, parcel_key_words
+from ring_backends.kernels.steps import StepKernel, StepRows, parcel_key_words
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import span
@@ -83,7 +82,7 @@ class TileRunner:
 
     Args:
         kernel: computes the tiles.
-        scale: factor on the scores. The query of the :class:`LocalRows` already has its sign.
+        scale: factor on the scores. The query of the :class:`StepRows` already has its sign.
         in_place: the kernels that compute some branches instead, by the branch's index.
     """
 
@@ -93,7 +92,7 @@ class TileRunner:
         self._memory: dict[str, Tensor] = {}
         self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
 
-    def forward(self, tile: Tile, here: LocalRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: Tile, here: StepRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
         """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
         query, key, value, key_mask, rule, _ = self._rows_of(tile, here, arrived)
         if rule is None:
@@ -103,7 +102,7 @@ class TileRunner:
         )
 
     def forward_into(
-        self, tiles: Sequence[Tile], here: LocalRows, arrived: WireBuffer | None, block_out: BlockOut
+        self, tiles: Sequence[Tile], here: StepRows, arrived: WireBuffer | None, block_out: BlockOut
     ) -> None:
         """Compute the tiles of one step, and merge them into the results of their block of heads."""
         for kernel, group in self._groups(tiles, block_out.block):
@@ -118,7 +117,7 @@ class TileRunner:
     def backward_into(
         self,
         tiles: Sequence[Tile],
-        here: LocalRows,
+        here: StepRows,
         arrived: WireBuffer | None,
         saved: SavedRows,
         grads: BlockGrads,
@@ -137,7 +136,7 @@ class TileRunner:
                     grads.add_tile(tile, tile_grads, passed_on)
 
     def backward(
-        self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
+        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, out: Tensor, lse: Tensor, grad_out: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
         of_queries = {"grad_out": grad_out, "out": out, "lse": lse}
@@ -181,7 +180,7 @@ class TileRunner:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _rows_of(
-        self, tile: Tile, here: LocalRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
+        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
     ) -> _TileRows:
         """Gather the rows of a tile. ``of_queries`` are further tensors of the query rows, for ``others``."""
         queries, keys = tile.queries, tile.keys
@@ -252,7 +251,7 @@ def _sum_over_heads(grad: Tensor, tile: Tile) -> Tensor:
     return sums.index_add_(1, index, grad)
 
 
-def _key_words(here: LocalRows, rows: ParcelRows) -> Tensor:
+def _key_words(here: StepRows, rows: ParcelRows) -> Tensor:
     """The dropout words of keys from other ranks, computed from the keys' positions: [B, streams, rows]."""
     words = [of_part(parcel_key_words(here, part.parcel)[None], part) for part in rows.parts]
     return torch.cat(words, 2).expand(here.key.shape[0], -1, -1)

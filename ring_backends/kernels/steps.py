@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,42 +20,60 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.schedule.rank_plan import Parcel, Tile
+from ring_backends.schedule.rank_plan import HeadBlock, Parcel, Tile
 from ring_backends.torch_internals import mode_of
 
 
-class StepRows(Protocol):
-    """This rank's rows of one block of heads: the fields of :class:`~ring_backends.engine.local_rows.LocalRows`."""
+@dataclass(frozen=True)
+class StepRows:
+    """Query, key and value of this rank, and marks of their rows. The marks are the same for every head.
 
-    @property
-    def query(self) -> Tensor: ...
-    @property
-    def key(self) -> Tensor: ...
-    @property
-    def value(self) -> Tensor: ...
-    @property
-    def key_marks(self) -> Tensor | None: ...
-    @property
-    def query_documents(self) -> Tensor | None: ...
-    @property
-    def dropout(self) -> Dropout | None: ...
-    @property
-    def dropout_seed(self) -> int: ...
-    @property
-    def query_words(self) -> Tensor | None: ...
-    @property
-    def key_words(self) -> Tensor | None: ...
+    Attributes:
+        query: multiplied by the sign of the call's scale.
+        key_marks: [batch, local seq, key/value heads]. Without documents, it is bool, and True for a key to ignore.
+            With documents, it holds the document number of each key, or −1 for a key to ignore.
+        query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
+        dropout_seed: seed of this call's dropout.
+        query_words, key_words: the 32-bit words of each query and key that ``dropout`` hashes.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    key_marks: Tensor | None = None
+    query_documents: Tensor | None = None
+    dropout: Dropout | None = None
+    dropout_seed: int = 0
+    query_words: Tensor | None = None
+    key_words: Tensor | None = None
+
+    def block(self, block: HeadBlock) -> StepRows:
+        """The rows of the heads of one block."""
+        if block.has_all_heads:
+            return self
+        heads, kv_heads = block.heads, block.kv_heads
+        return replace(
+            self,
+            query=self.query[:, :, heads],
+            key=self.key[:, :, kv_heads],
+            value=self.value[:, :, kv_heads],
+            key_marks=_heads(self.key_marks, kv_heads),
+            query_documents=_heads(self.query_documents, heads),
+            query_words=_heads(self.query_words, heads),
+            key_words=_heads(self.key_words, kv_heads),
+        )
 
 
-class GradSums(Protocol):
-    """What the dQ, dK and dV of one block of heads are added to: sums in the statistics dtype, or the results."""
+def _heads(tensor: Tensor | None, heads: slice) -> Tensor | None:
+    return None if tensor is None else tensor[:, :, heads]
 
-    @property
-    def query(self) -> Tensor: ...
-    @property
-    def key(self) -> Tensor: ...
-    @property
-    def value(self) -> Tensor: ...
+
+class Grads(NamedTuple):
+    """Gradients of query, key and value: results, or sums in the statistics dtype that tiles are added to."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
 
 
 class PackedParcels(Protocol):
@@ -108,7 +127,7 @@ class StepKernel(Kernel):
         grad_out: Tensor,
         out: Tensor,
         lse: Tensor,
-        sums: GradSums,
+        sums: Grads,
         passed_on: PackedParcels | None,
         *,
         scale: float,

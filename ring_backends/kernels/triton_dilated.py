@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
-from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.steps import GradSums, PackedParcels, StepKernel, StepRows
+from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
@@ -70,8 +69,10 @@ class TritonDilatedKernel(StepKernel):
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        rows = _OneTile.of(query, key, value, key_mask)
-        self.forward_into(rows.tiles(is_causal), rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale)
+        rows = _rows(query, key, value, key_mask)
+        self.forward_into(
+            _tiles(query, key, is_causal), rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale
+        )
         return out, lse
 
     def backward(
@@ -88,11 +89,11 @@ class TritonDilatedKernel(StepKernel):
         key_mask: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
-        rows = _OneTile.of(query, key, value, key_mask)
+        rows = _rows(query, key, value, key_mask)
         grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
-        sums = _OneTile.of(grad_query, grad_key, grad_value, None)
+        sums = Grads(*(x.transpose(1, 2) for x in (grad_query, grad_key, grad_value)))
         grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
-        self.backward_into(rows.tiles(is_causal), rows, None, grad_out, out, lse, sums, None, scale=scale)
+        self.backward_into(_tiles(query, key, is_causal), rows, None, grad_out, out, lse, sums, None, scale=scale)
         return grad_query, grad_key, grad_value
 
     def forward_into(
@@ -118,7 +119,7 @@ class TritonDilatedKernel(StepKernel):
         grad_out: Tensor,
         out: Tensor,
         lse: Tensor,
-        sums: GradSums,
+        sums: Grads,
         passed_on: PackedParcels | None,
         *,
         scale: float,
@@ -132,28 +133,14 @@ class TritonDilatedKernel(StepKernel):
             launch.run("grad_key_value", rows, {**of_both, "grad_key": grad_key, "grad_value": grad_value}, scale)
 
 
-@dataclass(frozen=True)
-class _OneTile:
-    """The tensors of a single tile as the rows of a step."""
+def _rows(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> StepRows:
+    """The tensors [B, H, S, D] and the mask [B, Hk, Sk] of a single tile as the rows of a step."""
+    mask = None if key_mask is None else key_mask.transpose(1, 2)
+    return StepRows(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_marks: Tensor | None
-    query_documents: Tensor | None = None
-    dropout: Dropout | None = None
-    dropout_seed: int = 0
-    query_words: Tensor | None = None
-    key_words: Tensor | None = None
 
-    @classmethod
-    def of(cls, query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> _OneTile:
-        """Take tensors [B, H, S, D] and a mask [B, Hk, Sk]."""
-        mask = None if key_mask is None else key_mask.transpose(1, 2)
-        return cls(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
-
-    def tiles(self, is_causal: bool) -> tuple[Tile, ...]:
-        return (_tile(*self.query.shape[1:3], *self.key.shape[1:3], is_causal),)
+def _tiles(query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tile, ...]:
+    return (_tile(query.shape[2], query.shape[1], key.shape[2], key.shape[1], is_causal),)
 
 
 @lru_cache(maxsize=256)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import keep_if_captured
-from ring_backends.kernels.steps import GradSums, PackedParcels, StepRows, parcel_key_words
+from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, parcel_key_words
 from ring_backends.kernels.tile_table import Offsets, TileTable, launches, parcels, tile_table
 from ring_backends.schedule.rank_plan import Parcel, Tile
 
@@ -257,7 +257,7 @@ class Launch:
             grid = (len(work) * rows.query.shape[0],)
             kernel[grid](**arguments, num_warps=blocks.warps, num_stages=blocks.stages, **LAUNCH_OPTIONS)
 
-    def key_grads(self, sums: GradSums, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
+    def key_grads(self, sums: Grads, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
         """The tensors that take dK and dV."""
         if not self.table.is_packed:
             return sums.key, sums.value
