@@ -8,6 +8,7 @@ import subprocess
 from typing import Any
 
 import blocks
+import calls
 import claims
 import pytest
 import slow_link
@@ -137,3 +138,15 @@ def test_too_large_shrink_is_refused() -> None:
     assert shrunk(2048)["dilated"].branches == ((1, 1), (4, 4), (32, 16))
     with pytest.raises(ValueError, match="shrink = 4096: a segment of 2048"):
         shrunk(4096)
+
+
+def test_tiny_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "CALLS_AT_ONCE", 2)
+    rows = [*calls.one_device(1), *calls.ring_of_two(1)]
+    assert [row["relative_to"] for row in rows[:2]] == ["by hand"] * 2
+    assert all(row["median_of_ratios"] > 0 for row in rows)
+
+
+def test_latency() -> None:
+    forward, backward = calls.latency(1e-4, 16384, 1)
+    assert (forward["hops"], backward["hops"]) == ({"spread": 1, "around": 7}, {"spread": 4, "around": 14})
