@@ -81,7 +81,7 @@ _SHORT = {
 _INTERNAL = (
     *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
     *("ring.stream_hops.Headers", "ring.stream_hops.StreamHop"),
-    *("schedule.branch.BranchSchedule", "schedule.links.Links", "schedule.pattern.Positions"),
+    *("schedule.branch.BranchSchedule", "schedule.travel.Travel", "schedule.pattern.Positions"),
 )
 nitpick_ignore_regex = [
     ("py:.*", rf"({'|'.join(_ELSEWHERE)})\..*"),
