@@ -140,6 +140,8 @@ class TestFairScale(AdapterTests):
             forward, backward = (rank_plan(schedule, place[1], **sizes, backward=back) for back in (False, True))
             planned = sum(len(step.sends) for plan in (forward, backward) for _, step in plan.steps)
             planned += sum(len(step.grad_sends) for _, step in backward.steps)
+            planned += sum(len(hop.sends) for plan in (forward, backward) for hop in plan.spread)
+            planned += sum(len(hop.receives) for hop in backward.spread)
             mine = [message for message in messages if message[0] == "send_message"]
             assert len(mine) == planned == counted
             assert all(source == rank for _, source, *_ in mine)

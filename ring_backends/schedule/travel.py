@@ -20,7 +20,8 @@ class Travel:
     """How the rows of K and V travel in a forward, or those of K, V, dK and dV in a backward.
 
     The sparsest branches are spread, as long as the buffers of all of them take at most ``SPREAD_SHARE`` of query, key,
-    value, out and their gradients. The rows of the others go around.
+    value, out and their gradients. The rows of the others go around. If they take as many hops anyway, a branch that
+    would save hardly any tile goes around with them.
 
     Args:
         branches: the branches of the schedule.
@@ -52,7 +53,12 @@ class Travel:
                     found[index] = spread, rows
                     left -= rows
                     break
-        return found
+        steps = max((branch.longest_reach for branch in self.branches if branch.index not in found), default=0)
+        return {
+            index: (spread, rows)
+            for index, (spread, rows) in found.items()
+            if self.branches[index].longest_reach > min(steps, 2 * spread.num_hops)
+        }
 
     def _buffer_rows(self, branch: BranchSchedule, spread: Spread, received: int) -> int:
         """The size of the buffers of a spread branch, in rows of K or V.
