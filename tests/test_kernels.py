@@ -182,3 +182,16 @@ def test_math_ignores_autocast() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual = run_tile(MathKernel(), *inputs, is_causal=True, scale=0.4)
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["query", "key"])
+def test_an_infinite_number_in_half_precision(dtype: torch.dtype, name: str) -> None:
+    """The operator of torch returns a finite out for some rows that are NaN, but no finite LSE."""
+    generator = torch.Generator().manual_seed(0)
+    tile = {x: torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for x in ("query", "key", "value")}
+    tile[name][0, 0, 32, 3] = torch.inf
+    options = {"is_causal": False, "scale": 0.25, "key_mask": None}
+    got, expected = (kernel.forward(**tile, **options) for kernel in (AtenCpuFlashKernel(), MathKernel()))
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2, equal_nan=True)
