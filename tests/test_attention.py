@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 from typing import Any
 from unittest import mock
 
@@ -16,7 +17,9 @@ from torch import Tensor
 from ring_backends import DilatedPattern, RingSchedule, dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.tiles import TileRunner
 from ring_backends.kernels import aten_cpu
+from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
@@ -308,7 +311,7 @@ def test_a_sparse_branch_takes_few_hops(layout: str, is_causal: bool, dtype: tor
     assert all(forward == 1 and backward <= 4 for forward, backward in hops), hops
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-45])
 def test_kernels_get_a_positive_scale(scale: float) -> None:
     case = AttentionCase(128, (64, 128), (1, 2), 2, 4, 2, 16, is_causal=True, scale=scale, dtype=torch.float64)
     # With any other scale, torch's operator returns NaN, and the math kernel computes the tile again.
@@ -365,6 +368,18 @@ def test_mixed_dtypes_are_refused_without_autocast() -> None:
     query, key = torch.randn(1, 8, 2, 4), torch.randn(1, 8, 2, 4).double()
     with pytest.raises(ValueError, match=r"key has dtype torch\.float64 and query torch\.float32"):
         dilated_attention(query, key, key, [8], [1])
+
+
+@pytest.mark.parametrize("kernel", ["maths", ["math"]])
+def test_an_unknown_kernel_is_refused_by_name(kernel: object) -> None:
+    query = torch.randn(1, 8, 1, 4)
+    with pytest.raises(ValueError, match=re.escape(f"kernel = {kernel!r}: there is no such kernel")):
+        dilated_attention(query, query, query, [8], [1], kernel=kernel)
+
+
+def test_a_kernel_gets_no_scale_that_is_0_in_fp32() -> None:
+    for scale in (1e-45, 0.0):
+        assert TileRunner(MathKernel(), scale).scale == 1.0
 
 
 def test_second_derivatives_are_refused_clearly() -> None:

@@ -145,7 +145,7 @@ def look_up(
 ) -> tuple[AttentionInputs, AttentionCall]:
     """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
     settings = pattern, ring.size, ring.rank, ring.layout_kind, ring.data_rank, scale, kernel, grad_wire_dtype
-    key = _key(inputs, settings)
+    key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
         device = inputs.query.device.type
@@ -190,7 +190,7 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
         _autocast_dtype(device.type),
         torch.get_num_threads(),
         torch.are_deterministic_algorithms_enabled(),
-        () if device.type == "cpu" and settings[-2] == "auto" else tuple(map(os.environ.get, ENVIRONMENT)),
+        () if device.type == "cpu" and "auto" in settings else tuple(map(os.environ.get, ENVIRONMENT)),
         tuple(None if x is None else (x.shape, x.dtype, x.device) for x in marks),
         options,
         inputs.dropout_p if inputs.dropout_seed is not None else None,

@@ -88,7 +88,7 @@ class TileRunner:
 
     def __init__(self, kernel: Kernel, scale: float, in_place: Mapping[int, StepKernel] | None = None) -> None:
         self.kernel, self._in_place = kernel, in_place or {}
-        self.scale = abs(scale) if scale > 0 else split_scale(scale)[1]
+        _, self.scale = split_scale(scale)
         self._memory: dict[str, Tensor] = {}
         self._gathered: dict[str, tuple[Tensor, DilatedRows, Tensor]] = {}
 
