@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from options import Json, Repeats, Shrink
-from report import Row, report
+from report import Row, ratios, report
 from torch import Tensor, nn
 
 from ring_backends.registry import load_adapter
@@ -52,8 +52,7 @@ def blocks(repeats: int, shrink: int, frameworks: Sequence[str] = tuple(FRAMEWOR
                     "part": part,
                     "seconds": statistics.median(ours),
                     "framework_alone": statistics.median(alone),
-                    "ratio_of_medians": statistics.median(ours) / statistics.median(alone),
-                    "median_of_ratios": statistics.median(a / b for a, b in zip(ours, alone, strict=True)),
+                    **ratios(ours, alone),
                     "calls": {"ours": ours, "framework alone": alone},
                 }
             )

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import typer
 from options import Json, Repeats
-from report import Row, report
+from report import Row, ratios, report
 from torch import Tensor
 
 from ring_backends.adapters import native
@@ -67,12 +67,12 @@ def _row(call: str, ours: Sequence[float], other: str, others: Sequence[float]) 
         "us": statistics.median(ours) * 1e6,
         "relative_to": other,
         "its_us": statistics.median(others) * 1e6,
-        "median_of_ratios": statistics.median(a / b for a, b in zip(ours, others, strict=True)),
+        **ratios(ours, others),
         "calls": {"ours": ours, other: others},
     }
 
 
-def measure_one_device(repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def measure_one_device(repeats: int) -> dict[str, list[list[float]]]:
     """Seconds per call, ours and by hand, which take turns."""
     torch.set_num_threads(1)
     attention = native.RingDilatedAttention([TOKENS // RATE, TOKENS], [1, RATE])
@@ -95,11 +95,7 @@ def measure_one_device(repeats: int) -> dict[str, tuple[list[float], list[float]
         "forward": (lambda: ours(query, key, value), lambda: by_hand.attend(query, key, value, TOKENS // RATE)),
         "forward and backward": (both(ours), both(hand)),
     }
-    found = {}
-    for name, calls in contestants.items():
-        of_ours, of_hand = _in_turns(calls, repeats)
-        found[name] = of_ours, of_hand
-    return found
+    return {name: _in_turns(calls, repeats) for name, calls in contestants.items()}
 
 
 def measure_ring(repeats: int) -> list[list[float]]:

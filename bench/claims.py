@@ -17,7 +17,7 @@ from blocks import blocks_command
 from calls import latency_command, tiny_calls_command
 from case import BARE_KERNELS, ONE_DEVICE, STANDARD, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
-from report import Row, report
+from report import Row, ratios, report
 from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, ring_setups, setup, shortened
 from slow_link import hidden_hops_command
 from worlds import Worlds
@@ -56,8 +56,7 @@ def overhead(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
                     "direction": direction,
                     "seconds": statistics.median(ours),
                     "bare_kernels": statistics.median(bare),
-                    "ratio_of_medians": statistics.median(ours) / statistics.median(bare),
-                    "median_of_ratios": statistics.median(a / b for a, b in zip(ours, bare, strict=True)),
+                    **ratios(ours, bare),
                     "calls": {"ours": ours, "bare kernels": bare},
                 }
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Sequence
 from functools import cache
@@ -52,6 +53,14 @@ def describe_gpu() -> dict[str, Any]:
         "compute_capability": f"{properties.major}.{properties.minor}",
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
+    }
+
+
+def ratios(times: Sequence[float], others: Sequence[float]) -> Row:
+    """Two contestants' times, which took turns, as ratio of medians and as median of ratios."""
+    return {
+        "ratio_of_medians": statistics.median(times) / statistics.median(others),
+        "median_of_ratios": statistics.median(a / b for a, b in zip(times, others, strict=True)),
     }
 
 
