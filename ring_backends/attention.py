@@ -325,8 +325,6 @@ class RingDilatedAttention(nn.Module, ABC):
             raise ValueError(f"dropout_p = {self.dropout_p}: decoding has no dropout; call eval() on the module.")
 
     def _draw_seed(self, dropout_seed: int | None, dropout_p: float) -> Tensor | None:
-        if dropout_seed is None and not dropout_p:
-            return None
         if torch.compiler.is_compiling():
             return draw_seed(dropout_seed, dropout_p)
         with self.ring.report_refusals():

@@ -18,7 +18,7 @@ from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
 from ring_backends.kernels.gather_rows import scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.kernels.triton_rows_launch import Rows
-from ring_backends.schedule.rank_plan import Message, Parcel, RankPlan
+from ring_backends.schedule.rank_plan import Parcel, RankPlan
 
 
 class SpreadKeys:
@@ -82,9 +82,10 @@ class SpreadGrads:
             message.peer: WireBuffer(self._wire_format, message.parcels, self.buffer.buffer.device)
             for message in hop.sends
         }
+        on_wire = self.buffer.to(self._wire_format.dtype, parcels_of(hop.receives))
         posted = self._hops.post(
             self._number,
-            {message.peer: self._on_wire(message) for message in hop.receives},
+            on_wire.by_peer(hop.receives),
             hop.receives,
             {peer: buffer.buffer for peer, buffer in arriving.items()},
             self._wire_format,
@@ -105,15 +106,6 @@ class SpreadGrads:
         self._add()
         for parcel, (key, value) in self._own.items():  # parcels of different branches may hold the same rows
             scatter_many(added=[Rows(grads.key, parcel.source, key), Rows(grads.value, parcel.source, value)])
-
-    def _on_wire(self, message: Message) -> Tensor:
-        if self._wire_format == self._sum_format:
-            return self.buffer.stretch(message.parcels)
-        sent = WireBuffer(self._wire_format, message.parcels, self.buffer.buffer.device)
-        for parcel in message.parcels:
-            for part, sums in zip(sent.slices(parcel)[:2], self.buffer.slices(parcel)[:2], strict=True):
-                part.copy_(sums)
-        return sent.buffer
 
     def _add(self) -> None:
         """Wait for dK and dV from the ranks that this rank sent keys to, and add them up."""

@@ -119,21 +119,21 @@ class WireBuffer:
         """Add dK and dV, [batch, streams, rows, head_dim], to those of the rows."""
         sizes = [len(part.row_range) for part in rows.parts]
         grads = zip(grad_key.split(sizes, 2), grad_value.split(sizes, 2), strict=True)
-        for part, of_part in zip(rows.parts, grads, strict=True):
-            for whole, grad in zip(self.slices(part.parcel)[:2], of_part, strict=True):
+        for part, its_grads in zip(rows.parts, grads, strict=True):
+            for whole, grad in zip(self.slices(part.parcel)[:2], its_grads, strict=True):
                 place = whole[:, :, part.row_range.start : part.row_range.stop]
                 if part.is_stretch:
                     place[:, part.streams[0] : part.streams[-1] + 1] += grad
                 else:
                     place.index_add_(1, constant(part.streams, grad), grad.to(place.dtype))
 
-    def to(self, dtype: torch.dtype) -> WireBuffer:
-        """Return a buffer of the same parcels in ``dtype``: this one, or a copy. It has no marks."""
+    def to(self, dtype: torch.dtype, parcels: tuple[Parcel, ...] | None = None) -> WireBuffer:
+        """Return a buffer in ``dtype``: this one if it has it, or a copy of all or some parcels, without marks."""
         if dtype == self.row_format.dtype:
             return self
         row_format = replace(self.row_format, dtype=dtype, marks=None)
-        converted = WireBuffer(row_format, tuple(self.parcels), self.buffer.device)
-        for parcel in self.parcels:
+        converted = WireBuffer(row_format, tuple(self.parcels) if parcels is None else parcels, self.buffer.device)
+        for parcel in converted.parcels:
             for part, source in zip(converted.slices(parcel)[:2], self.slices(parcel)[:2], strict=True):
                 part.copy_(source)
         return converted

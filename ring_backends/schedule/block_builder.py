@@ -319,7 +319,7 @@ class BlockBuilder:
                 if self._sees(branch, query, piece)
                 for parcel in parcels.get((branch.index, piece.index), ())
             ]
-            groups = defaultdict(list)
+            places, groups = dict(visible), defaultdict(list)
             for head, kv_head, offset in self.heads[branch.index]:
                 rows = query.span.num_rows(offset, branch.rate)
                 stream = kv_head + first, offset
@@ -328,7 +328,6 @@ class BlockBuilder:
                     groups[rows, used].append((head, stream))
             for (rows, used), members in groups.items():
                 streams = list(dict.fromkeys(stream for _, stream in members))
-                places = dict(visible)
                 parts = tuple(
                     ParcelPart(parcel, tuple(places[parcel][stream] for stream in streams), range(parcel.rows))
                     for parcel in used

@@ -13,7 +13,7 @@ from ring_backends.schedule.spread import Spread
 
 
 def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int = 0) -> Tensor:
-    """The rows that each rank has for a part of their routes: int64 [ring size].
+    """Count the rows that visit each rank on a part of their routes: int64 [ring size].
 
     The part begins at the distance ``first`` and ends ``behind`` ranks before the last one. With ``first=1``, these are
     the rows that each rank receives; with ``first=0`` and ``behind=1``, those that it passes on or sends if the rows
