@@ -48,7 +48,7 @@ class RingDilatedAttention(nn.Module, ABC):
     graph. It becomes one operator in the forward and one in the backward (:mod:`ring_backends.engine.compiled`).
 
     Args:
-        segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
+        segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
         kernel: name of a kernel. ``"auto"`` chooses one that can run the call.
@@ -74,20 +74,22 @@ class RingDilatedAttention(nn.Module, ABC):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int],
+        segment_lengths: Sequence[int | None],
         dilation_rates: Sequence[int],
         *,
         ring: Ring | None = None,
         head_mode: HeadMode = "all",
         offset: Offset | None = None,
         padding: Padding = "masked",
+        window_lengths: Sequence[int | None] | None = None,
         scale: float | None = None,
         kernel: str = "auto",
         dropout_p: float = 0.0,
         grad_wire_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
+        branches = segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths
+        self.pattern = DilatedPattern(*branches)  # type: ignore[arg-type]
         if ring is not None and not isinstance(ring, Ring):
             raise TypeError(
                 f"ring = {ring!r}: expected the ring that the adapter's initialize() returned, or None for one rank."
@@ -370,13 +372,14 @@ def dilated_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     is_causal: bool = False,
     head_mode: HeadMode = "all",
     offset: Offset | None = None,
     padding: Padding = "masked",
+    window_lengths: Sequence[int | None] | None = None,
     scale: float | None = None,
     kernel: str = "auto",
     dropout_p: float = 0.0,
@@ -392,7 +395,7 @@ def dilated_attention(
     Args:
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
         key, value: [batch, seq, key/value heads, head_dim]. Their number of heads divides the number of query heads.
-        segment_lengths, dilation_rates, head_mode, offset, padding: as in :class:`DilatedPattern`.
+        segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, return_lse: as in
             :class:`RingDilatedAttention`.
         dropout_p: probability that an attention weight is dropped in this call; below 1.
@@ -405,7 +408,8 @@ def dilated_attention(
     Raises:
         ValueError, TypeError: an argument is invalid.
     """
-    pattern = DilatedPattern(segment_lengths, dilation_rates, head_mode, offset, padding)  # type: ignore[arg-type]
+    branches = segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths
+    pattern = DilatedPattern(*branches)  # type: ignore[arg-type]
     dropout_p = check_dropout(dropout_p)
     tensors = (query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
     inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p)

@@ -55,7 +55,7 @@ def plain_results(case: AttentionCase) -> Results:
     query, key, value, grad_out, mask = case.tensors()
     options = {name: case.options()[name] for name in ("is_causal", "head_mode", "offset")}
     pattern = (case.seq_len, case.num_heads, case.segment_lengths, case.dilation_rates)
-    counts = reference_counts(*pattern, **options)
+    counts = reference_counts(*pattern, **options, window_lengths=case.window_lengths)
     phantoms = None
     if case.padding == "zeros":
         phantoms = reference_phantom_counts(*pattern, **options)
@@ -200,7 +200,7 @@ def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
 
 def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
     """Check that the ranks have sent the bytes of the schedule in one forward and backward."""
-    pattern = DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset, case.padding)
+    pattern = DilatedPattern(**case.pattern_options())
     for ring in rings:
         schedule = RingSchedule(pattern, ring.layout(case.seq_len), case.num_heads, case.num_kv_heads, case.is_causal)
         expected = sum(

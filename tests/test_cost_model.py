@@ -172,7 +172,7 @@ def test_sparse_branches_leave_a_gpu_busy(layout: str, backward: bool) -> None:
 
 
 def _pattern(case: AttentionCase) -> DilatedPattern:
-    return DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset, case.padding)
+    return DilatedPattern(**case.pattern_options())
 
 
 def test_seconds_of_one_device_by_hand() -> None:

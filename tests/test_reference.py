@@ -38,12 +38,16 @@ def walked_keys(case: AttentionCase, head: int, query_position: int) -> list[int
                 continue
         rule = case.offset or {"all": "mod", "grouped": "branch"}[case.head_mode]
         heads_per_block = -(-num_heads // r)
-        offset = {"mod": head % r, "block": head // heads_per_block, "branch": branch % r}[rule]
-        w = min(w, n)
+        w = n if w is None else min(w, n)
+        every = query_position % w % r
+        offset = {"mod": head % r, "block": head // heads_per_block, "branch": branch % r, "every": every}[rule]
+        window = None if case.window_lengths is None else case.window_lengths[branch]
         for start in range(0, n, w):
             rows = list(range(start + offset, min(start + w, n), r))
             if query_position not in rows:
                 continue
+            if window is not None:
+                rows = [u for u in rows if abs(u - query_position) < window]
             seen += [u for u in rows if not (case.is_causal and u > query_position)]
             if case.padding == "zeros" and start + w >= n and not case.is_causal:
                 padded = start + w + -w % r

@@ -34,17 +34,21 @@ SIZES = {"batch": 1, "head_dim": 4, "itemsize": 4}
 
 
 def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedule:
-    pattern = DilatedPattern(case.segment_lengths, case.dilation_rates, case.head_mode, case.offset)
+    pattern = DilatedPattern(**case.pattern_options())
     return RingSchedule(
         pattern, SequenceLayout(case.seq_len, ring_size, layout), case.num_heads, case.num_kv_heads, case.is_causal
     )
 
 
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
-    """The backward plan of every rank. It contains the steps of the forward plan. Ranks differ in their threads."""
+    """The backward plan of every rank. It contains the steps of the forward plan.
+
+    Ranks differ in their threads, in the bands that their kernels take, and in whether tiles are cut.
+    """
     tile_bytes = max_tile_bytes(torch.device("cpu"), 0, backward=True)
+    cuts = {"tile_bytes": tile_bytes}, {"tile_bytes": tile_bytes, "takes_bands": True}, {}
     return [
-        rank_plan(schedule, rank, **SIZES, backward=True, tile_bytes=tile_bytes, threads=1 + rank % 3)
+        rank_plan(schedule, rank, **SIZES, backward=True, threads=1 + rank % 3, **cuts[rank % 4 % 3])
         for rank in range(schedule.layout.ring_size)
     ]
 
@@ -134,8 +138,10 @@ def computed_counts(schedule: RingSchedule) -> Tensor:
                     keys = keys[:, list(tile.stream_of_head)]
                     t, u = torch.broadcast_tensors(queries.unsqueeze(-1), keys.unsqueeze(-2))
                     seen = torch.ones_like(t, dtype=torch.bool)
-                    if tile.is_causal:
-                        seen = seen.tril()
+                    if tile.band is not None and tile.band.above is not None:
+                        seen = seen.tril(tile.band.above)
+                    if tile.band is not None and tile.band.below is not None:
+                        seen = seen.triu(-tile.band.below)
                     index = (head_ids.unsqueeze(-1).expand_as(t)[seen], t[seen], u[seen])
                     counts.index_put_(index, torch.ones_like(index[0]), accumulate=True)
     return counts
@@ -154,15 +160,8 @@ def owner_of(layout: SequenceLayout, position: int) -> int:
 
 
 def check_completeness(schedule: RingSchedule, case: AttentionCase) -> None:
-    expected = reference_counts(
-        case.seq_len,
-        case.num_heads,
-        case.segment_lengths,
-        case.dilation_rates,
-        is_causal=case.is_causal,
-        head_mode=case.head_mode,
-        offset=case.offset,
-    )
+    options = {name: value for name, value in case.options().items() if name not in ("padding", "scale")}
+    expected = reference_counts(case.seq_len, case.num_heads, **options)
     assert torch.equal(computed_counts(schedule), expected)
     assert int(schedule.pairs.sum()) == int(expected.sum())
 

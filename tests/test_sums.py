@@ -119,9 +119,7 @@ def test_no_launch_adds_two_values_to_one_element(dtype: torch.dtype) -> None:
 @example(AttentionCase(64, (16, 64), (1, 2), num_heads=4, num_kv_heads=1, dtype=torch.bfloat16))
 @given(case=attention_cases(max_n=100))
 def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
-    pattern = DilatedPattern(
-        case.segment_lengths, case.dilation_rates, head_mode=case.head_mode, offset=case.offset, padding=case.padding
-    )
+    pattern = DilatedPattern(**case.pattern_options())
     for ring_size, kind in ((1, "contiguous"), (2, "contiguous"), (3, "zigzag")):
         layout = SequenceLayout(case.seq_len, ring_size, kind)  # type: ignore[arg-type]
         schedule = RingSchedule(pattern, layout, case.num_heads, case.num_kv_heads, case.is_causal)

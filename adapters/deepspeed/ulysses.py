@@ -120,8 +120,9 @@ class _ShareOfHeads(DilatedPattern):
         start = min(max(whole.start - first, 0), num_heads)
         return range(start, max(start, min(whole.stop - first, num_heads)))
 
-    def head_offset(self, branch: int, head: int, num_heads: int) -> int:
-        return super().head_offset(branch, self.ulysses_rank * num_heads + head, num_heads * self.ulysses_size)
+    def head_offsets(self, branch: int, head: int, num_heads: int, seq_len: int) -> range:
+        head += self.ulysses_rank * num_heads
+        return super().head_offsets(branch, head, num_heads * self.ulysses_size, seq_len)
 
     def check(self, *, seq_len: int, num_heads: int) -> None:
         super().check(seq_len=seq_len, num_heads=num_heads * self.ulysses_size)

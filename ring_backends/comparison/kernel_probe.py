@@ -21,6 +21,7 @@ from ring_backends.engine.wire_buffers import RowFormat, WireBuffer
 from ring_backends.kernels import Kernel, KernelInputs, kernels
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.steps import StepRows
+from ring_backends.schedule.bands import CAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, Tile
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
@@ -80,7 +81,7 @@ class _Branch:
         query, key, value, grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
         stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), is_opened=False)
         return cls(
-            Tile(0, lattice, lattice, tuple(range(HEADS)), is_causal=True),
+            Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL),
             StepRows(query, key, value),
             grad_out,
             BlockOut(Result(query, stats), torch.empty(shape[:3], device=device, dtype=stats), block),

@@ -93,6 +93,7 @@ class AttentionCall:
             device_type=query.device.type,
             tile_bytes=tile_bytes,
             threads=torch.get_num_threads() if query.device.type == "cpu" else 1,
+            takes_bands=self.kernel.takes_bands,
             uncut=frozenset(self.in_place),
             few_hops=self.few_hops,
         )
@@ -235,7 +236,7 @@ def kernels_of_call(
     """The kernel of a call. With ``"auto"``, possibly other ones for some dilated branches, by the branch's index."""
     chunk = -(-layout.seq_len // layout.num_chunks)
     rows = [
-        -(-min(pattern.segment_length(index, layout.seq_len), chunk) // rate)
+        -(-min(pattern.reach(index, layout.seq_len) + 1, pattern.segment_length(index, layout.seq_len), chunk) // rate)
         for index, rate in enumerate(pattern.dilation_rates)
     ]
     dilated = [index for index, rate in enumerate(pattern.dilation_rates) if rate > 1]

@@ -60,6 +60,7 @@ def constants(pattern: DilatedPattern, ring: Ring, scale: float | None, kernel: 
             pattern.head_mode,
             pattern.offset,
             pattern.padding,
+            pattern.window_lengths,
         ),
         "ring": (ring.size, ring.rank, ring.layout_kind),
         "scale": scale,

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.steps import StepKernel, StepRows, parcel_key_words
+from ring_backends.schedule.bands import ANTICAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import span
@@ -67,6 +68,7 @@ class _TileRows(NamedTuple):
     Attributes:
         others: further rows of the queries.
         rule: documents and dropout; None without.
+        is_reversed: whether all rows are in reverse order, so that an anticausal tile is a causal one.
     """
 
     query: Tensor
@@ -75,6 +77,17 @@ class _TileRows(NamedTuple):
     key_mask: Tensor | None
     rule: PairRule | None
     others: Sequence[Tensor]
+    is_reversed: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def reversed(self) -> _TileRows:
+        """The same rows in reverse order."""
+        mask = None if self.key_mask is None else self.key_mask.flip(2)
+        rule = None if self.rule is None else self.rule.reversed()
+        return _TileRows(*(x.flip(2) for x in self.tensors), mask, rule, [x.flip(2) for x in self.others], True)
 
 
 class TileRunner:
@@ -94,12 +107,13 @@ class TileRunner:
 
     def forward(self, tile: Tile, here: StepRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
         """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
-        query, key, value, key_mask, rule, _ = self._rows_of(tile, here, arrived)
-        if rule is None:
-            return self.kernel.forward(query, key, value, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask)
-        return pairwise.forward(
-            self.kernel, rule, query, key, value, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask
-        )
+        rows = self._rows_of(tile, here, arrived)
+        tensors, options = rows.tensors, self._options(tile, rows)
+        if rows.rule is None:
+            out, lse = self.kernel.forward(*tensors, **options)
+        else:
+            out, lse = pairwise.forward(self.kernel, rows.rule, *tensors, **options)
+        return (out.flip(2), lse.flip(2)) if rows.is_reversed else (out, lse)
 
     def forward_into(
         self, tiles: Sequence[Tile], here: StepRows, arrived: WireBuffer | None, block_out: BlockOut
@@ -140,20 +154,26 @@ class TileRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
         of_queries = {"grad_out": grad_out, "out": out, "lse": lse}
-        query, key, value, key_mask, rule, others = self._rows_of(tile, here, arrived, of_queries)
-        its_grad_out, its_out, its_lse = others
-        tensors = its_grad_out, query, key, value, its_out, its_lse
-        if rule is None:
-            grads = self.kernel.backward(*tensors, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask)
+        rows = self._rows_of(tile, here, arrived, of_queries)
+        its_grad_out, its_out, its_lse = rows.others
+        tensors, options = (its_grad_out, *rows.tensors, its_out, its_lse), self._options(tile, rows)
+        if rows.rule is None:
+            grads = self.kernel.backward(*tensors, **options)
         else:
-            grads = pairwise.backward(
-                self.kernel, rule, *tensors, is_causal=tile.is_causal, scale=self.scale, key_mask=key_mask
-            )
+            grads = pairwise.backward(self.kernel, rows.rule, *tensors, **options)
+        if rows.is_reversed:
+            grads = grads[0].flip(2), grads[1].flip(2), grads[2].flip(2)
         if tile.streams_are_grouped:
             return grads
         grad_query, *of_keys = grads
         grad_key, grad_value = (_sum_over_heads(grad, tile) for grad in of_keys)
         return grad_query, grad_key, grad_value
+
+    def _options(self, tile: Tile, rows: _TileRows) -> dict[str, Any]:
+        """The options of the kernel. Any band that is not causal goes to a kernel that takes it."""
+        options = {"is_causal": tile.is_causal or rows.is_reversed, "scale": self.scale, "key_mask": rows.key_mask}
+        has_band = tile.band is not None and not options["is_causal"]
+        return {**options, "band": tile.band} if has_band else options
 
     def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
         """Split the tiles of a step by their kernel, and for kernels of steps by whether their results have sums."""
@@ -182,21 +202,34 @@ class TileRunner:
     def _rows_of(
         self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
     ) -> _TileRows:
-        """Gather the rows of a tile. ``of_queries`` are further tensors of the query rows, for ``others``."""
+        """The rows of a tile as its kernel takes them. ``of_queries`` are further tensors of the query rows."""
+        is_reversed = tile.band == ANTICAUSAL and not self.kernel.takes_bands
+        rows = self._gather_rows(tile, here, arrived, of_queries or {}, is_reversed)
+        return rows.reversed() if is_reversed else rows
+
+    def _gather_rows(
+        self,
+        tile: Tile,
+        here: StepRows,
+        arrived: WireBuffer | None,
+        of_queries: Mapping[str, Tensor],
+        is_reversed: bool,
+    ) -> _TileRows:
+        """Gather the rows of a tile. Rows that will be reversed need not be contiguous, since that copies them."""
         queries, keys = tile.queries, tile.keys
         parts = [("query", here.query, queries)]
-        if of_queries:
-            parts += [(name, tensor, queries) for name, tensor in of_queries.items()]
+        parts += [(name, tensor, queries) for name, tensor in of_queries.items()]
         marks = words = None
         if isinstance(keys, DilatedRows):
-            *gathered, key, value = self._gather([*parts, ("key", here.key, keys), ("value", here.value, keys)])
+            parts += [("key", here.key, keys), ("value", here.value, keys)]
+            *gathered, key, value = self._gather(parts, in_place=is_reversed)
             if here.key_marks is not None:
                 marks = gather(here.key_marks, keys)
             if here.key_words is not None:
                 words = gather(here.key_words, keys)
         else:
             assert arrived is not None
-            gathered = self._gather(parts)
+            gathered = self._gather(parts, in_place=is_reversed)
             key, value, marks = arrived.rows(keys)
             words = None if here.dropout is None else _key_words(here, keys)
         if not tile.streams_are_grouped:
@@ -213,12 +246,12 @@ class TileRunner:
         rule = PairRule(documents, key_documents, here.dropout, query_words, words)
         return _TileRows(query, key, value, mask, rule, others)
 
-    def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]]) -> list[Tensor]:
-        """Gather rows. They are valid until other rows are gathered under the same name."""
-        if self.kernel.prefers_contiguous:
+    def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]], *, in_place: bool) -> list[Tensor]:
+        """Gather rows, or with ``in_place`` view them if possible. They are valid until the next rows of that name."""
+        if self.kernel.prefers_contiguous and not in_place:
             return [self._contiguous(*part) for part in parts]
         tensors = [(tensor, rows) for _, tensor, rows in parts]
-        if not self.kernel.gathers_rows_outermost:
+        if in_place or not self.kernel.gathers_rows_outermost:
             return gather_all(tensors)
         # The kernel reads any strides of the others.
         return gather_all(tensors, rows_outermost=True, dense=[name in ("out", "grad_out") for name, *_ in parts])

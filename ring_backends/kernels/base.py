@@ -87,6 +87,12 @@ class PairRule:
         (query_documents, query_words), (key_documents, key_words) = rows_of, keys_of
         return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
 
+    def reversed(self) -> PairRule:
+        """The rule for the query rows and keys in reverse order."""
+        tensors = (self.query_documents, self.key_documents, self.query_words, self.key_words)
+        query_documents, key_documents, query_words, key_words = (None if x is None else x.flip(2) for x in tensors)
+        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
+
 
 class Kernel(ABC):
     """One implementation of tile attention. It has no state: the registry holds one instance of each.
@@ -103,6 +109,8 @@ class Kernel(ABC):
             contiguous ones. The rows of out and grad_out then always have it.
         reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
         has_dropout: whether it can run calls with dropout.
+        takes_bands: whether :meth:`forward` and :meth:`backward` have the argument ``band``, and run tiles with any
+            band. Other kernels run full and causal tiles.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
             ignored keys and values to 0.
     """
@@ -116,6 +124,7 @@ class Kernel(ABC):
     gathers_rows_outermost: ClassVar[bool] = False
     reads_strided_rows: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
+    takes_bands: ClassVar[bool] = False
     reads_ignored_keys: ClassVar[bool] = False
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:

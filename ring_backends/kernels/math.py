@@ -11,6 +11,7 @@ in a query or gradient row likewise never reaches a key that the row does not se
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,15 +20,16 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel, PairRule, check_tile
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.torch_internals import has_values
 
 
 class _BlockPair(NamedTuple):
-    """One block of rows against one block of keys, and whether the causal diagonal crosses it."""
+    """One block of rows against one block of keys, and their band; None if no limit of the band crosses the block."""
 
     rows: slice
     keys: slice
-    diagonal: bool
+    band: Band | None
 
 
 class MathKernel(Kernel):
@@ -37,6 +39,7 @@ class MathKernel(Kernel):
     device_types = None
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     has_dropout = True
+    takes_bands = True
 
     def __init__(self, block: int = 256) -> None:
         self.block = block
@@ -51,14 +54,15 @@ class MathKernel(Kernel):
         scale: float,
         key_mask: Tensor | None,
         rule: PairRule | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`. ``rule`` adds documents and dropout."""
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
-                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, pairs)
+            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], CAUSAL if is_causal else band):
+                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, rows, pairs)
         return out, lse
 
     def backward(
@@ -74,6 +78,7 @@ class MathKernel(Kernel):
         scale: float,
         key_mask: Tensor | None,
         rule: PairRule | None = None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`. ``rule`` adds documents and dropout. Gradients are in the statistics dtype."""
         check_tile(query, key, value, is_causal, key_mask)
@@ -82,29 +87,31 @@ class MathKernel(Kernel):
         grad_key = torch.zeros_like(key, dtype=stats)
         grad_value = torch.zeros_like(value, dtype=stats)
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], is_causal):
+            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], CAUSAL if is_causal else band):
                 grad_query[:, :, rows] = _backward_rows(
-                    grad_out, query, key, value, out, lse, scale, key_mask, rule, pairs, grad_key, grad_value
+                    grad_out, query, key, value, out, lse, scale, key_mask, rule, rows, pairs, grad_key, grad_value
                 )
         if key_mask is not None:
             grad_key.masked_fill_(key_mask.unsqueeze(-1), 0.0)
             grad_value.masked_fill_(key_mask.unsqueeze(-1), 0.0)
         return grad_query, grad_key, grad_value
 
-    def _row_blocks(self, seq_q: int, seq_k: int, is_causal: bool) -> list[tuple[slice, list[_BlockPair]]]:
-        """For each block of rows, the blocks of keys that it sees."""
-        blocks = []
+    def _row_blocks(self, seq_q: int, seq_k: int, band: Band | None) -> Iterator[tuple[slice, list[_BlockPair]]]:
+        """For each block of rows that sees a key, the blocks of keys that it sees."""
         for first_row in range(0, seq_q, self.block):
-            rows = slice(first_row, min(first_row + self.block, seq_q))
-            # Blocks of rows and of keys have the same size, and a causal tile is square. So the diagonal crosses one
-            # block of keys for each block of rows. In the blocks before it, every row sees every key.
-            stop = rows.stop if is_causal else seq_k
-            pairs = [
-                _BlockPair(rows, slice(k, min(k + self.block, stop)), diagonal=is_causal and k == first_row)
-                for k in range(0, stop, self.block)
-            ]
-            blocks.append((rows, pairs))
-        return blocks
+            queries = range(first_row, min(first_row + self.block, seq_q))
+            seen = trimmed(queries, range(seq_k), band)
+            keys = range(0) if seen is None else seen.keys
+            pairs = []
+            for first_key in range(keys.start // self.block * self.block, keys.stop, self.block):
+                block = range(max(first_key, keys.start), min(first_key + self.block, keys.stop))
+                of_block = band and band.shifted(queries.start, block.start).limits(len(queries), len(block))
+                pairs.append(_BlockPair(_slice(queries), _slice(block), of_block))
+            yield _slice(queries), pairs
+
+
+def _slice(rows: range) -> slice:
+    return slice(rows.start, rows.stop)
 
 
 def _forward_rows(
@@ -114,11 +121,12 @@ def _forward_rows(
     scale: float,
     key_mask: Tensor | None,
     rule: PairRule | None,
+    rows: slice,
     pairs: list[_BlockPair],
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, b, D] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
     num_kv_heads = key.shape[1]
-    q = _fold(query[:, :, pairs[0].rows], num_kv_heads, statistics_dtype(query.dtype)) * scale
+    q = _fold(query[:, :, rows], num_kv_heads, statistics_dtype(query.dtype)) * scale
     repeats = query.shape[1] // num_kv_heads
     maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total = torch.zeros_like(maximum)
@@ -156,6 +164,7 @@ def _backward_rows(
     scale: float,
     key_mask: Tensor | None,
     rule: PairRule | None,
+    rows: slice,
     pairs: list[_BlockPair],
     grad_key: Tensor,
     grad_value: Tensor,
@@ -165,7 +174,7 @@ def _backward_rows(
     ``do`` is the gradient of the output, ``p`` the softmax weights of the pair, ``ds`` the gradient of its scores.
     """
     num_kv_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
-    rows, stats = pairs[0].rows, grad_key.dtype
+    stats = grad_key.dtype
     row_lse = _fold(lse[:, :, rows].unsqueeze(-1), num_kv_heads, stats)
     blind = row_lse == -torch.inf
     q = _fold(query[:, :, rows], num_kv_heads, stats).masked_fill(blind, 0.0)
@@ -185,7 +194,7 @@ def _backward_rows(
         ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
         weights = p if dropout is None else p * dropout
         # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the
-        # causal diagonal or the documents hide are left.
+        # band or the documents hide are left.
         unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys
@@ -218,10 +227,16 @@ def _hidden(
 ) -> Tensor | None:
     """Which keys each row does not see: bool, broadcasts to [B, Hk, repeats × rows, keys]; None if they see all."""
     hidden = None if key_mask is None else key_mask[:, :, None, pair.keys]
-    if pair.diagonal:
-        size = pair.rows.stop - pair.rows.start
-        future = like.new_ones(size, size, dtype=torch.bool).triu(1).repeat(repeats, 1)
-        hidden = future if hidden is None else hidden | future
+    if pair.band is not None:
+        size = pair.rows.stop - pair.rows.start, pair.keys.stop - pair.keys.start
+        below, above = pair.band.below, pair.band.above
+        outside = like.new_zeros(size, dtype=torch.bool)
+        if above is not None:
+            outside |= like.new_ones(size, dtype=torch.bool).triu(above + 1)
+        if below is not None:
+            outside |= like.new_ones(size, dtype=torch.bool).tril(-below - 1)
+        outside = outside.repeat(repeats, 1)
+        hidden = outside if hidden is None else hidden | outside
     if rule is not None and rule.query_documents is not None and rule.key_documents is not None:
         keys = rule.key_documents[:, :, None, pair.keys]
         rows = _fold(rule.query_documents[:, :, pair.rows, None], keys.shape[1], keys.dtype)
@@ -241,7 +256,7 @@ def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: 
 
 def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
     """Whether different rows of the pair may see different keys."""
-    return pair.diagonal or (rule is not None and rule.query_documents is not None)
+    return pair.band is not None or (rule is not None and rule.query_documents is not None)
 
 
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:

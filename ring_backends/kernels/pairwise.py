@@ -2,8 +2,8 @@
 
 With documents, a tile is cut at the ends of documents. A part within one document goes to the selected kernel. A part
 whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
-the other kernels need not support documents, and hidden parts cost nothing. With dropout, the whole tile goes to the
-math kernel.
+the other kernels need not support documents, and hidden parts cost nothing. With dropout, or a
+band other than a causal one, the whole tile goes to the math kernel.
 
 Cuts depend on the values of the document numbers. To read them on a GPU, the host would have to wait for it at every
 tile, and on device "meta" they have no values. So only tensors on the CPU are cut. Elsewhere the whole tile goes to the
@@ -22,6 +22,7 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel, PairRule
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.schedule.bands import Band
 from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
@@ -43,13 +44,15 @@ def forward(
     is_causal: bool,
     scale: float,
     key_mask: Tensor | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As :meth:`Kernel.forward`, for the pairs that ``rule`` allows.
 
-    Without dropout, out is in the statistics dtype.
+    Without dropout, out of a full or causal tile is in the statistics dtype.
     """
-    if rule.dropout is not None:
-        return _MATH.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
+    if rule.dropout is not None or band is not None:
+        options = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask, "rule": rule, "band": band}
+        return _MATH.forward(query, key, value, **options)
     stats = statistics_dtype(query.dtype)
     out = torch.zeros_like(query, dtype=stats, memory_format=torch.contiguous_format)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
@@ -75,11 +78,12 @@ def backward(
     is_causal: bool,
     scale: float,
     key_mask: Tensor | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
-    if rule.dropout is not None:
-        tensors = grad_out, query, key, value, out, lse
-        return _MATH.backward(*tensors, is_causal=is_causal, scale=scale, key_mask=key_mask, rule=rule)
+    if rule.dropout is not None or band is not None:
+        options = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask, "rule": rule, "band": band}
+        return _MATH.backward(grad_out, query, key, value, out, lse, **options)
     stats = statistics_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in (query, key, value)

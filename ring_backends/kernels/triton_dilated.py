@@ -22,6 +22,7 @@ from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
+from ring_backends.schedule.bands import CAUSAL
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values
@@ -150,4 +151,5 @@ def _tile(seq_q: int, num_heads: int, seq_k: int, num_kv_heads: int, is_causal: 
         for rows, heads in ((seq_q, num_heads), (seq_k, num_kv_heads))
     )
     streams = tuple(head // (num_heads // num_kv_heads) for head in range(num_heads))
-    return Tile(0, queries, keys, streams, is_causal, opens_queries=True, opens_keys=True)
+    band = CAUSAL if is_causal else None
+    return Tile(0, queries, keys, streams, band, opens_queries=True, opens_keys=True)

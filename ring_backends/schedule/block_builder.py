@@ -10,9 +10,11 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Se
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby, takewhile
 
-import torch
+from torch import Tensor
 
+from ring_backends.schedule.bands import Band, Part, trimmed
 from ring_backends.schedule.branch import BranchSchedule
+from ring_backends.schedule.crossing import CrossingPieces
 from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.rank_plan import (
     BranchRows,
@@ -45,6 +47,10 @@ class _Span:
     def num_rows(self, offset: int, rate: int) -> int:
         return num_covered(self.length, (offset - self.phase) % rate, rate)
 
+    def first_row(self, offset: int, rate: int) -> int:
+        """How many rows of the segment lie before the span."""
+        return num_covered(self.phase, offset, rate)
+
     def rows(
         self, heads: Sequence[int], offsets: Sequence[int], rate: int, num_rows: int, first_row: int = 0
     ) -> DilatedRows:
@@ -55,7 +61,7 @@ class _Span:
 
 @dataclass(frozen=True)
 class _Piece:
-    """A piece of a segment that lies on several chunks.
+    """A piece of a segment that lies on several chunks, or a part of a piece.
 
     Attributes:
         index: index of the piece in the arrays of :class:`~ring_backends.schedule.crossing.CrossingPieces`.
@@ -65,6 +71,7 @@ class _Piece:
     index: int
     rank: int
     chunk: int
+    segment_start: int
     span: _Span
 
 
@@ -146,13 +153,22 @@ class BlockBuilder:
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
         branches.sort(key=lambda branch: (branch is not opening, branch.rate))
         base = None
-        if opening is not None and self._is_single(opening, size if cuts_base else None):
+        takes_bands = size is None or size.takes_bands
+        if opening is not None and self._is_single(opening, size if cuts_base else None, takes_bands=takes_bands):
             base = opening.index
         merged: tuple[int, ...] = ()
         if base is not None and rounds_sums:
             rest = branches[1:]
             singles = [
-                b.index for b in takewhile(lambda b: self._is_single(b, None if b.index in uncut else size), rest)
+                branch.index
+                for branch in takewhile(
+                    lambda b: (
+                        self._is_single(b, None, takes_bands=True)
+                        if b.index in uncut
+                        else self._is_single(b, size, takes_bands=takes_bands)
+                    ),
+                    rest,
+                )
             ]
             merged = tuple(singles if len(singles) == len(rest) == 2 else singles[:1])
         without_sums = (base, *merged)
@@ -177,9 +193,11 @@ class BlockBuilder:
             self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others), has_all_heads
         )
 
-    def _is_single(self, branch: BranchSchedule, size: TileSize | None) -> bool:
+    def _is_single(self, branch: BranchSchedule, size: TileSize | None, *, takes_bands: bool) -> bool:
         """Whether each row of a branch is in one tile only, after a cut to tiles of this size."""
         if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
+            return False
+        if branch.band is not None and not takes_bands:
             return False
         return size is None or -(-branch.segment_length // branch.rate) <= size.rows_of_part
 
@@ -192,20 +210,18 @@ class BlockBuilder:
             opens: whether the tiles whose queries and keys are the same segments or piece are the first of their rows.
         """
         draft = self.drafts[0]
-        is_causal = self.schedule.is_causal
         crossing = self._own_pieces(branch)
         own = [
             replace(tile, opens_queries=opens, opens_keys=opens)
             for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]
-            for tile in self._tiles(branch, span, span, is_causal=is_causal)
+            for tile in self._tiles(branch, span, span)
         ]
         draft.tiles += own
         for query in crossing:
             for key in crossing:
-                same_segment = branch.crossing.segment_start[query.index] == branch.crossing.segment_start[key.index]
-                if same_segment and query.chunk != key.chunk and not (is_causal and key.chunk > query.chunk):
-                    draft.tiles += self._tiles(branch, query.span, key.span, is_causal=False)
-        if self.schedule.pattern.padding == "zeros" and not is_causal:
+                if query.chunk != key.chunk and self._sees(query, key):
+                    draft.tiles += self._tiles(branch, query.span, key.span)
+        if self.schedule.pattern.padding == "zeros" and not self.schedule.is_causal:
             draft.phantoms += self._phantoms(branch, crossing)
         keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
         return BranchRows(tuple(tile.queries for tile in own), keys)
@@ -226,7 +242,7 @@ class BlockBuilder:
         """Local query rows of the last segment, with the number of zero keys that they see."""
         n = self.layout.seq_len
         last_segment = self.schedule.pattern.segment(branch.index, n - 1, n) * branch.segment_length
-        spans = [piece.span for piece in crossing if branch.crossing.segment_start[piece.index] == last_segment]
+        spans = [piece.span for piece in crossing if piece.segment_start == last_segment]
         base = 0
         for piece in self.layout.pieces(self.rank):
             if piece and piece.stop == n and piece.start <= last_segment:
@@ -242,64 +258,85 @@ class BlockBuilder:
                 heads, offsets = zip(*members, strict=True)
                 yield Phantom(span.rows(heads, offsets, branch.rate, num_rows), count)
 
-    def _tiles(self, branch: BranchSchedule, query: _Span, key: _Span, *, is_causal: bool) -> Iterator[Tile]:
+    def _tiles(self, branch: BranchSchedule, query: _Span, key: _Span) -> Iterator[Tile]:
         """Tiles of one local span against another, one for each combination of row counts."""
         groups = defaultdict(list)
         for head, kv_head, offset in self.heads[branch.index]:
-            rows = query.num_rows(offset, branch.rate), key.num_rows(offset, branch.rate)
-            if all(rows):
-                groups[rows].append((head, kv_head, offset))
-        for (query_rows, key_rows), members in groups.items():
+            num_queries, num_keys = query.num_rows(offset, branch.rate), key.num_rows(offset, branch.rate)
+            part = self._visible(branch, query, num_queries, key.first_row(offset, branch.rate), num_keys, offset)
+            if part is not None:
+                groups[num_queries, num_keys, part].append((head, kv_head, offset))
+        for (num_queries, num_keys, part), members in groups.items():
             streams = list(dict.fromkeys((kv_head, offset) for _, kv_head, offset in members))
             kv_heads, kv_offsets = zip(*streams, strict=True)
             heads, _, offsets = zip(*members, strict=True)
             yield Tile(
                 branch=branch.index,
-                queries=query.rows(heads, offsets, branch.rate, query_rows),
-                keys=key.rows(kv_heads, kv_offsets, branch.rate, key_rows),
+                queries=query.rows(heads, offsets, branch.rate, num_queries).part_of_rows(part.queries),
+                keys=key.rows(kv_heads, kv_offsets, branch.rate, num_keys).part_of_rows(part.keys),
                 stream_of_head=tuple(streams.index((kv_head, offset)) for _, kv_head, offset in members),
-                is_causal=is_causal,
+                band=part.band,
             )
 
-    def _remote_tiles(self, branch: BranchSchedule, query: _Span, parcel: Parcel) -> Iterator[Tile]:
-        """Tiles of a local span against a parcel, one for each number of query rows."""
+    def _remote_tiles(
+        self, branch: BranchSchedule, query: _Span, parcel: Parcel, first_kv_head: int = 0
+    ) -> Iterator[Tile]:
+        """Tiles of a local span against a parcel, one for each number of query rows and each band.
+
+        Args:
+            first_kv_head: the number in the parcel's streams of the first key/value head of the block.
+        """
         groups = defaultdict(list)
+        start, places = parcel.start % branch.segment_length, {x: index for index, x in enumerate(parcel.streams)}
         for head, kv_head, offset in self.heads[branch.index]:
-            query_rows = query.num_rows(offset, branch.rate)
-            if query_rows and (kv_head, offset) in parcel.streams:
-                groups[query_rows].append((head, parcel.streams.index((kv_head, offset)), offset))
-        for query_rows, members in groups.items():
-            heads, stream_of_head, offsets = zip(*members, strict=True)
+            stream = places.get((kv_head + first_kv_head, offset))
+            if stream is not None:
+                num_queries = query.num_rows(offset, branch.rate)
+                first_key = num_covered(start, offset, branch.rate) + parcel.first_row
+                part = self._visible(branch, query, num_queries, first_key, parcel.rows, offset)
+                if part is not None:
+                    groups[num_queries, part].append((head, stream, offset))
+        for (num_queries, part), members in groups.items():
+            heads, streams, offsets = zip(*members, strict=True)
+            used = sorted(set(streams))
             yield Tile(
                 branch=branch.index,
-                queries=query.rows(heads, offsets, branch.rate, query_rows),
-                keys=ParcelRows.whole(parcel),
-                stream_of_head=stream_of_head,
-                is_causal=False,
+                queries=query.rows(heads, offsets, branch.rate, num_queries).part_of_rows(part.queries),
+                keys=ParcelRows((ParcelPart(parcel, tuple(used), part.keys),)),
+                stream_of_head=tuple(used.index(stream) for stream in streams),
+                band=part.band,
             )
+
+    def _visible(
+        self, branch: BranchSchedule, query: _Span, num_queries: int, first_key: int, num_keys: int, offset: int
+    ) -> Part | None:
+        """The rows of a span and of some keys at one offset that see each other; None if there are none.
+
+        Args:
+            first_key: how many rows of the segment lie before the keys.
+        """
+        distance = query.first_row(offset, branch.rate) - first_key
+        band = Band(branch.band, 0 if self.schedule.is_causal else branch.band).shifted(distance, 0)
+        return trimmed(range(num_queries), range(num_keys), band.limits(num_queries, num_keys))
 
     def _passing(self, branch: BranchSchedule) -> Iterator[tuple[_Piece, _Route, int]]:
-        """Yield the pieces whose route passes through this rank, the route, and how far the source is."""
-        for piece in self._pieces(branch):
-            lo, hi, direction = (
-                int(column[piece.index])
-                for column in (branch.crossing.lo, branch.crossing.hi, branch.crossing.direction)
-            )
-            if lo <= self.rank <= hi:
-                route = _Route(lo, hi - lo + 1, piece.rank, direction)
-                yield piece, route, (self.rank - piece.rank) * direction % route.ring_size
+        """Yield the parts of pieces whose route passes through this rank, the route, and how far the source is."""
+        parts = branch.crossing
+        for part in self._pieces(parts, (parts.lo <= self.rank) & (self.rank <= parts.hi)):
+            lo, hi, direction = (int(column[part.index]) for column in (parts.lo, parts.hi, parts.direction))
+            route = _Route(lo, hi - lo + 1, part.rank, direction)
+            yield part, route, (self.rank - part.rank) * direction % route.ring_size
 
-    def _sees(self, branch: BranchSchedule, query: _Piece, piece: _Piece) -> bool:
-        """Whether the queries of one piece see the keys of another."""
-        segment_start = branch.crossing.segment_start
-        same_segment = bool(segment_start[query.index] == segment_start[piece.index])
+    def _sees(self, query: _Piece, piece: _Piece) -> bool:
+        """Whether the queries of one piece may see the keys of another."""
+        same_segment = query.segment_start == piece.segment_start
         return same_segment and not (self.schedule.is_causal and query.chunk < piece.chunk)
 
     def _around(self, branch: BranchSchedule) -> None:
         """Add every parcel whose route passes through this rank to the steps."""
         own = self._own_pieces(branch)
         for piece, route, distance in self._passing(branch):
-            queries = [query.span for query in own if self._sees(branch, query, piece)]
+            queries = [query.span for query in own if self._sees(query, piece)]
             for share in range(self.shares):
                 for parcel in self._parcels(branch, piece, route.direction, share):
                     if distance <= parcel.reach:
@@ -308,17 +345,22 @@ class BlockBuilder:
     def _spread_tiles(self, branch: BranchSchedule, parcels: SpreadParcels) -> Iterator[Tile]:
         """Tiles of a local piece against all rows of other ranks that its queries see.
 
-        Heads for which all parcels have the same rows share a tile.
+        Heads for which all parcels have the same rows share a tile. With a window, each parcel has a tile of its own.
         """
-        others = [piece for piece in self._pieces(branch) if piece.rank != self.rank]
+        others = [part for part, _, distance in self._passing(branch) if distance]
         first = self.kv_heads.start
         for query in self._own_pieces(branch):
-            visible = [
-                (parcel, {stream: index for index, stream in enumerate(parcel.streams)})
-                for piece in others
-                if self._sees(branch, query, piece)
-                for parcel in parcels.get((branch.index, piece.index), ())
+            seen = [
+                parcel
+                for part in others
+                if self._sees(query, part)
+                for parcel in parcels.get((branch.index, part.index), ())
             ]
+            if branch.band is not None:
+                for parcel in seen:
+                    yield from self._remote_tiles(branch, query.span, parcel, first)
+                continue
+            visible = [(parcel, {stream: index for index, stream in enumerate(parcel.streams)}) for parcel in seen]
             places, groups = dict(visible), defaultdict(list)
             for head, kv_head, offset in self.heads[branch.index]:
                 rows = query.span.num_rows(offset, branch.rate)
@@ -339,7 +381,6 @@ class BlockBuilder:
                     ),
                     keys=ParcelRows(parts),
                     stream_of_head=tuple(streams.index(stream) for _, stream in members),
-                    is_causal=False,
                 )
 
     def _follow(
@@ -389,22 +430,20 @@ class BlockBuilder:
 
     def _own_pieces(self, branch: BranchSchedule) -> list[_Piece]:
         """The pieces of crossing segments that this rank holds."""
-        return [piece for piece in self._pieces(branch) if piece.rank == self.rank]
+        return self._pieces(branch.pieces, branch.pieces.rank == self.rank)
 
-    def _pieces(self, branch: BranchSchedule) -> list[_Piece]:
-        """All pieces of the segments that this rank holds a piece of."""
-        crossing = branch.crossing
-        segments = crossing.segment_start[crossing.rank == self.rank]
-        indices = torch.isin(crossing.segment_start, segments).nonzero().squeeze(1)
-        columns = (crossing.rank, crossing.chunk, crossing.segment_start, crossing.start, crossing.stop)
-        rows = zip(indices.tolist(), *(column[indices].tolist() for column in columns), strict=True)
-        pieces = []
-        for index, owner, chunk, segment_start, start, stop in rows:
+    def _pieces(self, pieces: CrossingPieces, chosen: Tensor) -> list[_Piece]:
+        """The chosen pieces, or parts of pieces. ``chosen`` is bool [pieces]."""
+        indices = chosen.nonzero().squeeze(1)
+        columns = (pieces.rank, pieces.chunk, pieces.segment_start, pieces.start, pieces.stop)
+        found = []
+        for index, *row in zip(indices.tolist(), *(column[indices].tolist() for column in columns), strict=True):
+            owner, chunk, segment_start, start, stop = row
             first, *_ = self.layout.pieces(owner)
             base = 0 if start in first else len(first)
             span = _Span(base + start - self.layout.chunk_start(chunk), start - segment_start, stop - start)
-            pieces.append(_Piece(index, owner, chunk, span))
-        return pieces
+            found.append(_Piece(index, owner, chunk, segment_start, span))
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""One branch of a schedule: the pieces of segments that cross chunks, and the rows and hops of each piece."""
+"""One branch of a schedule: the pieces of segments that cross chunks, and the rows and hops of their parts."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ class BranchSchedule:
         offsets: the distinct offsets of the branch's heads: int64 [offsets].
         heads_at: number of query heads at each offset: int64 [offsets].
         streams_at: number of distinct (key/value head, offset) pairs at each offset: int64 [offsets].
-        crossing: the pieces of segments that lie on several chunks.
-        num_rows: rows of each piece at each offset: int64 [pieces, offsets].
-        reach: hops that these rows make: int64 [pieces, offsets].
+        band: by how many rows a query and a key may be apart; None without a window.
+        pieces: the pieces of segments that lie on several chunks.
+        rows_of_pieces: rows of each piece at each offset: int64 [pieces, offsets].
+        crossing: the parts of pieces that other chunks see. Without a window, these are the pieces.
+        num_rows: rows of each part at each offset: int64 [parts, offsets].
+        reach: hops that these rows make: int64 [parts, offsets].
     """
 
     index: int
@@ -33,6 +36,9 @@ class BranchSchedule:
     offsets: Tensor
     heads_at: Tensor
     streams_at: Tensor
+    band: int | None
+    pieces: CrossingPieces
+    rows_of_pieces: Tensor
     crossing: CrossingPieces
     num_rows: Tensor
     reach: Tensor
@@ -44,7 +50,7 @@ class BranchSchedule:
 
     @cached_property
     def travelling(self) -> tuple[Tensor, Tensor]:
-        """The rows of K and V of each piece, over all heads, and their reach: int64 [pieces, different reaches]."""
+        """The rows of K and V of each part, over all heads, and their reach: int64 [parts, different reaches]."""
         if not self.reach.numel():
             return self.num_rows, self.reach
         reach, column = self.reach.unique(dim=1, return_inverse=True)

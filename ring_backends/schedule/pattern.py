@@ -1,14 +1,16 @@
 """Which keys a query sees: dilated attention (LongNet, arXiv 2307.02486, section 3) as index arithmetic.
 
 Branch i covers position t for head j if and only if ``(t mod w) mod r == offset(i, j)``. Two covered positions of one
-segment see each other. No other module of the package decides which positions are covered.
+segment see each other, unless a window limits their distance. With ``offset="every"``, a branch covers every position,
+and two positions of one segment see each other if ``(t mod w) mod r`` is the same for both. No other module of the
+package decides which positions are covered.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 from ring_backends.schedule.checks import check_integer
 
 HeadMode = Literal["all", "grouped"]
-Offset = Literal["mod", "block", "branch"]
+Offset = Literal["mod", "block", "branch", "every"]
 Padding = Literal["masked", "zeros"]
 Positions = TypeVar("Positions", int, "Tensor")
 
@@ -26,15 +28,21 @@ class DilatedPattern:
     """The branches of dilated attention, and the heads and offsets of each.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1. A longer w than the sequence counts as seq_len.
+        segment_lengths: w of each branch, in tokens, at least 1; None for the whole sequence of each call. A longer w
+            than the sequence counts as seq_len.
         dilation_rates: r of each branch, at least 1; one per segment length.
         head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
             contiguous group per branch. The sizes of groups differ by at most one, and larger groups come first.
         offset: rule for the offset of head j, of H heads, in branch i. ``"mod"``: j % r (the paper). ``"block"``:
-            j // ceil(H / r) (torchscale). ``"branch"``: i % r. None means ``"branch"`` with
-            ``head_mode="grouped"``, and otherwise ``"mod"``.
+            j // ceil(H / r) (torchscale). ``"branch"``: i % r. ``"every"``: the head has all offsets 0 … r − 1, and
+            the positions of each see only each other, as in Sparse Transformers (arXiv 1904.10509) and in Longformer's
+            dilated windows (arXiv 2004.05150). None means ``"branch"`` with ``head_mode="grouped"``, and otherwise
+            ``"mod"``.
         padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
             padded with zero keys and values. Its queries see them, unless attention is causal.
+        window_lengths: W of each branch, in tokens, at least 1; None for a branch without a window. The query at
+            position t sees a key at position u of such a branch only if |t − u| < W. Transformers' ``sliding_window``
+            is W in a causal model, and W − 1 otherwise. None means no windows. With ``padding="zeros"`` there are none.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -44,36 +52,50 @@ class DilatedPattern:
     [0, 1, 2, 3]
     """
 
-    segment_lengths: tuple[int, ...]
+    segment_lengths: tuple[int | None, ...]
     dilation_rates: tuple[int, ...]
     head_mode: HeadMode = "all"
     offset: Offset | None = None
     padding: Padding = "masked"
+    window_lengths: tuple[int | None, ...] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths))
+        object.__setattr__(self, "segment_lengths", _positive_ints("segment_lengths", self.segment_lengths, (None,)))
         object.__setattr__(self, "dilation_rates", _positive_ints("dilation_rates", self.dilation_rates))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 f"segment_lengths has {len(self.segment_lengths)} entries and dilation_rates has "
                 f"{len(self.dilation_rates)}: a branch is one pair, so give both the same length."
             )
+        if self.window_lengths is not None:
+            windows = _positive_ints("window_lengths", self.window_lengths, (None,))
+            if len(windows) != len(self.segment_lengths):
+                raise ValueError(
+                    f"window_lengths has {len(windows)} entries, and there are {len(self.segment_lengths)} branches: "
+                    "give one entry per branch, None for a branch without a window."
+                )
+            object.__setattr__(self, "window_lengths", None if set(windows) == {None} else windows)
         _check_choice("head_mode", self.head_mode, get_args(HeadMode))
         _check_choice("offset", self.offset, (None, *get_args(Offset)))
         _check_choice("padding", self.padding, get_args(Padding))
+        if self.window_lengths is not None and self.padding == "zeros":
+            raise ValueError(
+                f"window_lengths = {self.window_lengths} with padding='zeros': torchscale, whose padding this is, has "
+                "no windows; use padding='masked'."
+            )
 
     @classmethod
-    def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+    def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
         """The paper's pattern: every head in every branch, offset j % r."""
         return cls(tuple(segment_lengths), tuple(dilation_rates))
 
     @classmethod
-    def torchscale(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+    def torchscale(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
         """torchscale's pattern, with which published checkpoints were trained: offset by blocks, zero padding."""
         return cls(tuple(segment_lengths), tuple(dilation_rates), offset="block", padding="zeros")
 
     @classmethod
-    def grouped(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int]) -> DilatedPattern:
+    def grouped(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
         """One group of heads per branch, offset i % r."""
         return cls(tuple(segment_lengths), tuple(dilation_rates), head_mode="grouped", offset="branch")
 
@@ -93,19 +115,44 @@ class DilatedPattern:
         start = branch * size + min(branch, extra)
         return range(start, start + size + (branch < extra))
 
-    def head_offset(self, branch: int, head: int, num_heads: int) -> int:
-        """The offset of ``head`` in ``branch``, in 0 … r − 1."""
+    def head_offsets(self, branch: int, head: int, num_heads: int, seq_len: int) -> range:
+        """The offsets of ``head`` in ``branch``: one of 0 … r − 1, or with ``offset="every"`` all that have a position.
+
+        >>> DilatedPattern([64], [4], offset="every").head_offsets(0, 0, num_heads=4, seq_len=64)
+        range(0, 4)
+        """
         rate = self.dilation_rates[branch]
         rule = self.offset or ("branch" if self.head_mode == "grouped" else "mod")
+        if rule == "every":
+            return range(min(rate, self.segment_length(branch, seq_len)))
         if rule == "mod":
-            return head % rate
-        if rule == "block":
-            return head // -(-num_heads // rate)
-        return branch % rate
+            offset = head % rate
+        elif rule == "block":
+            offset = head // -(-num_heads // rate)
+        else:
+            offset = branch % rate
+        return range(offset, offset + 1)
 
     def segment_length(self, branch: int, seq_len: int) -> int:
         """The segment length w of ``branch``, but at most ``seq_len``."""
-        return min(self.segment_lengths[branch], seq_len)
+        length = self.segment_lengths[branch]
+        return seq_len if length is None else min(length, seq_len)
+
+    def band(self, branch: int, seq_len: int) -> int | None:
+        """By how many covered rows a query and a key of ``branch`` may be apart; None if no window limits it.
+
+        >>> DilatedPattern([None], [4], window_lengths=[16]).band(0, seq_len=1024)
+        3
+        """
+        window = None if self.window_lengths is None else self.window_lengths[branch]
+        if window is None or window >= self.segment_length(branch, seq_len):
+            return None
+        return (window - 1) // self.dilation_rates[branch]
+
+    def reach(self, branch: int, seq_len: int) -> int:
+        """By how many positions a query and a key of one segment of ``branch`` may be apart."""
+        band = self.band(branch, seq_len)
+        return self.segment_length(branch, seq_len) if band is None else band * self.dilation_rates[branch]
 
     def segment(self, branch: int, position: Positions, seq_len: int) -> Positions:
         """The number of the segment of ``branch`` that holds each position."""
@@ -138,7 +185,7 @@ class DilatedPattern:
             )
         if self.padding == "zeros":
             for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True):
-                if w < seq_len and w % r:
+                if w is not None and w < seq_len and w % r:
                     raise ValueError(
                         f"padding='zeros' with segment length {w} and dilation rate {r} on {seq_len} tokens: {r} does "
                         f"not divide {w}. torchscale pads every segment to {-(-w // r) * r} rows and joins the outputs "
@@ -155,14 +202,16 @@ def num_covered(length: Positions, offset: Positions, rate: int) -> Positions:
     return rows * (rows > 0)
 
 
-def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
+def _positive_ints(name: str, values: Iterable[Any], others: tuple[None, ...] = ()) -> tuple[Any, ...]:
+    """The values, if each is a positive int or one of ``others``."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise TypeError(f"{name} = {values!r}: expected a sequence of integers; give a list such as [2048, 8192].")
     values = tuple(values)
     if not values:
         raise ValueError(f"{name} is empty: attention needs at least one branch; give one entry per branch.")
     for index, value in enumerate(values):
-        check_integer(f"{name}[{index}]", value, 1, advice="drop the branch or give a positive number")
+        if value not in others:
+            check_integer(f"{name}[{index}]", value, 1, advice="drop the branch or give a positive number")
     return values
 
 

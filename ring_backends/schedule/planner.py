@@ -33,6 +33,7 @@ def rank_plan(
     device_type: str = "cpu",
     tile_bytes: int | None = None,
     threads: int = 1,
+    takes_bands: bool = False,
     uncut: frozenset[int] = frozenset(),
     few_hops: bool = True,
 ) -> RankPlan:
@@ -43,6 +44,7 @@ def rank_plan(
             into how many parts heads and hops are cut.
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
         threads: number of threads that share the computation of a tile. It may differ between ranks.
+        takes_bands: whether the kernel takes tiles with any band (:mod:`ring_backends.schedule.bands`).
         uncut: branches whose tiles are not cut.
         few_hops: whether sparse branches are spread.
     """
@@ -51,7 +53,8 @@ def rank_plan(
     size = None
     if tile_bytes is not None:
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
-        size = TileSize(max_rows, parts=-(-threads // batch), few_heads=backward and device_type == "cpu")
+        few_heads = backward and device_type == "cpu"
+        size = TileSize(max_rows, parts=-(-threads // batch), few_heads=few_heads, takes_bands=takes_bands)
     sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
     travel = schedule.travel(itemsize=itemsize, backward=backward, few_hops=few_hops)
     num_blocks, shares = num_cuts(schedule, travel, **sizes, backward=backward, device_type=device_type)

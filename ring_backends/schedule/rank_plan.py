@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from ring_backends.schedule.bands import CAUSAL, Band
 from ring_backends.schedule.rows import DilatedRows
 
 
@@ -114,6 +115,7 @@ class Tile:
 
     Attributes:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
+        band: which keys each query sees; None for all.
         opens_queries: whether this is the first tile for its query rows. The results of a first tile are stored, and
             not merged or added. Tiles without sums (:meth:`HeadBlock.has_sums`) do not count for the others.
         opens_keys: the same for its key rows.
@@ -123,9 +125,14 @@ class Tile:
     queries: DilatedRows
     keys: DilatedRows | ParcelRows
     stream_of_head: tuple[int, ...]
-    is_causal: bool
+    band: Band | None = None
     opens_queries: bool = False
     opens_keys: bool = False
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether query row i sees the keys 0 … i, and there are as many queries as keys."""
+        return self.band == CAUSAL and self.queries.rows == self.keys.rows
 
     @property
     def parcels(self) -> tuple[Parcel, ...]:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -73,12 +74,17 @@ class RingSchedule:
         return self.num_kv_heads
 
     def head_streams(self, branch: int) -> list[tuple[int, int, int]]:
-        """(query head, its key/value head, its offset) for every head that runs ``branch``."""
-        group = self.num_heads // self.kv_heads
-        return [
-            (head, head // group, self.pattern.head_offset(branch, head, self.num_heads))
+        """(query head, its key/value head, its offset) for every head that runs ``branch``, and each of its offsets.
+
+        Heads with the same key/value head and offset follow each other.
+        """
+        group, size = self.num_heads // self.kv_heads, (self.num_heads, self.layout.seq_len)
+        found = (
+            (head, head // group, offset)
             for head in self.pattern.heads(branch, self.num_heads)
-        ]
+            for offset in self.pattern.head_offsets(branch, head, *size)
+        )
+        return sorted(found, key=itemgetter(1, 2)) if self.pattern.offset == "every" else [*found]
 
     @cached_property
     def branches(self) -> tuple[BranchSchedule, ...]:
@@ -91,8 +97,11 @@ class RingSchedule:
         offsets = sorted(heads_at)
         rate = self.pattern.dilation_rates[index]
         segment_length = self.pattern.segment_length(index, self.layout.seq_len)
-        crossing = crossing_pieces(self.layout, segment_length, is_causal=self.is_causal)
-        num_rows = crossing.num_rows(_integers(offsets), rate)
+        band = self.pattern.band(index, self.layout.seq_len)
+        at = _integers(offsets), rate
+        pieces = crossing = crossing_pieces(self.layout, segment_length, is_causal=self.is_causal)
+        if band is not None:
+            crossing = pieces.parts(self.layout, band * rate)
         return BranchSchedule(
             index=index,
             rate=rate,
@@ -100,9 +109,12 @@ class RingSchedule:
             offsets=_integers(offsets),
             heads_at=_integers(heads_at[offset] for offset in offsets),
             streams_at=_integers(streams_at[offset] for offset in offsets),
+            band=band,
+            pieces=pieces,
+            rows_of_pieces=pieces.num_rows(*at),
             crossing=crossing,
-            num_rows=num_rows,
-            reach=crossing.reach(num_rows),
+            num_rows=crossing.num_rows(*at),
+            reach=crossing.reach(pieces, *at, band),
         )
 
     @cached_property
@@ -155,10 +167,12 @@ class RingSchedule:
         whole = (position // length).unsqueeze(1)
         segment_rows = num_covered(_integers([length]), branch.offsets, branch.rate).double()
         rows = num_covered((position % length).unsqueeze(1), branch.offsets, branch.rate).double()
-        if self.is_causal:
-            return whole * segment_rows * (segment_rows + 1) / 2 + rows * (rows + 1) / 2
         length_here = (n - whole * length).clamp(max=length)
-        return whole * segment_rows**2 + rows * num_covered(length_here, branch.offsets, branch.rate)
+        rows_here = num_covered(length_here, branch.offsets, branch.rate).double()
+        band, is_causal = branch.band, self.is_causal
+        return whole * visible_pairs(segment_rows, segment_rows, band, is_causal=is_causal) + visible_pairs(
+            rows, rows_here, band, is_causal=is_causal
+        )
 
     def wire_bytes(
         self,
@@ -248,6 +262,20 @@ class RingSchedule:
         console.print(branches, ranks)
         assert isinstance(console.file, io.StringIO)
         return console.file.getvalue()
+
+
+def visible_pairs(rows: Tensor, segment_rows: Tensor, band: int | None, *, is_causal: bool) -> Tensor:
+    """The number of keys that the first ``rows`` queries of a segment of ``segment_rows`` rows see, all together."""
+
+    def before(number: Tensor) -> Tensor:
+        """The number of earlier keys that the first queries see."""
+        within = number if band is None else number.clamp(max=band + 1)
+        return within * (within - 1) / 2 + (number - within) * (band or 0)
+
+    if is_causal:
+        return rows + before(rows)
+    # The keys after a query are those before the query at the same distance from the other end.
+    return rows + before(rows) + before(segment_rows) - before(segment_rows - rows)
 
 
 def statistics_itemsize(itemsize: int) -> int:

@@ -1,19 +1,23 @@
 """Cuts tiles so that one kernel call fits into the cache, and takes little memory compared with the tensors.
 
 A tile is cut by segments and by heads, and by rows only where one head has too many. A cut by rows divides a causal
-tile into squares on its diagonal and rectangles below it. Each rank cuts its own tiles. The hops do not depend on
-these cuts.
+tile into squares on its diagonal and rectangles below it. A tile with a window is cut as in
+:mod:`ring_backends.schedule.bands`, unless the kernel takes it whole. Each rank cuts its own tiles. The hops do not
+depend on these cuts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
 import torch
 
+from ring_backends.schedule.bands import Blocks, Part, cut_band, ranges, trimmed
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import Tile
+from ring_backends.schedule.rows import DilatedRows
 
 MIN_TILE_ROWS = 1024
 """Minimum number of rows after a cut by rows, since smaller kernel calls are slower."""
@@ -45,11 +49,13 @@ class TileSize:
             threads. For them, long segments are cut by rows, down to ``MIN_ROWS_OF_PART`` rows.
         few_heads: whether a tile has few heads of many segments, and not many heads of few segments. The CPU kernel
             then writes the rows of its gradients contiguously.
+        takes_bands: whether the kernel takes tiles with any band.
     """
 
     max_rows: int
     parts: int = 1
     few_heads: bool = False
+    takes_bands: bool = False
 
     @property
     def rows_of_part(self) -> int:
@@ -72,10 +78,52 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
 
     If the heads share the streams evenly, all heads of a stream stay in one tile; with ``keeps_streams``, in any case.
     """
+    num_queries, num_keys = tile.queries.rows, tile.keys.rows
+    rows = min(max(num_queries, num_keys), size.rows_of_part)
+    has_window = tile.band is not None and not tile.is_causal
+    if tile.band is not None and has_window and not (size.takes_bands and max(num_queries, num_keys) <= rows):
+        cuts: Iterable[Blocks] = cut_band(num_queries, num_keys, tile.band, rows)
+    else:
+        cells = product(ranges(range(num_queries), rows), ranges(range(num_keys), rows))
+        found = (trimmed(*cell, tile.band) for cell in cells)
+        cuts = [Blocks(tuple(part for part in found if part is not None))]
+    for blocks in cuts:
+        for repeated, parts in _repeated(tile, blocks):
+            for some_heads in _cut_segments_and_heads(repeated, parts, size, keeps_streams=keeps_streams):
+                for queries, keys, band in parts:
+                    is_own = queries == keys
+                    yield replace(
+                        some_heads,
+                        queries=some_heads.queries.part_of_rows(queries),
+                        keys=some_heads.keys.part_of_rows(keys),
+                        band=band,
+                        opens_queries=tile.opens_queries and (is_own if has_window else keys.start == 0),
+                        opens_keys=tile.opens_keys and (is_own if tile.band is not None else queries.start == 0),
+                    )
+
+
+def _repeated(tile: Tile, blocks: Blocks) -> Iterator[tuple[Tile, tuple[Part, ...]]]:
+    """The tiles that repeated blocks make: one with the blocks as its segments if possible, else one for each block."""
+    parts, count, step = blocks
     queries, keys = tile.queries, tile.keys
-    group, num_groups = tile.heads_per_group, queries.num_heads // tile.heads_per_group
-    rows = min(max(queries.rows, keys.rows), size.rows_of_part)
-    at_once = max(1, size.max_rows // rows)
+    if count == 1:
+        yield tile, parts
+    elif isinstance(keys, DilatedRows) and queries.segments < count:
+        for segment in range(queries.segments):
+            rows = (x.part_of_segments(range(segment, segment + 1)) for x in (queries, keys))
+            of_queries, of_keys = (replace(x, segments=count, segment_stride=step * x.rate) for x in rows)
+            yield replace(tile, queries=of_queries, keys=of_keys), parts
+    else:
+        for rows in range(0, count * step, step):
+            moved = (tuple(range(x.start + rows, x.stop + rows) for x in part[:2]) for part in parts)
+            yield tile, tuple(Part(*both, part.band) for both, part in zip(moved, parts, strict=True))
+
+
+def _cut_segments_and_heads(
+    tile: Tile, parts: Sequence[Part], size: TileSize, *, keeps_streams: bool
+) -> Iterator[Tile]:
+    queries, group, num_groups = tile.queries, tile.heads_per_group, tile.queries.num_heads // tile.heads_per_group
+    at_once = max(1, size.max_rows // max(len(rows) for part in parts for rows in part[:2]))
     if keeps_streams and not tile.streams_are_grouped:
         groups_at_once, segments_at_once = num_groups, at_once // queries.num_heads
     elif size.few_heads:
@@ -84,28 +132,6 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
     else:
         groups_at_once = min(num_groups, at_once // group)
         segments_at_once = at_once // (max(1, groups_at_once) * group)
-    for segments in _ranges(queries.segments, max(1, segments_at_once)):
-        for groups in _ranges(num_groups, max(1, groups_at_once)):
-            part = tile.part(segments, groups)
-            key_rows = [(cut, part.keys.part_of_rows(cut)) for cut in _ranges(keys.rows, rows)]
-            for query_cut in _ranges(queries.rows, rows):
-                query_rows = part.queries.part_of_rows(query_cut)
-                for key_cut, some_keys in key_rows:
-                    if tile.is_causal and key_cut.start > query_cut.start:
-                        break
-                    on_diagonal = tile.is_causal and key_cut == query_cut
-                    meets_first_query = on_diagonal if tile.is_causal else query_cut.start == 0
-                    yield replace(
-                        part,
-                        queries=query_rows,
-                        keys=some_keys,
-                        is_causal=on_diagonal,
-                        opens_queries=tile.opens_queries and key_cut.start == 0,
-                        opens_keys=tile.opens_keys and meets_first_query,
-                    )
-
-
-def _ranges(total: int, at_most: int) -> list[range]:
-    """Cut 0 … total − 1 into the smallest number of ranges of at most ``at_most``, of nearly equal sizes."""
-    parts = -(-total // at_most)
-    return [range(total * part // parts, total * (part + 1) // parts) for part in range(parts)]
+    for segments in ranges(range(queries.segments), max(1, segments_at_once)):
+        for groups in ranges(range(num_groups), max(1, groups_at_once)):
+            yield tile.part(segments, groups)

@@ -78,15 +78,7 @@ class LocalCall:
 def new_attention(adapter: str, ring: Ring | None, case: AttentionCase, **options: Any) -> Any:
     """Construct the adapter's attention module with the options of a case."""
     return backend(adapter).RingDilatedAttention(
-        case.segment_lengths,
-        case.dilation_rates,
-        ring=ring,
-        head_mode=case.head_mode,
-        offset=case.offset,
-        padding=case.padding,
-        scale=case.scale,
-        dropout_p=case.dropout_p,
-        **options,
+        **case.pattern_options(), ring=ring, scale=case.scale, dropout_p=case.dropout_p, **options
     )
 
 

@@ -5,7 +5,9 @@ of the definition. It favours short code over speed: memory and time are O(n^2) 
 
     covered      position t is covered by branch i for head j    iff (t mod w) mod r == offset(i, j)
     shown        branch i shows key u to query t                 iff both are covered, t // w == u // w,
+                                                                 |t - u| < W if the branch has a window,
                                                                  and, if causal, u <= t
+    offset "every": every position is covered, and t and u must have equal residues (t mod w) mod r
     attention    one softmax over the multiset union of the keys that a head's branches show the query
                  (LongNet, arXiv 2307.02486, does the same: it weights each branch by its softmax denominator)
 
@@ -29,13 +31,14 @@ def reference_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     is_causal: bool = False,
     head_mode: str = "all",
     offset: str | None = None,
     padding: str = "masked",
+    window_lengths: Sequence[int | None] | None = None,
     scale: float | None = None,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
@@ -48,11 +51,12 @@ def reference_attention(
         query: ``[B, n, H, D]`` of any floating dtype. It is cast to fp64. Gradients have the dtype of the input, so
             exact gradients need fp64 tensors.
         key, value: ``[B, n, Hk, D]`` with H a multiple of Hk; query head j reads head ``j // (H // Hk)``.
-        segment_lengths, dilation_rates: w and r of each branch, in positions.
+        segment_lengths, dilation_rates: w and r of each branch, in positions. w None is the whole sequence.
         is_causal: a query sees keys at its own and earlier positions only.
         head_mode: ``"all"`` or ``"grouped"``.
-        offset: None, ``"mod"``, ``"block"`` or ``"branch"``.
+        offset: None, ``"mod"``, ``"block"``, ``"branch"`` or ``"every"``.
         padding: ``"masked"`` or ``"zeros"``.
+        window_lengths: W of each branch, None for a branch without a window.
         scale: factor on the scores; None means ``1 / sqrt(D)``.
         key_padding_mask: bool ``[B, n]``, True = ignore this key.
         document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
@@ -69,7 +73,7 @@ def reference_attention(
     seq_len, num_heads = query.shape[1], query.shape[2]
     branches = (seq_len, num_heads, segment_lengths, dilation_rates)
     options: dict[str, Any] = {"is_causal": is_causal, "head_mode": head_mode, "offset": offset}
-    counts = reference_counts(*branches, **options)
+    counts = reference_counts(*branches, **options, window_lengths=window_lengths)
     phantom_counts = None
     if padding == "zeros":
         phantom_counts = reference_phantom_counts(*branches, **options)
@@ -92,21 +96,26 @@ def reference_attention(
 def reference_counts(
     seq_len: int,
     num_heads: int,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     is_causal: bool = False,
     head_mode: str = "all",
     offset: str | None = None,
+    window_lengths: Sequence[int | None] | None = None,
 ) -> Tensor:
     """int64 ``[H, n, n]`` with axes head, query t, key u: the number of branches that show key u to query t."""
     counts = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
     t = torch.arange(seq_len)[:, None]
     u = torch.arange(seq_len)[None, :]
-    for _, j, w, r, o in _branches_of_heads(num_heads, segment_lengths, dilation_rates, head_mode, offset):
-        shown = (t % w) % r == o
-        shown = shown & ((u % w) % r == o)
+    for i, j, w, r, o in _branches_of_heads(num_heads, segment_lengths, dilation_rates, head_mode, offset):
+        w = w or seq_len
+        shown = (t % w) % r == (u % w) % r
+        if o is not None:
+            shown = shown & ((t % w) % r == o)
         shown = shown & (t // w == u // w)
+        if window_lengths is not None and window_lengths[i] is not None:
+            shown = shown & ((t - u).abs() < window_lengths[i])
         if is_causal:
             shown = shown & (u <= t)
         counts[j] += shown
@@ -116,7 +125,7 @@ def reference_counts(
 def reference_phantom_counts(
     seq_len: int,
     num_heads: int,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     is_causal: bool = False,
@@ -132,7 +141,7 @@ def reference_phantom_counts(
     phantom_counts = torch.zeros(num_heads, seq_len, dtype=torch.int64)
     t = torch.arange(seq_len)
     for i, j, w, r, o in _branches_of_heads(num_heads, segment_lengths, dilation_rates, head_mode, offset):
-        w = min(w, seq_len)
+        w = min(w or seq_len, seq_len)
         if seq_len > w and w % r != 0:
             raise ValueError(
                 f'padding = "zeros" with segment_lengths[{i}] = {w} and dilation_rates[{i}] = {r}: a segment '
@@ -143,8 +152,11 @@ def reference_phantom_counts(
             continue
         s = ((seq_len - 1) // w) * w
         # Count from s, not modulo w. If w is clamped to n, the padding to a multiple of r lies beyond s + w.
-        phantoms = [u for u in range(seq_len, s + math.ceil(w / r) * r) if (u - s) % r == o]
-        phantom_counts[j] += len(phantoms) * ((t >= s) & ((t % w) % r == o))
+        phantoms = torch.arange(seq_len, s + math.ceil(w / r) * r)
+        seen = ((t % w) % r)[:, None] == (phantoms - s) % r
+        if o is not None:
+            seen = seen & ((t % w) % r == o)[:, None]
+        phantom_counts[j] += seen.sum(1) * (t >= s)
     return phantom_counts
 
 
@@ -257,19 +269,19 @@ def _splitmix(word: int) -> int:
 
 def _branches_of_heads(
     num_heads: int,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     head_mode: str,
     offset: str | None,
-) -> list[tuple[int, int, int, int, int]]:
-    """(i, j, w, r, offset(i, j)) for every branch i and every head j that runs it."""
+) -> list[tuple[int, int, int | None, int, int | None]]:
+    """(i, j, w, r, offset(i, j)) for every branch i and every head j that runs it. Offset None stands for all."""
     num_branches = len(segment_lengths)
     if num_branches == 0 or len(dilation_rates) != num_branches:
         raise ValueError(
             f"segment_lengths = {list(segment_lengths)} and dilation_rates = {list(dilation_rates)}: give "
             "one length and one rate for each branch, and at least one branch."
         )
-    if min(segment_lengths) < 1 or min(dilation_rates) < 1:
+    if any(w is not None and w < 1 for w in segment_lengths) or min(dilation_rates) < 1:
         raise ValueError(
             f"segment_lengths = {list(segment_lengths)}, dilation_rates = {list(dilation_rates)}: all "
             "values must be at least 1."
@@ -299,12 +311,14 @@ def _heads_of_branch(i: int, num_branches: int, num_heads: int, head_mode: str) 
     raise ValueError(f'head_mode = {head_mode!r}: it must be "all" or "grouped".')
 
 
-def _offset(i: int, j: int, r: int, num_heads: int, offset: str) -> int:
-    """Head j's offset in branch i."""
+def _offset(i: int, j: int, r: int, num_heads: int, offset: str) -> int | None:
+    """Head j's offset in branch i; None if it has all."""
     if offset == "mod":  # the paper
         return j % r
     if offset == "block":  # torchscale
         return j // math.ceil(num_heads / r)
     if offset == "branch":  # fkodom's dilated-attention-pytorch
         return i % r
-    raise ValueError(f'offset = {offset!r}: it must be None, "mod", "block" or "branch".')
+    if offset == "every":  # Sparse Transformers, Longformer
+        return None
+    raise ValueError(f'offset = {offset!r}: it must be None, "mod", "block", "branch" or "every".')

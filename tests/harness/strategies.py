@@ -40,7 +40,7 @@ class AttentionCase:
     """
 
     seq_len: int
-    segment_lengths: tuple[int, ...]
+    segment_lengths: tuple[int | None, ...]
     dilation_rates: tuple[int, ...]
     batch: int = 1
     num_heads: int = 1
@@ -50,6 +50,7 @@ class AttentionCase:
     head_mode: str = "all"
     offset: str | None = None
     padding: str = "masked"
+    window_lengths: tuple[int | None, ...] | None = None
     scale: float | None = None
     masked: str | None = None
     documents: str | None = None
@@ -64,17 +65,20 @@ class AttentionCase:
         shown = [f for f in fields(self) if f.name in _ALWAYS_SHOWN or getattr(self, f.name) != f.default]
         return f"AttentionCase({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""
+    def pattern_options(self) -> dict[str, Any]:
+        """Keyword arguments for ``DilatedPattern``."""
         return {
             "segment_lengths": self.segment_lengths,
             "dilation_rates": self.dilation_rates,
-            "is_causal": self.is_causal,
             "head_mode": self.head_mode,
             "offset": self.offset,
             "padding": self.padding,
-            "scale": self.scale,
+            "window_lengths": self.window_lengths,
         }
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""
+        return {**self.pattern_options(), "is_causal": self.is_causal, "scale": self.scale}
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """query, key, value, gradient of the output, and key_padding_mask. Every call returns equal tensors.
@@ -135,20 +139,27 @@ _ALWAYS_SHOWN = ("seq_len", "segment_lengths", "dilation_rates")
 
 
 @st.composite
-def branches(draw: st.DrawFn, max_n: int = 200, *, max_branches: int = 4) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def branches(
+    draw: st.DrawFn, max_n: int = 200, *, max_branches: int = 4
+) -> tuple[tuple[int | None, ...], tuple[int, ...]]:
     """(segment_lengths, dilation_rates) of 1 to ``max_branches`` branches, for sequences of up to ``max_n``.
 
-    Lengths range from 1 to more than ``max_n``, rates from 1 to more than their length. Small numbers, primes,
-    divisors, lengths near ``max_n`` and repeated branches are drawn with increased probability.
+    Lengths range from 1 to more than ``max_n``, and may be None. Rates range from 1 to more than their length. Small
+    numbers, primes, divisors, lengths near ``max_n`` and repeated branches are drawn with increased probability.
     """
-    pairs: list[tuple[int, int]] = []
+    pairs: list[tuple[int | None, int]] = []
     for _ in range(draw(st.integers(1, max_branches))):
         if pairs and draw(st.integers(0, 5)) == 5:
             pairs.append(draw(st.sampled_from(pairs)))
         else:
             w = draw(_segment_lengths(max_n))
-            pairs.append((w, draw(_dilation_rates(w))))
+            pairs.append((w if draw(st.integers(0, 5)) < 5 else None, draw(_dilation_rates(w))))
     return tuple(w for w, _ in pairs), tuple(r for _, r in pairs)
+
+
+def window_lengths(max_n: int) -> st.SearchStrategy[int | None]:
+    """W of one branch: None, or a number between 1 and more than ``max_n``, mostly small or near ``max_n``."""
+    return st.one_of(st.none(), st.integers(1, min(12, max_n)), _segment_lengths(max_n))
 
 
 def _segment_lengths(max_n: int) -> st.SearchStrategy[int]:
@@ -179,8 +190,9 @@ def attention_cases(
     max_heads: int = 6,
     head_dims: Sequence[int] = (4, 1, 3, 8, 16),
     head_modes: Sequence[str] = ("all", "grouped"),
-    offsets: Sequence[str | None] = (None, "mod", "block", "branch"),
+    offsets: Sequence[str | None] = (None, "mod", "block", "branch", "every"),
     paddings: Sequence[str] = ("masked", "zeros"),
+    windows: Sequence[bool] = (False, True, True),
     causal: Sequence[bool] = (False, True),
     masks: Sequence[str | None] = (None, "random", "rows", "all"),
     documents: Sequence[str | None] = (None, "some", "shuffled"),
@@ -192,8 +204,11 @@ def attention_cases(
     seq_len = draw(st.one_of(st.integers(1, some), st.integers(1, max_n), st.integers(many, max_n)))
     segment_lengths, dilation_rates = draw(branches(seq_len, max_branches=min(4, max_heads)))
     padding = draw(st.sampled_from(paddings))
+    windows_of_branches = None
     if padding == "zeros":
         dilation_rates = tuple(map(_rate_for_zeros(seq_len), segment_lengths, dilation_rates))
+    elif draw(st.sampled_from(windows)):
+        windows_of_branches = tuple(draw(window_lengths(seq_len)) for _ in segment_lengths)
     head_mode = draw(st.sampled_from(head_modes))
     fewest_heads = len(segment_lengths) if head_mode == "grouped" else 1
     num_heads = draw(st.integers(fewest_heads, max_heads))
@@ -209,6 +224,7 @@ def attention_cases(
         head_mode=head_mode,
         offset=draw(st.sampled_from(offsets)),
         padding=padding,
+        window_lengths=windows_of_branches,
         scale=draw(st.sampled_from([None, 1.0, 0.1, -0.3])),
         masked=draw(st.sampled_from(masks)),
         documents=draw(st.sampled_from(documents)) if padding == "masked" else None,
@@ -218,9 +234,9 @@ def attention_cases(
     )
 
 
-def _rate_for_zeros(seq_len: int) -> Callable[[int, int], int]:
+def _rate_for_zeros(seq_len: int) -> Callable[[int | None, int], int]:
     """A rate r that ``padding="zeros"`` accepts: w % r == 0 if the segment is shorter than the sequence."""
-    return lambda w, r: math.gcd(w, r) if w < seq_len else r
+    return lambda w, r: r if w is None or w >= seq_len else math.gcd(w, r)
 
 
 MORE_CASES = pytest.mark.matrix(reason="more random cases")

@@ -57,15 +57,8 @@ _MIXED = replace(
 
 
 def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> RingSchedule:
-    pattern = DilatedPattern(
-        case.segment_lengths,
-        case.dilation_rates,
-        case.head_mode,  # type: ignore[arg-type]
-        case.offset,  # type: ignore[arg-type]
-        case.padding,  # type: ignore[arg-type]
-    )
     return RingSchedule(
-        pattern,
+        DilatedPattern(**case.pattern_options()),
         SequenceLayout(case.seq_len, rings.size, layout),
         num_heads=case.num_heads,
         num_kv_heads=case.num_kv_heads,
