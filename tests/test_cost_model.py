@@ -22,7 +22,7 @@ from ring_backends.cost.ring_sizes import Workload
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.rank_plan import Message
+from ring_backends.schedule.rank_plan import Message, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.testing.fine_cuts import every_branch_spread
 from ring_backends.testing.strategies import AttentionCase, attention_cases
@@ -122,7 +122,7 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
             for tile in step.tiles:
                 rows, segments, heads = tile.queries.rows, tile.queries.segments, tile.queries.num_heads
                 if isinstance(tile.keys, DilatedRows) and tile.queries.start == tile.keys.start:
-                    own_pairs += segments * heads * (rows * (rows + 1) / 2 if tile.is_causal else rows**2)
+                    own_pairs += segments * heads * sum(len(seen_by(tile, row)) for row in range(rows))
                     own_rows += segments * heads * rows
                     own_tiles += 1
             for counted, messages in ((keys, step.sends), (grads, step.grad_sends)):
@@ -136,6 +136,16 @@ def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size
     assert schedule.rows_received.tolist() == [grads[rank] for rank in range(ring_size)]
     everywhere = sum(2 * case.head_dim * 8 * (2 * keys[rank] + grads[rank]) for rank in range(ring_size))
     assert schedule.bytes_between_hosts(range(ring_size), batch=1, head_dim=case.head_dim, itemsize=8) == everywhere
+
+
+def seen_by(tile: Tile, row: int) -> range:
+    """The key rows that a query row of a tile sees."""
+    first, stop = 0, tile.keys.rows
+    if tile.band is not None and tile.band.below is not None:
+        first = max(first, row - tile.band.below)
+    if tile.band is not None and tile.band.above is not None:
+        stop = min(stop, row + tile.band.above + 1)
+    return range(first, stop)
 
 
 def num_rows(messages: tuple[Message, ...]) -> int:

@@ -2,7 +2,8 @@
 
 A *span* is the part of one segment that one rank holds: a whole segment, or a *piece* of a segment that crosses ranks.
 One tile computes a span's queries against the span's own keys. This tile is causal if the call is causal. For every
-other piece of the segment that the queries see, one more tile computes them against its keys, without a mask.
+other piece of the segment that the queries see, one more tile computes them against its keys, without a mask. With a
+window, the queries see the pieces within its reach, and the last rows of the farthest one.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.pattern import num_covered
-from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.schedule.ring_schedule import RingSchedule, visible_pairs
 from ring_backends.schedule.travel import Travel
 
 
@@ -43,12 +44,13 @@ class TileCounts:
     def rows(self) -> TileRows:
         own, other, keys = (self._zeros(torch.int64) for _ in range(3))
         for branch in self.schedule.branches:
-            pieces = branch.crossing
-            whole, of_pieces = self._whole_rows(branch), (branch.num_rows * branch.heads_at).sum(1)
-            others = _tiles_of_pieces(pieces.segment_start, is_causal=self.schedule.is_causal) - 1
+            pieces, rows, others = branch.pieces, branch.rows_of_pieces, self._others(branch)
+            whole, of_pieces = self._whole_rows(branch), (rows * branch.heads_at).sum(1)
             own += (whole * branch.heads_at).sum(1) + self._by_rank(pieces.rank, of_pieces)
-            other += self._by_rank(pieces.rank, of_pieces * others)
-            of_pieces = (branch.num_rows * branch.streams_at).sum(1)
+            farthest = rows if branch.band is None else rows.clamp(max=branch.band)
+            of_farthest = (farthest * branch.heads_at).sum(1)
+            other += self._by_rank(pieces.rank, of_pieces * (others - 1).clamp(min=0) + of_farthest * (others > 0))
+            of_pieces = (rows * branch.streams_at).sum(1)
             keys += (whole * branch.streams_at).sum(1) + self._by_rank(pieces.rank, of_pieces)
         return TileRows(own, other, keys)
 
@@ -59,11 +61,10 @@ class TileCounts:
         """
         own, of_branches = self._zeros(torch.int64), []
         for branch in self.schedule.branches:
-            pieces, heads_at = branch.crossing, branch.heads_at
+            pieces, heads_at = branch.pieces, branch.heads_at
             full, full_rows, tail_rows = self._segments_within(branch)
             of_chunks = (full > 0) * _distinct(full_rows, heads_at) + _distinct(tail_rows, heads_at)
-            of_pieces = _distinct(branch.num_rows, heads_at)
-            others = _tiles_of_pieces(pieces.segment_start, is_causal=self.schedule.is_causal) - 1
+            of_pieces, others = _distinct(branch.rows_of_pieces, heads_at), self._others(branch)
             own += self._by_rank(self.schedule.layout.chunk_ranks(), of_chunks)
             own += self._by_rank(pieces.rank, of_pieces)
             rows = self._by_rank(pieces.rank, of_pieces * others), self._by_rank(pieces.rank, of_pieces * (others > 0))
@@ -89,16 +90,16 @@ class TileCounts:
     def own_pairs(self) -> Tensor:
         """Visible pairs in tiles of a span's queries against the span's own keys: float64 [ring size]."""
 
-        def pairs(rows: Tensor) -> Tensor:
+        def pairs(rows: Tensor, branch: BranchSchedule) -> Tensor:
             rows = rows.double()
-            return rows * (rows + 1) / 2 if self.schedule.is_causal else rows**2
+            return visible_pairs(rows, rows, branch.band, is_causal=self.schedule.is_causal) * branch.heads_at
 
         total = self._zeros(torch.float64)
         for branch in self.schedule.branches:
             full, full_rows, tail_rows = self._segments_within(branch)
-            own = full.unsqueeze(1) * pairs(full_rows) + pairs(tail_rows)
-            total += self._by_rank(self.schedule.layout.chunk_ranks(), (own * branch.heads_at).sum(1))
-            total += self._by_rank(branch.crossing.rank, (pairs(branch.num_rows) * branch.heads_at).sum(1))
+            own = full.unsqueeze(1) * pairs(full_rows, branch) + pairs(tail_rows, branch)
+            total += self._by_rank(self.schedule.layout.chunk_ranks(), own.sum(1))
+            total += self._by_rank(branch.pieces.rank, pairs(branch.rows_of_pieces, branch).sum(1))
         return total
 
     @cached_property
@@ -137,10 +138,20 @@ class TileCounts:
 
     def _largest_piece(self, branch: BranchSchedule) -> Tensor:
         """Rows of one head in the longest piece of a crossing segment, by offset: int64 [ring size, offsets]."""
-        size = (self.schedule.layout.ring_size, branch.num_rows.shape[1])
-        rank = branch.crossing.rank.unsqueeze(1).expand_as(branch.num_rows)
-        largest = torch.zeros(size, dtype=torch.int64, device="cpu")
-        return largest.scatter_reduce_(0, rank, branch.num_rows, "amax")
+        rows = branch.rows_of_pieces
+        rank = branch.pieces.rank.unsqueeze(1).expand_as(rows)
+        largest = torch.zeros(self.schedule.layout.ring_size, rows.shape[1], dtype=torch.int64, device="cpu")
+        return largest.scatter_reduce_(0, rank, rows, "amax")
+
+    def _others(self, branch: BranchSchedule) -> Tensor:
+        """For each piece, the number of other pieces that its queries see: int64 [pieces]."""
+        pieces, is_causal = branch.pieces, self.schedule.is_causal
+        if branch.band is None:
+            return _tiles_of_pieces(pieces.segment_start, is_causal=is_causal) - 1
+        starts, distance = self.schedule.layout.chunk_starts(), branch.band * branch.rate
+        first = torch.maximum(pieces.start - distance, pieces.segment_start)
+        last = pieces.stop - 1 if is_causal else torch.minimum(pieces.stop - 1 + distance, pieces.segment_stop - 1)
+        return torch.searchsorted(starts, last, right=True) - torch.searchsorted(starts, first, right=True)
 
     def _zeros(self, dtype: torch.dtype) -> Tensor:
         return torch.zeros(self.schedule.layout.ring_size, dtype=dtype, device="cpu")
