@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from ring_backends.schedule.pattern import DilatedPattern
 
 ONE_DEVICE, BARE_KERNELS, SDPA = "one device", "bare kernels", "SDPA"
+MASKED_SDPA, FLEX = "SDPA with a mask", "flex_attention"
 DENSE_RING, ALL_GATHER, SYNCHRONOUS = "dense ring", "all-gather", "native, synchronous hops"
 ON_ONE_RANK = (ONE_DEVICE, BARE_KERNELS, SDPA)
 ADAPTERS = ("native", "fsdp", "deepspeed", "fairscale")
@@ -24,6 +25,7 @@ class Case:
     Attributes:
         contestant: the name of an adapter, or a constant of this module.
         seq_len: length of the global sequence.
+        window: the window of every branch, in tokens. None: there is none.
         ring_size: number of ranks. Each rank is a process with one thread.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         device: ``"cpu"`` or ``"cuda"``. With fewer GPUs than ranks, ranks share a GPU.
@@ -40,6 +42,7 @@ class Case:
     kv_heads: int = 8
     head_dim: int = 64
     device: str = "cpu"
+    window: int | None = None
 
     @property
     def adapter(self) -> str:
@@ -49,7 +52,8 @@ class Case:
     @property
     def pattern(self) -> DilatedPattern:
         lengths, rates = zip(*self.branches, strict=True)
-        return DilatedPattern(lengths, rates)
+        windows = None if self.window is None else (self.window,) * len(lengths)
+        return DilatedPattern(lengths, rates, window_lengths=windows)
 
     @property
     def tensor_bytes(self) -> int:

@@ -6,7 +6,9 @@ The contestants of a claim take turns, so background load affects all of them eq
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json as json_module
+import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
@@ -15,15 +17,17 @@ import rank
 import typer
 from blocks import blocks_command
 from calls import latency_command, tiny_calls_command
-from case import BARE_KERNELS, ONE_DEVICE, STANDARD, Case
+from case import BARE_KERNELS, FLEX, MASKED_SDPA, ONE_DEVICE, STANDARD, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, ratios, report
-from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, ring_setups, setup, shortened
+from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, as_segments, ring_setups, setup, shortened, window_setup
 from slow_link import hidden_hops_command
 from worlds import Worlds
 
 LONGEST_KERNELS = 16384
 """The largest number of tokens of the bare kernel calls that `scaling` compares with."""
+
+SEGMENTS = "two calls with segments"
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
@@ -105,7 +109,8 @@ def short_scaling_command(repeats: Repeats = 11, shrink: Shrink = 1, dtype: Dtyp
 def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Row]:
     rows = []
     for name, case in setups.items():
-        kernels = shortened(case, max(1, case.seq_len // LONGEST_KERNELS))
+        segments = as_segments(case)
+        kernels = shortened(segments, max(1, segments.seq_len // LONGEST_KERNELS) if case is segments else 1)
         kernels = dataclasses.replace(kernels, contestant=BARE_KERNELS, layout="contiguous")
         contestants = [
             dataclasses.replace(case, contestant=ONE_DEVICE, layout="contiguous"),
@@ -136,6 +141,55 @@ def scaling(worlds: Worlds, repeats: int, setups: Mapping[str, Case]) -> list[Ro
         )
         worlds.forget()
     return rows
+
+
+@app.command("windows")
+def windows_command(repeats: Repeats = 5, shrink: Shrink = 1, json: Json = None) -> None:
+    """Measure causal windows of 1,024 tokens on one device with one thread, relative to other ways.
+
+    At 32,768 tokens, the other way is two calls with segments of 1,024 tokens, which see as many keys. At 8,192 tokens,
+    it is `scaled_dot_product_attention` with a mask, and the forward of compiled `flex_attention` if there is a C++
+    compiler. On CPUs, torch has no backward of it.
+    """
+    with Worlds() as worlds:
+        report("windows", {"repeats": repeats, "shrink": shrink}, windows(worlds, repeats, shrink), json)
+
+
+def windows(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
+    others = [(32768, SEGMENTS, 2), (8192, MASKED_SDPA, 1)]
+    if shutil.which("g++"):
+        others.append((8192, FLEX, 1))
+    rows = []
+    for dtype, (tokens, other, count) in itertools.product(("fp32", "bf16"), others):
+        case = window_setup(shrink, tokens, dtype=dtype, contestant=ONE_DEVICE)
+        its_case = as_segments(case) if other == SEGMENTS else dataclasses.replace(case, contestant=other)
+        directions: tuple[rank.Direction, ...] = ("forward",) if other == FLEX else ("forward", "backward")
+        for direction in directions:
+            ours, its = in_turns(worlds, [case, its_case], direction, repeats)
+            its = [seconds * count for seconds in its]
+            rows.append(
+                {
+                    "dtype": dtype,
+                    "tokens": case.seq_len,
+                    "direction": direction,
+                    "seconds": statistics.median(ours),
+                    "relative_to": other,
+                    "its_seconds": statistics.median(its),
+                    **ratios(ours, its),
+                    "calls": {"ours": ours, other: its},
+                }
+            )
+        worlds.forget()
+    return rows
+
+
+@app.command("window-scaling")
+def window_scaling_command(repeats: Repeats = 7, shrink: Shrink = 1, dtype: Dtype = "fp32", json: Json = None) -> None:
+    """Measure the same as `scaling` for a causal window of 1,024 tokens over 65,536 tokens."""
+    options = {"repeats": repeats, "shrink": shrink, "dtype": dtype}
+    setups = {"window": window_setup(shrink, 65536, dtype=dtype)}
+    with Worlds() as worlds:
+        report("window scaling", options, scaling(worlds, repeats, setups), json)
 
 
 @app.command("memory")

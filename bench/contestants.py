@@ -14,10 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from bare_kernels import BareKernels
-from case import ALL_GATHER, BARE_KERNELS, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
+from case import ALL_GATHER, BARE_KERNELS, DENSE_RING, FLEX, MASKED_SDPA, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
 from dense_ring import dense_ring_attention
 from gpu_replay import Finished
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from ring_backends import available_adapters, dilated_attention
 from ring_backends.adapters.native import NativeRingDilatedAttention
@@ -30,6 +31,8 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_BRANCHES = ("segment_lengths", "dilation_rates", "window_lengths")
 
 
 @dataclass(frozen=True)
@@ -82,27 +85,67 @@ def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
 
 
 def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
-    lengths, rates = case.pattern.segment_lengths, case.pattern.dilation_rates
+    lengths, rates, windows = (getattr(case.pattern, name) for name in _BRANCHES)
     sharded: dict[str, Any] = {"is_causal": case.causal, "seq_len": case.seq_len}
     if case.contestant == ONE_DEVICE:
-        return lambda q, k, v: dilated_attention(q, k, v, lengths, rates, is_causal=case.causal), None
+        options: dict[str, Any] = {"is_causal": case.causal, "window_lengths": windows}
+        return lambda q, k, v: dilated_attention(q, k, v, lengths, rates, **options), None
     if case.contestant == SDPA:
         return _sdpa(case.causal), None
+    if case.contestant == MASKED_SDPA:
+        return _sdpa(False, _window_mask(case)), None
+    if case.contestant == FLEX:
+        return _flex(case), None
     if case.contestant == ALL_GATHER:
         return lambda q, k, v: all_gather_attention(q, k, v, case.pattern, ring, **sharded), None
     if case.contestant == DENSE_RING:
         return lambda q, k, v: dense_ring_attention(q, k, v, case.pattern, ring, **sharded), None
     if case.contestant == SYNCHRONOUS:
-        attention: Any = SynchronousRingDilatedAttention(lengths, rates, ring=ring)
+        attention: Any = SynchronousRingDilatedAttention(lengths, rates, ring=ring, window_lengths=windows)
     else:
-        attention = load_adapter(case.contestant).RingDilatedAttention(lengths, rates, ring=ring)
+        backend = load_adapter(case.contestant)
+        attention = backend.RingDilatedAttention(lengths, rates, ring=ring, window_lengths=windows)
     return lambda q, k, v: attention(q, k, v, **sharded), attention
 
 
-def _sdpa(is_causal: bool) -> Attend:
+def _sdpa(is_causal: bool, mask: Tensor | None = None) -> Attend:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         heads = (x.transpose(1, 2) for x in (query, key, value))
-        return F.scaled_dot_product_attention(*heads, is_causal=is_causal, enable_gqa=True).transpose(1, 2)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "enable_gqa": True}
+        return F.scaled_dot_product_attention(*heads, **options).transpose(1, 2)
+
+    return attend
+
+
+def _is_in_window(case: Case, query: Tensor, key: Tensor) -> Tensor:
+    """Whether a query sees a key through a window, where one segment of rate 1 is the whole sequence."""
+    distance = query - key
+    assert case.window is not None
+    assert case.branches == ((case.seq_len, 1),)
+    return (distance < case.window) & (distance >= 0 if case.causal else distance > -case.window)
+
+
+def _window_mask(case: Case) -> Tensor:
+    positions = torch.arange(case.seq_len)
+    return _is_in_window(case, positions[:, None], positions[None, :])
+
+
+def _flex(case: Case) -> Attend:
+    """Compiled ``flex_attention`` with a block mask, which is made here. On CPUs, it has no backward."""
+    mask = create_block_mask(
+        lambda batch, head, query, key: _is_in_window(case, query, key),
+        1,
+        1,
+        case.seq_len,
+        case.seq_len,
+        device=case.device,
+    )
+    flex: Any = torch.compile(flex_attention)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        heads = ((x.detach() if case.device == "cpu" else x).transpose(1, 2) for x in (query, key, value))
+        out: Tensor = flex(*heads, block_mask=mask, enable_gqa=True)
+        return out.transpose(1, 2)
 
     return attend
 

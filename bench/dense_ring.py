@@ -88,7 +88,8 @@ class _Mask:
             length = self.pattern.segment_length(index, self.seq_len)
             segments = torch.full((self.num_heads, len(positions)), -1, dtype=torch.int32)
             for head in self.pattern.heads(index, self.num_heads):
-                covered = positions % length % rate == self.pattern.head_offset(index, head, self.num_heads)
+                (offset,) = self.pattern.head_offsets(index, head, self.num_heads, self.seq_len)
+                covered = positions % length % rate == offset
                 segments[head, covered] = (positions // length)[covered].int()
             found.append(segments)
         return found

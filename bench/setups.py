@@ -28,10 +28,24 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
     return Case("", seq_len // shrink, branches=branches, **options)
 
 
+def window_setup(shrink: int, seq_len: int, **options: Any) -> Case:
+    """Make a case with a causal window of 1,024 tokens over the whole sequence."""
+    options = {"contestant": "", "causal": True, "window": max(1, 1024 // shrink), **options}
+    return Case(seq_len=seq_len // shrink, branches=((seq_len // shrink, 1),), **options)
+
+
 def shortened(case: Case, by: int) -> Case:
     """Return the case with all lengths divided by ``by``. Segments stay multiples of their dilation rates."""
     branches = tuple((max(rate, length // by // rate * rate), rate) for length, rate in case.branches)
-    return dataclasses.replace(case, seq_len=max(1, case.seq_len // by), branches=branches)
+    window = None if case.window is None else max(1, case.window // by)
+    return dataclasses.replace(case, seq_len=max(1, case.seq_len // by), branches=branches, window=window)
+
+
+def as_segments(case: Case) -> Case:
+    """Return the case with segments in place of windows of the same length. A query sees about half as many keys."""
+    if case.window is None:
+        return case
+    return dataclasses.replace(case, branches=tuple((case.window, rate) for _, rate in case.branches), window=None)
 
 
 def ring_setups(shrink: int, dtype: str, plain_tokens: int = 65536) -> dict[str, Case]:

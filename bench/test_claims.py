@@ -13,7 +13,7 @@ import claims
 import pytest
 import slow_link
 from case import DENSE_RING, Case
-from setups import ring_setups, setup
+from setups import ring_setups, setup, window_setup
 from worlds import Worlds
 
 from ring_backends import RingSchedule, SequenceLayout, available_adapters
@@ -34,12 +34,22 @@ def test_overhead(worlds: Worlds) -> None:
 
 
 def test_scaling(worlds: Worlds) -> None:
-    rows = claims.scaling(worlds, 1, ring_setups(SHRINK, "fp32"))
-    assert [row["tokens"] for row in rows] == [512] * 4
+    setups = ring_setups(SHRINK, "fp32") | {"window": window_setup(SHRINK, 65536)}
+    rows = claims.scaling(worlds, 1, setups)
+    assert [row["tokens"] for row in rows] == [512] * 5
     for row in rows:
         (alone,), (together,), (kernels,), (kernels_twice,) = row["calls"].values()
         assert row["speed_up"] == pytest.approx(alone / together)
         assert row["bare_kernels_speed_up"] == pytest.approx(2 * kernels / kernels_twice)
+
+
+def test_windows(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claims.shutil, "which", lambda name: None)  # compiling takes half a minute
+    rows = claims.windows(worlds, 1, SHRINK)
+    assert [row["relative_to"] for row in rows] == [*[claims.SEGMENTS] * 2, *["SDPA with a mask"] * 2] * 2
+    for row in rows:
+        ((ours,), (others,)) = row["calls"].values()
+        assert row["ratio_of_medians"] == pytest.approx(ours / others)
 
 
 def test_memory(worlds: Worlds) -> None:

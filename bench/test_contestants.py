@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 
+import contestants
 import pytest
 import rank
 import torch
 from bare_kernels import BareKernels
-from case import ALL_GATHER, DENSE_RING, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
+from case import ALL_GATHER, DENSE_RING, FLEX, MASKED_SDPA, ONE_DEVICE, SDPA, SYNCHRONOUS, Case
 from contestants import unusable
 from setups import ring_setups
 from torch import Tensor
 from worlds import Worlds
 
+from ring_backends import Ring
 from ring_backends.testing.reference import reference_attention
 
 # A shard has more rows than a block of the dense ring. The last segment, shard and block are shorter than the others.
@@ -41,7 +44,8 @@ def _compute_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
     *leaves, grad_out = inputs
     leaves = [x.double().requires_grad_() for x in leaves]
     lengths, rates = zip(*case.branches, strict=True)
-    out, _ = reference_attention(*leaves, lengths, rates, is_causal=case.causal)
+    windows = case.pattern.window_lengths
+    out, _ = reference_attention(*leaves, lengths, rates, is_causal=case.causal, window_lengths=windows)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())]
 
 
@@ -80,6 +84,24 @@ def test_all_are_exact_on_one_rank(worlds: Worlds, contestant: str, causal: bool
     if contestant == SDPA:  # SDPA has no branches
         case = dataclasses.replace(case, branches=((case.seq_len, 1),))
     check(worlds, case, 1e-12)
+
+
+@pytest.mark.parametrize(("contestant", "ring_size"), [(ONE_DEVICE, 1), (MASKED_SDPA, 1), ("native", 2)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_windows_are_exact(worlds: Worlds, contestant: str, ring_size: int, causal: bool) -> None:
+    branches = ((1101, 1),) if contestant == MASKED_SDPA else UNEVEN.branches
+    window = {"window": 90, "branches": branches, "causal": causal}
+    check(worlds, dataclasses.replace(UNEVEN, contestant=contestant, ring_size=ring_size, **window), 1e-12)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.parametrize("causal", [True, False])
+def test_flex_attention_computes_the_same_window(causal: bool) -> None:
+    case = Case(FLEX, 512, branches=((512, 1),), window=90, causal=causal, num_heads=2, kv_heads=1)
+    query, key, value, _ = contestants.inputs(case, Ring(), torch.device("cpu"))
+    attends = (contestants._attend(dataclasses.replace(case, contestant=name), Ring()) for name in (FLEX, ONE_DEVICE))
+    outs = [attend(query, key, value) for attend, _ in attends]
+    torch.testing.assert_close(*outs)
 
 
 def test_dense_ring_counts_the_bytes_of_all_rows(worlds: Worlds) -> None:

@@ -280,6 +280,35 @@ def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) 
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
 
+@pytest.mark.parametrize("rate", [1, 4])
+@pytest.mark.parametrize(
+    ("layout", "sent", "received"),
+    [("contiguous", [*[1] * 7, 0], [0, *[1] * 7]), ("zigzag", [1, *[2] * 6, 1], [1, *[2] * 6, 1])],
+)
+def test_a_causal_window_sends_the_end_of_a_chunk_to_the_next(
+    rate: int, layout: str, sent: list[int], received: list[int]
+) -> None:
+    """Of each chunk, the rows of the last W − 1 positions travel one hop, and nothing else."""
+    window, kv_heads = 32, 2
+    pattern = DilatedPattern((None,), (rate,), offset="every", window_lengths=(window,))
+    schedule = RingSchedule(pattern, SequenceLayout(1024, 8, layout), 4, kv_heads, is_causal=True)
+    travel = schedule.travel(itemsize=4)
+    assert travel.num_steps + travel.num_spread_hops == 1
+    rows = (window - 1) // rate * rate * kv_heads
+    assert schedule.rows_received.tolist() == [rows * chunks for chunks in received]
+    assert [schedule.wire_bytes(rank, **SIZES) for rank in range(8)] == [rows * 2 * 4 * 4 * chunks for chunks in sent]
+
+
+def test_a_window_travels_as_far_as_it_must() -> None:
+    """W = 2.5 shards: a row reaches 2 ranks if it is among the first half of a shard, else 3."""
+    pattern = DilatedPattern((None,), (1,), window_lengths=(2 * 100 + 51,))
+    schedule = RingSchedule(pattern, SequenceLayout(1000, 10), 1, is_causal=True)
+    assert schedule.travel(itemsize=4).num_steps == 3
+    assert schedule.rows_received.tolist() == [0, 100, 200, *[250] * 7]
+    both = RingSchedule(pattern, SequenceLayout(1000, 10), 1)
+    assert both.rows_received.tolist() == [250, 350, 450, *[500] * 4, 450, 350, 250]
+
+
 def test_bytes_of_a_plain_ring() -> None:
     """With one full-length branch, each of p ranks sends p − 1 shards of K and V, and of dK and dV in fp32."""
     schedule = RingSchedule(DilatedPattern((64,), (1,)), SequenceLayout(64, 4), num_heads=2, num_kv_heads=1)

@@ -232,14 +232,22 @@ class RingSchedule:
         from rich.table import Table
 
         branches = Table(title=f"{self.layout.seq_len:,} tokens, {self.layout.kind}, ring of {self.layout.ring_size:,}")
-        headings = ("branch", "segment length", "dilation rate", "heads", "crossing pieces", "hops forward", "backward")
+        headings = ["branch", "segment length", "dilation rate", "heads", "crossing pieces", "hops forward", "backward"]
+        windows = self.pattern.window_lengths
+        if windows is not None:
+            headings.insert(2, "window")
         for heading in headings:
             branches.add_column(heading, justify="right")
         travels = [self.travel(itemsize=itemsize, backward=backward) for backward in (False, True)]
         for branch in self.branches:
-            sizes = branch.segment_length, branch.rate, int(branch.heads_at.sum()), len(branch.crossing)
             forward, backward = (travel.num_hops(branch.index) for travel in travels)
-            branches.add_row(*(f"{value:,}" for value in (branch.index, *sizes, forward, 2 * backward)))
+            num_heads = len(self.pattern.heads(branch.index, self.num_heads))
+            row = [branch.index, branch.segment_length, branch.rate, num_heads, len(branch.crossing)]
+            cells = [f"{value:,}" for value in (*row, forward, 2 * backward)]
+            if windows is not None:
+                window = windows[branch.index]
+                cells.insert(2, "-" if window is None else f"{window:,}")
+            branches.add_row(*cells)
 
         ranks = Table(title=f"per rank, for batch {batch}, head dim {head_dim}, {itemsize} bytes per element")
         for heading in ("rank", "tokens", "sent forward", "sent backward", "GFLOP forward"):

@@ -95,6 +95,30 @@ EDGE_CASES = {
     "dropout, causal, masked": replace(_CASE, dropout_p=0.2, is_causal=True, masked="random", num_kv_heads=4),
     "dropout of a key seen twice": replace(_CASE, dropout_p=0.5, segment_lengths=(9, 9), dilation_rates=(2, 2)),
     "dropout in documents": replace(_CASE, dropout_p=0.3, documents="some", batch=2, masked="random"),
+    "a window": replace(_CASE, segment_lengths=(None,), window_lengths=(7,), is_causal=True, num_kv_heads=2),
+    "a window to both sides": replace(_CASE, segment_lengths=(None,), window_lengths=(11,), num_kv_heads=4),
+    "a window of one token": replace(_CASE, segment_lengths=(None, 9), dilation_rates=(1, 2), window_lengths=(1, None)),
+    "a window longer than a shard": replace(
+        _CASE, seq_len=53, segment_lengths=(None,), dilation_rates=(2,), window_lengths=(37,), is_causal=True
+    ),
+    "windows within segments": replace(
+        _CASE, segment_lengths=(17, 26), dilation_rates=(1, 3), window_lengths=(5, 14), masked="random", batch=2
+    ),
+    "strides": replace(_CASE, segment_lengths=(None,), dilation_rates=(5,), offset="every", num_kv_heads=2),
+    "strides in a window, causal": replace(
+        _CASE,
+        segment_lengths=(None, 13),
+        dilation_rates=(3, 4),
+        window_lengths=(10, None),
+        offset="every",
+        is_causal=True,
+    ),
+    "documents in a window": replace(
+        _CASE, documents="some", batch=2, segment_lengths=(None,), window_lengths=(8,), is_causal=True, num_kv_heads=4
+    ),
+    "dropout in a window": replace(
+        _CASE, dropout_p=0.3, segment_lengths=(None,), window_lengths=(9,), is_causal=True, masked="random", batch=2
+    ),
     "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
 }
 
@@ -112,6 +136,8 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(80,), dilation_rates=(1,), scale=1.0, masked="rows", batch=4, seed=5),
     replace(_LONGER, segment_lengths=(80, 163), dilation_rates=(1, 2), documents="some", batch=2, seed=6),
     replace(_LONGER, is_causal=True, dropout_p=0.3, num_kv_heads=2, seed=7),
+    replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, num_kv_heads=2, seed=8),
+    replace(_LONGER, segment_lengths=(None, None), dilation_rates=(1, 4), window_lengths=(24, 101), batch=2, seed=9),
 )
 
 
