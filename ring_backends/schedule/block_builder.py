@@ -267,14 +267,14 @@ class BlockBuilder:
             if part is not None:
                 groups[num_queries, num_keys, part].append((head, kv_head, offset))
         for (num_queries, num_keys, part), members in groups.items():
-            streams = list(dict.fromkeys((kv_head, offset) for _, kv_head, offset in members))
+            streams = {stream: index for index, stream in enumerate(dict.fromkeys(member[1:] for member in members))}
             kv_heads, kv_offsets = zip(*streams, strict=True)
             heads, _, offsets = zip(*members, strict=True)
             yield Tile(
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, num_queries).part_of_rows(part.queries),
                 keys=key.rows(kv_heads, kv_offsets, branch.rate, num_keys).part_of_rows(part.keys),
-                stream_of_head=tuple(streams.index((kv_head, offset)) for _, kv_head, offset in members),
+                stream_of_head=tuple(streams[member[1:]] for member in members),
                 band=part.band,
             )
 
@@ -298,12 +298,12 @@ class BlockBuilder:
                     groups[num_queries, part].append((head, stream, offset))
         for (num_queries, part), members in groups.items():
             heads, streams, offsets = zip(*members, strict=True)
-            used = sorted(set(streams))
+            used = {stream: index for index, stream in enumerate(sorted(set(streams)))}
             yield Tile(
                 branch=branch.index,
                 queries=query.rows(heads, offsets, branch.rate, num_queries).part_of_rows(part.queries),
                 keys=ParcelRows((ParcelPart(parcel, tuple(used), part.keys),)),
-                stream_of_head=tuple(used.index(stream) for stream in streams),
+                stream_of_head=tuple(used[stream] for stream in streams),
                 band=part.band,
             )
 
@@ -369,7 +369,7 @@ class BlockBuilder:
                 if rows and used:
                     groups[rows, used].append((head, stream))
             for (rows, used), members in groups.items():
-                streams = list(dict.fromkeys(stream for _, stream in members))
+                streams = {x: index for index, x in enumerate(dict.fromkeys(stream for _, stream in members))}
                 parts = tuple(
                     ParcelPart(parcel, tuple(places[parcel][stream] for stream in streams), range(parcel.rows))
                     for parcel in used
@@ -380,7 +380,7 @@ class BlockBuilder:
                         [head for head, _ in members], [offset for _, (_, offset) in members], branch.rate, rows
                     ),
                     keys=ParcelRows(parts),
-                    stream_of_head=tuple(streams.index(stream) for _, stream in members),
+                    stream_of_head=tuple(streams[stream] for _, stream in members),
                 )
 
     def _follow(

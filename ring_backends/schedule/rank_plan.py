@@ -180,8 +180,8 @@ class Tile:
         first = min(streams)
         return replace(
             self,
-            queries=self.queries.part_of_segments(segments).part_of_heads(heads),
-            keys=self.keys.part_of_segments(segments).part_of_heads(range(first, max(streams) + 1)),
+            queries=self.queries.part_of_heads(heads).part_of_segments(segments),
+            keys=self.keys.part_of_heads(range(first, max(streams) + 1)).part_of_segments(segments),
             stream_of_head=tuple(stream - first for stream in streams),
         )
 

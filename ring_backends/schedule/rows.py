@@ -84,8 +84,11 @@ class DilatedRows:
     def part_of_heads(self, heads: range) -> DilatedRows:
         if len(heads) == self.num_heads:
             return self
-        chosen = [pair for run in self.runs for pair in run.heads_and_phases()][heads.start : heads.stop]
-        return replace(self, runs=head_runs(*zip(*chosen, strict=True)))
+        return replace(self, runs=head_runs(*zip(*self._heads_and_phases[heads.start : heads.stop], strict=True)))
+
+    @cached_property
+    def _heads_and_phases(self) -> list[tuple[int, int]]:
+        return [pair for run in self.runs for pair in run.heads_and_phases()]
 
     def part_of_rows(self, rows: range) -> DilatedRows:
         return replace(self, start=self.start + rows.start * self.rate, rows=len(rows))
