@@ -29,11 +29,9 @@ def shown(num_queries: int, num_keys: int, band: Band | None) -> Tensor:
 
 def parts_of(num_queries: int, num_keys: int, band: Band, max_rows: int) -> Iterator[Part]:
     """The parts of a cut in order, each as often as it repeats."""
-    for parts, count, step in cut_band(num_queries, num_keys, band, max_rows):
+    for parts, repeats, step in cut_band(num_queries, num_keys, band, max_rows):
         for part in parts:
-            for shift in range(0, count * step, step) if step else [0]:
-                queries, keys = (range(x.start + shift, x.stop + shift) for x in part[:2])
-                yield Part(queries, keys, part.band)
+            yield from (part.moved(number * step) for number in range(repeats))
 
 
 @RANDOM

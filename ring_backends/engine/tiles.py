@@ -87,7 +87,8 @@ class _TileRows(NamedTuple):
         """The same rows in reverse order."""
         mask = None if self.key_mask is None else self.key_mask.flip(2)
         rule = None if self.rule is None else self.rule.reversed()
-        return _TileRows(*(x.flip(2) for x in self.tensors), mask, rule, [x.flip(2) for x in self.others], True)
+        query, key, value = (x.flip(2) for x in self.tensors)
+        return _TileRows(query, key, value, mask, rule, [x.flip(2) for x in self.others], is_reversed=True)
 
 
 class TileRunner:

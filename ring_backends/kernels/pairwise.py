@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +52,8 @@ def forward(
     Without dropout, out of a full or causal tile is in the statistics dtype.
     """
     if rule.dropout is not None or band is not None:
-        options = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask, "rule": rule, "band": band}
-        return _MATH.forward(query, key, value, **options)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
+        return _MATH.forward(query, key, value, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)
     out = torch.zeros_like(query, dtype=stats, memory_format=torch.contiguous_format)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
@@ -82,8 +83,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
     if rule.dropout is not None or band is not None:
-        options = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask, "rule": rule, "band": band}
-        return _MATH.backward(grad_out, query, key, value, out, lse, **options)
+        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
+        return _MATH.backward(grad_out, query, key, value, out, lse, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)
     grad_query, grad_key, grad_value = (
         torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in (query, key, value)

@@ -57,12 +57,17 @@ class Part(NamedTuple):
     keys: range
     band: Band | None
 
+    def moved(self, rows: int) -> Part:
+        """The part with all rows ``rows`` further on."""
+        queries, keys = (range(x.start + rows, x.stop + rows) for x in (self.queries, self.keys))
+        return Part(queries, keys, self.band)
+
 
 class Blocks(NamedTuple):
-    """The parts of one block of queries. They repeat: the tile has ``count`` such blocks, ``step`` rows apart."""
+    """The parts of one block of queries. They repeat: the tile has ``repeats`` such blocks, ``step`` rows apart."""
 
     parts: tuple[Part, ...]
-    count: int = 1
+    repeats: int = 1
     step: int = 0
 
 
@@ -139,15 +144,15 @@ def _triangle(part: Part | None) -> tuple[Part, ...]:
     """Cut a part with one limit at most into a triangle and two rectangles, any of which may be empty."""
     if part is None or part.band is None:
         return () if part is None else (part,)
-    queries, keys, band = part
-    if band.above is not None:
-        size = len(keys) - band.above
-        own, others, rest = keys[band.above :], keys[: band.above], queries[size:]
+    queries, keys, (below, above) = part.queries, part.keys, (part.band.below, part.band.above)
+    if above is not None:
+        size = len(keys) - above
+        own, others, rest = keys[above:], keys[:above], queries[size:]
         return (Part(queries[:size], own, CAUSAL), Part(rest, own, None), Part(queries, others, None))
-    assert band.below is not None
-    size = len(queries) - band.below
-    own, others, rest = keys[:size], keys[size:], queries[: band.below]
-    return (Part(queries[band.below :], own, ANTICAUSAL), Part(rest, own, None), Part(queries, others, None))
+    assert below is not None
+    size = len(queries) - below
+    own, others, rest = keys[:size], keys[size:], queries[:below]
+    return (Part(queries[below:], own, ANTICAUSAL), Part(rest, own, None), Part(queries, others, None))
 
 
 def ranges(whole: range, at_most: int) -> list[range]:

@@ -104,19 +104,18 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
 
 def _repeated(tile: Tile, blocks: Blocks) -> Iterator[tuple[Tile, tuple[Part, ...]]]:
     """The tiles that repeated blocks make: one with the blocks as its segments if possible, else one for each block."""
-    parts, count, step = blocks
+    parts, repeats, step = blocks
     queries, keys = tile.queries, tile.keys
-    if count == 1:
+    if repeats == 1:
         yield tile, parts
-    elif isinstance(keys, DilatedRows) and queries.segments < count:
+    elif isinstance(keys, DilatedRows) and queries.segments < repeats:
         for segment in range(queries.segments):
-            rows = (x.part_of_segments(range(segment, segment + 1)) for x in (queries, keys))
-            of_queries, of_keys = (replace(x, segments=count, segment_stride=step * x.rate) for x in rows)
+            of_segment = (x.part_of_segments(range(segment, segment + 1)) for x in (queries, keys))
+            of_queries, of_keys = (replace(x, segments=repeats, segment_stride=step * x.rate) for x in of_segment)
             yield replace(tile, queries=of_queries, keys=of_keys), parts
     else:
-        for rows in range(0, count * step, step):
-            moved = (tuple(range(x.start + rows, x.stop + rows) for x in part[:2]) for part in parts)
-            yield tile, tuple(Part(*both, part.band) for both, part in zip(moved, parts, strict=True))
+        for number in range(repeats):
+            yield tile, tuple(part.moved(number * step) for part in parts)
 
 
 def _cut_segments_and_heads(
