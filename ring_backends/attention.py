@@ -224,10 +224,10 @@ class RingDilatedAttention(nn.Module, ABC):
         """Make an empty cache of keys and values for :meth:`prefill` and :meth:`decode`.
 
         Args:
-            max_len: the largest length of the sequence, in tokens. The first call reserves the memory for it. None lets
-                the cache grow.
+            max_len: the largest length of the sequence, in tokens. The first call reserves the memory for it, or for
+                the rows that the pattern lets later queries see, if these are fewer. None lets the cache grow.
         """
-        return KeyValueCache(self.ring, max_len)
+        return KeyValueCache(self.ring, self.pattern, max_len)
 
     @torch.no_grad()
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -317,6 +317,11 @@ class RingDilatedAttention(nn.Module, ABC):
         if cache.ring is not self.ring:
             rings = (f"a {ring.layout_kind} ring of {ring.size}" for ring in (cache.ring, self.ring))
             raise ValueError("cache is of {}, and the module on {}: make it with its new_cache().".format(*rings))
+        if cache.pattern != self.pattern:
+            raise ValueError(
+                f"cache was made for {cache.pattern}, and this module has {self.pattern}: make it with the module's "
+                "new_cache()."
+            )
         if cache.owner not in (None, self._module_number):
             raise ValueError(
                 f"cache holds the keys of module {cache.owner}, and this is module {self._module_number}: make one "

@@ -103,7 +103,8 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     if kernel.not_supported_reasons(needs):
         pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
-    cache, pattern = KeyValueCache(Ring(ranks=(0,))), DilatedPattern([64, 300], [1, 2])
+    pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
+    cache = KeyValueCache(Ring(ranks=(0,)), pattern)
     with RefuseCopies():
         query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))

@@ -3,12 +3,16 @@
 A rank keeps its rows of the prompt, as the layout of the ring distributes them. Of the tokens that follow, the token at
 position t is kept by rank t mod ring size. So the positions of a rank's rows are a few runs with equal distances, and
 the rows that a branch shows to a query are slices of the memory: finding them takes no time that grows with the cache.
+
+Rows that no later query sees are forgotten. A rank's rows lie in the order of their positions, so the forgotten ones
+come first. The others move to the front of the memory when it is full, at most once per eighth of their number.
 """
 
 from __future__ import annotations
 
 import copy
 import zlib
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import gcd
@@ -18,6 +22,18 @@ from torch import Tensor
 
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
+from ring_backends.schedule.pattern import DilatedPattern
+
+ENDLESS = 2**62
+"""The length of a sequence that still grows, for methods of a pattern. Positions are below it."""
+
+
+def horizon(pattern: DilatedPattern, position: int) -> int:
+    """The first position that a causal query at ``position``, or at any later one, may see."""
+    return min(
+        max(position - position % pattern.segment_length(branch, ENDLESS), position - pattern.reach(branch, ENDLESS))
+        for branch in range(pattern.num_branches)
+    )
 
 
 @dataclass(frozen=True)
@@ -39,6 +55,11 @@ class Run:
     def before(self, position: int) -> int:
         """How many of the rows lie before a position."""
         return min(self.count, max(0, -(-(position - self.start) // self.stride)))
+
+    def since(self, position: int) -> Run:
+        """The rows at a position and after it."""
+        gone = self.before(position)
+        return Run(self.start + gone * self.stride, self.stride, self.count - gone, self.first + gone)
 
     def rows(self, begin: int, end: int, rate: int) -> slice:
         """The rows at the positions begin, begin + rate, … below ``end``, as a slice of the cache. It may be empty.
@@ -65,21 +86,26 @@ class KeyValueCache:
     same calls. A rank holds about 1 / ring size of the rows. After :meth:`truncate` has cut a prompt, the rows that are
     left of it stay on their ranks.
 
+    A prefill keeps only the rows that later queries see, and a step those that its own queries and later ones see. So
+    the last step can always be taken back. The memory is at most twice the largest number of rows that were kept.
+
     Attributes:
         ring: the ring that holds the sequence.
+        pattern: the pattern of the module. It decides which rows are kept.
         max_len: the largest length of the sequence; None if it may grow without limit.
         seq_len: length of the sequence so far, over all ranks.
+        begin: the position from which on all tokens are kept.
         key, value: [batch, key/value heads, capacity, head_dim], this rank's rows; None before the prefill.
-        ignored: bool [batch, capacity], True where a key is ignored; None without a key padding mask.
+        ignored: bool [batch, 1, capacity], True where a key is ignored; None without a key padding mask.
         owner: the module whose keys these are; None before the first call.
         edits: a checksum of the calls of ``truncate`` and ``select_batch``, which must be the same on all ranks.
     """
 
-    def __init__(self, ring: Ring, max_len: int | None = None) -> None:
+    def __init__(self, ring: Ring, pattern: DilatedPattern, max_len: int | None = None) -> None:
         if max_len is not None:
             check_integer("max_len", max_len, 1)
-        self.ring, self.max_len = ring, max_len
-        self.seq_len = 0
+        self.ring, self.pattern, self.max_len = ring, pattern, max_len
+        self.seq_len = self.begin = 0
         self.owner: str | None = None
         self.edits = 0
         self.key: Tensor | None = None
@@ -98,26 +124,30 @@ class KeyValueCache:
         return sum(tensor.nbytes for tensor in (self.key, self.value) if tensor is not None)
 
     def fill(self, key: Tensor, value: Tensor, ignored: Tensor | None, seq_len: int) -> None:
-        """Keep this rank's rows of a prompt, [batch, local seq, key/value heads, head_dim].
+        """Keep those of this rank's rows of a prompt, [batch, local seq, key/value heads, head_dim], that are needed.
 
         Args:
             ignored: bool [batch, local seq], True for a key to ignore; None for none.
             seq_len: length of the prompt.
         """
-        self._store(key, value, ignored, 0, seq_len)
-        runs, first = [], 0
+        self.begin = horizon(self.pattern, seq_len)
+        runs, rows = [], 0
         for piece in self.ring.layout(seq_len).pieces(self.ring.rank):
-            if len(piece):
-                runs.append(Run(piece.start, 1, len(piece), first))
-                first += len(piece)
+            if kept := range(max(piece.start, self.begin), piece.stop):
+                runs.append(Run(kept.start, 1, len(kept), rows))
+                rows += len(kept)
+        last = slice(key.shape[1] - rows, None)
+        self._store(key[:, last], value[:, last], None if ignored is None else ignored[:, last], seq_len)
         self.runs, self.seq_len = runs, seq_len
 
     def append(self, key: Tensor, value: Tensor, ignored: Tensor | None) -> None:
         """Keep this rank's share of new tokens, [batch, new tokens, key/value heads, head_dim]."""
-        size, end, first = self.ring.size, self.seq_len + key.shape[1], self.num_rows
+        self.begin = horizon(self.pattern, self.seq_len)
+        self.runs = [run for run in (run.since(self.begin) for run in self.runs) if run.count]
+        size, end = self.ring.size, self.seq_len + key.shape[1]
         skipped = (self.ring.rank - self.seq_len) % size
         own, start = slice(skipped, None, size), self.seq_len + skipped
-        self._store(key[:, own], value[:, own], None if ignored is None else ignored[:, own], first, end)
+        first = self._store(key[:, own], value[:, own], None if ignored is None else ignored[:, own], end)
         count = len(range(start, end, size))
         last = self.runs[-1] if self.runs else None
         if last is not None and last.stride == size and last.start + last.count * size == start:
@@ -126,27 +156,33 @@ class KeyValueCache:
             self.runs.append(Run(start, size, count, first))
         self.seq_len = end
 
-    def rows(self, begin: int, end: int, rate: int) -> Iterator[slice]:
-        """This rank's rows at the positions begin, begin + rate, … below ``end``, as slices of the cache."""
+    def rows(self, begin: int, end: int, rate: int) -> Iterator[tuple[slice, range]]:
+        """This rank's rows at the positions begin, begin + rate, … below ``end``: slices, and their positions."""
         for run in self.runs:
             found = run.rows(begin, end, rate)
             if found.start < found.stop:
-                yield found
+                yield found, range(run.start, end, run.stride)[found.start - run.first :: found.step]
 
     def truncate(self, seq_len: int) -> None:
         """Forget all tokens from position ``seq_len`` on, for example those that a speculative check has refused.
 
         Raises:
-            ValueError: the cache has fewer tokens.
+            ValueError: the cache has fewer tokens, or it has forgotten a token that the query at ``seq_len`` may see.
         """
         with self.ring.report_refusals():
             check_integer("seq_len", seq_len, 0)
             if seq_len > self.seq_len:
                 raise ValueError(f"seq_len = {seq_len}: the cache has {self.seq_len} tokens; give at most that number.")
+            if horizon(self.pattern, seq_len) < min(self.begin, seq_len):
+                lowest = bisect_left(range(self.seq_len), self.begin, key=lambda s: horizon(self.pattern, s))
+                raise ValueError(
+                    f"seq_len = {seq_len}: the cache has forgotten the tokens before position {self.begin}, of which "
+                    f"the query at {seq_len} sees some; truncate to at least {lowest}, or to 0 and begin again."
+                )
         self.edits = zlib.crc32(f"{self.edits} truncate {seq_len}".encode())
         kept = (replace(run, count=run.before(seq_len)) for run in self.runs)
         self.runs = [run for run in kept if run.count]
-        self.seq_len = seq_len
+        self.seq_len, self.begin = seq_len, min(self.begin, seq_len)
 
     def select_batch(self, indices: Tensor) -> None:
         """Replace batch entry i by entry ``indices[i]``, in beam search, or to remove finished entries.
@@ -179,40 +215,74 @@ class KeyValueCache:
     def __copy__(self) -> KeyValueCache:
         return copy.deepcopy(self)
 
-    def _store(self, key: Tensor, value: Tensor, ignored: Tensor | None, first: int, seq_len: int) -> None:
-        """Store rows at ``first`` and after it, in the order of their positions.
+    def _store(self, key: Tensor, value: Tensor, ignored: Tensor | None, seq_len: int) -> int:
+        """Store rows after those that are held, in the order of their positions.
 
         Args:
             seq_len: length of the sequence with these rows, over all ranks.
+
+        Returns:
+            The index of the first of them in the cache.
         """
-        end = first + key.shape[1]
         with torch.inference_mode(False), torch.no_grad():
-            self._reserve(end, key, seq_len, ignored is not None)
+            first = self._reserve(key, seq_len, has_mask=ignored is not None)
         assert self.key is not None
         assert self.value is not None
+        end = first + key.shape[1]
         if ignored is not None:
             # Not every kernel skips a NaN in an ignored key.
             key, value = (x.masked_fill(ignored[:, :, None, None], 0.0) for x in (key, value))
         if self.ignored is not None:
-            self.ignored[:, first:end] = False if ignored is None else ignored
+            self.ignored[:, :, first:end] = False if ignored is None else ignored.unsqueeze(1)
         self.key[:, :, first:end] = key.transpose(1, 2)
         self.value[:, :, first:end] = value.transpose(1, 2)
+        return first
 
-    def _reserve(self, rows: int, like: Tensor, seq_len: int, has_mask: bool) -> None:
-        """Make room for a number of rows. A cache without ``max_len`` grows by a quarter at least."""
-        batch, _, heads, head_dim = like.shape
-        capacity = 0 if self.key is None else self.key.shape[2]
-        if self.key is None or rows > capacity:
-            missing = 0 if self.max_len is None else -(-(self.max_len - seq_len) // self.ring.size) + 1
-            capacity = max(rows + missing, 0 if self.max_len else capacity + capacity // 4 + 64)
-            grown = [
-                torch.empty(batch, heads, capacity, head_dim, dtype=like.dtype, device=like.device) for _ in range(2)
-            ]
-            for new, old in zip(grown, (self.key, self.value), strict=True):
-                if old is not None:
-                    new[:, :, : old.shape[2]] = old
-            self.key, self.value = grown
-            if self.ignored is not None:
-                self.ignored = torch.nn.functional.pad(self.ignored, (0, capacity - self.ignored.shape[1]))
+    def _reserve(self, new: Tensor, seq_len: int, *, has_mask: bool) -> int:
+        """Make room for new rows, [batch, rows, heads, head_dim], after those that are held; return where it begins."""
+        batch, rows, heads, head_dim = new.shape
+        first, count = self.runs[0].first if self.runs else 0, self.num_rows
+        total = count + rows
+        reach = max(self.pattern.reach(branch, ENDLESS) for branch in range(self.pattern.num_branches))
+        later = total + -(-reach // self.ring.size)  # without longer steps, no more rows are ever held at a time
+        wanted = self._capacity(total, later, seq_len)
+        if self.key is None or self.value is None:
+            self.key, self.value = (new.new_empty(batch, heads, wanted, head_dim) for _ in range(2))
+        capacity = self.key.shape[2]
+        if first + total > capacity or capacity > 4 * later:
+            is_in_place = total <= capacity <= 4 * later and count <= 8 * first
+            size = capacity if is_in_place else wanted
+            self.key, self.value = (_moved(x, first, count, size) for x in (self.key, self.value))
+            self.ignored = None if self.ignored is None else _moved(self.ignored, first, count, size)
+            self.runs, first = [replace(run, first=run.first - first) for run in self.runs], 0
         if has_mask and self.ignored is None:
-            self.ignored = torch.zeros(batch, capacity, dtype=torch.bool, device=like.device)
+            self.ignored = torch.zeros(batch, 1, self.key.shape[2], dtype=torch.bool, device=new.device)
+        return first + count
+
+    def _capacity(self, rows: int, later: int, seq_len: int) -> int:
+        """For how many rows to make memory: a quarter more than ``rows``, or up to 64 more.
+
+        Args:
+            rows: number of rows to hold now.
+            later: the largest number of rows to hold at a time later. With ``max_len``, the memory is made for it.
+            seq_len: length of the sequence with these rows, over all ranks.
+        """
+        if self.max_len is None:
+            return rows + max(rows // 4, min(rows, 64))
+        missing = -(-(self.max_len - seq_len) // self.ring.size) + 1
+        return min(rows + missing, later + max(later // 4, min(later, 64)))
+
+
+def _moved(memory: Tensor, first: int, count: int, capacity: int) -> Tensor:
+    """Memory [batch, heads, capacity, …] that begins with the rows first … first + count − 1 of ``memory``.
+
+    It is ``memory`` itself if that has this capacity.
+    """
+    if memory.shape[2] != capacity:
+        moved = memory.new_empty(*memory.shape[:2], capacity, *memory.shape[3:])
+        moved[:, :, :count] = memory[:, :, first : first + count]
+        return moved
+    for done in range(0, count, first or 1):  # a copy onto rows that it reads would be undefined
+        end = min(count, done + first)
+        memory[:, :, done:end] = memory[:, :, done + first : end + first]
+    return memory

@@ -10,11 +10,12 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ring_backends.engine.cache import KeyValueCache
+from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
 from ring_backends.errors import RingMismatchError
@@ -24,6 +25,7 @@ from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
+from ring_backends.schedule.bands import ANTICAUSAL, Band, Blocks, Part, cut_band
 from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20
@@ -40,14 +42,48 @@ class Group:
     Attributes:
         branch: index of the branch.
         heads: the heads.
-        begin: the first position of the segment that they cover.
+        begin: the first position of the segment that they cover, and that a new token sees.
         rows: the new tokens, counted from the first one.
+        band: by how many covered rows a query and a key may be apart; None if no window limits it.
     """
 
     branch: int
     heads: range
     begin: int
     rows: range
+    band: int | None
+
+
+class _Queries(NamedTuple):
+    """The new tokens of a group: views of query, and of the out and LSE so far, [batch, heads, rows, …]."""
+
+    query: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+class _Keys(NamedTuple):
+    """Keys and values of a group, [batch, key/value heads, rows, …], and bool, True for a key to ignore."""
+
+    key: Tensor
+    value: Tensor
+    ignored: Tensor | None
+
+    @classmethod
+    def of(
+        cls,
+        key: Tensor | None,
+        value: Tensor | None,
+        ignored: Tensor | None,
+        rows: slice,
+        heads: slice | tuple[int, ...],
+    ) -> _Keys:
+        """The rows of some heads. ``ignored`` is [batch, 1, rows]."""
+        assert key is not None
+        assert value is not None
+        key, value = (_heads_of(x[:, :, rows], heads) for x in (key, value))
+        mask = None if ignored is None else ignored[:, :, rows].expand(-1, key.shape[1], -1)
+        return cls(key, value, mask)
 
 
 @dataclass(frozen=True)
@@ -72,6 +108,9 @@ class Step:
     def local_result(self) -> tuple[Tensor, Tensor]:
         """out and LSE of the new tokens over this rank's keys, in the statistics dtype."""
         query, cache = self.query, self.cache
+        sign, scale = split_scale(self.scale)
+        signed = query if sign == 1 else query * sign
+        ignored = None if self.ignored is None else self.ignored.unsqueeze(1)
         out = torch.zeros_like(query, dtype=statistics_dtype(query.dtype))
         lse = torch.full_like(out[..., 0], -math.inf)
         ring = cache.ring
@@ -79,38 +118,38 @@ class Step:
             heads = _as_slice(group.heads)
             place = slice(None), heads, _as_slice(group.rows)
             kv_heads = _kv_heads(group.heads, query.shape[1] // self.key.shape[1])
-            rate = self.pattern.dilation_rates[group.branch]
-            tiles = [
-                self._tile(query[place], cache.key, cache.value, cache.ignored, kv_heads, rows, is_causal=False)
-                for rows in cache.rows(group.begin, cache.seq_len, rate)
-            ]
+            rate, start = self.pattern.dilation_rates[group.branch], cache.seq_len + group.rows.start
+            queries = _Queries(signed[place], out[place], lse[place])
+            for rows, positions in cache.rows(group.begin, cache.seq_len, rate):
+                band = None if group.band is None else group.band - (start - positions.start) // rate
+                keys = _Keys.of(cache.key, cache.value, cache.ignored, rows, kv_heads)
+                blocks = blocks_of_cached(len(group.rows), len(positions), positions.step // rate, band)
+                self._attend(queries, keys, blocks, scale)
             if number % ring.size == ring.rank:  # every rank has the keys of the new tokens
-                own = self.key, self.value, self.ignored, kv_heads, _as_slice(group.rows)
-                tiles.append(self._tile(query[place], *own, is_causal=True))
-            for tile_out, tile_lse in tiles:
-                merge_(out[place], lse[place], tile_out, tile_lse)
+                keys = _Keys.of(self.key, self.value, ignored, _as_slice(group.rows), kv_heads)
+                blocks = _blocks(len(group.rows), len(group.rows), Band(below=group.band, above=0))
+                self._attend(queries, keys, blocks, scale)
         return out, lse
 
-    def _tile(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        ignored: Tensor | None,
-        kv_heads: slice | tuple[int, ...],
-        rows: slice,
-        *,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor]:
-        assert key is not None
-        assert value is not None
-        tile_key, tile_value = (_heads_of(x[:, :, rows], kv_heads) for x in (key, value))
-        mask = None
-        if ignored is not None:
-            mask = ignored[:, None, rows].expand(-1, tile_key.shape[1], -1)
-        sign, scale = split_scale(self.scale)
-        options = {"is_causal": is_causal, "scale": scale, "key_mask": mask}
-        return self.kernel.forward(query if sign == 1 else query * sign, tile_key, tile_value, **options)  # type: ignore[arg-type]
+    def _attend(self, queries: _Queries, keys: _Keys, blocks: Iterator[Blocks], scale: float) -> None:
+        """Attend from the queries to the keys, and merge the results into those so far."""
+        for block in blocks:
+            for part in block.parts:
+                query, into_out, into_lse = (_rows_of(x, part.queries, block) for x in queries)
+                tensors = [query, *(None if x is None else _rows_of(x, part.keys, block) for x in keys)]
+                if block.count > 1:
+                    tensors = [None if x is None else x.flatten(0, 1) for x in tensors]
+                is_reversed = part.band == ANTICAUSAL
+                if is_reversed:
+                    tensors = [None if x is None else x.flip(2) for x in tensors]
+                *rows, mask = tensors
+                options = {"is_causal": part.band is not None, "scale": scale, "key_mask": mask}
+                out, lse = self.kernel.forward(*rows, **options)  # type: ignore[arg-type]
+                if is_reversed:
+                    out, lse = out.flip(2), lse.flip(2)
+                if block.count > 1:
+                    out, lse = (x.unflatten(0, (-1, block.count)) for x in (out, lse))
+                merge_(into_out, into_lse, out, lse)
 
     def exchange(self, out: Tensor, lse: Tensor, configuration: Configuration) -> tuple[Tensor, Tensor]:
         """Merge the results of all ranks. They are the same on every rank afterwards, bit by bit.
@@ -258,24 +297,64 @@ def _configuration(pattern: DilatedPattern, fields: tuple[tuple[str, object], ..
 def groups(pattern: DilatedPattern, num_heads: int, start: int, num_tokens: int) -> Iterator[Group]:
     """The groups of a step with ``num_tokens`` tokens from position ``start`` on, in the same order on every rank."""
     end = start + num_tokens
-    for branch, (w, r) in enumerate(zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)):
-        by_offset = _heads_by_offset(pattern, branch, num_heads)
+    for branch, r in enumerate(pattern.dilation_rates):
+        w, band = pattern.segment_length(branch, ENDLESS), pattern.band(branch, ENDLESS)
         for segment in range(start // w, (end - 1) // w + 1):
-            low, high = max(start, segment * w), min(end, segment * w + w)
-            for offset, heads in by_offset:
-                begin = segment * w + offset
-                rows = range(low + (begin - low) % r - start, high - start, r)
-                if rows and begin < segment * w + w:
-                    yield Group(branch, heads, begin, rows)
+            first = segment * w
+            low, high = max(start, first), min(end, first + w)
+            for offsets, heads in _heads_by_offsets(pattern, branch, num_heads):
+                # Of many offsets, few have a new token.
+                few = len(offsets) <= high - low
+                for offset in offsets if few else [(position - first) % r for position in range(low, high)]:
+                    begin = first + offset
+                    rows = range(low + (begin - low) % r - start, high - start, r)
+                    if rows:
+                        seen = begin if band is None else max(begin, start + rows.start - band * r)
+                        yield Group(branch, heads, seen, rows, band)
+
+
+def blocks_of_cached(num_queries: int, num_keys: int, stride: int, below: int | None) -> Iterator[Blocks]:
+    """Cut queries and earlier keys for the kernel. Query i sees key j if i − stride · j ≤ below; None: it sees all.
+
+    Every ``stride``-th query sees one key less than the one before. Of keys that not all queries see, these queries see
+    a triangle.
+    """
+    partly = 0 if below is None else min(num_keys, max(0, -((below - num_queries + 1) // stride)))
+    if partly < num_keys:
+        yield Blocks((Part(range(num_queries), range(partly, num_keys), None),))
+    for first in range(min(stride, num_queries) if partly else 0):
+        assert below is not None
+        queries = range(first, num_queries, stride)
+        for blocks in _blocks(len(queries), partly, Band(below=(below - first) // stride)):
+            parts = (part._replace(queries=queries[_as_slice(part.queries)]) for part in blocks.parts)
+            yield blocks._replace(parts=tuple(parts))
+
+
+def _blocks(num_queries: int, num_keys: int, band: Band) -> Iterator[Blocks]:
+    """Cut a tile for kernels that compute triangles and rectangles."""
+    limits = band.limits(num_queries, num_keys)
+    if limits is None:
+        yield Blocks((Part(range(num_queries), range(num_keys), None),))
+    else:
+        yield from cut_band(num_queries, num_keys, limits, max(num_queries, num_keys))
+
+
+def _rows_of(tensor: Tensor, rows: range, blocks: Blocks) -> Tensor:
+    """A view of rows of a tensor [batch, heads, rows, …]; of several blocks, [batch, blocks, heads, rows, …]."""
+    if blocks.count == 1:
+        return tensor[:, :, _as_slice(rows)]
+    stop = rows.stop + (blocks.count - 1) * blocks.step
+    found = tensor[:, :, rows.start : stop].unfold(2, len(rows), blocks.step).transpose(1, 2)
+    return found if tensor.dim() == 3 else found.transpose(3, 4)
 
 
 @lru_cache(maxsize=256)
-def _heads_by_offset(pattern: DilatedPattern, branch: int, num_heads: int) -> tuple[tuple[int, range], ...]:
+def _heads_by_offsets(pattern: DilatedPattern, branch: int, num_heads: int) -> tuple[tuple[range, range], ...]:
     """The offsets of a branch, and the heads with each. Their numbers have equal distances."""
-    by_offset: dict[int, list[int]] = {}
+    by_offsets: dict[range, list[int]] = {}
     for head in pattern.heads(branch, num_heads):
-        by_offset.setdefault(pattern.head_offset(branch, head, num_heads), []).append(head)
-    return tuple((offset, _as_range(heads)) for offset, heads in by_offset.items())
+        by_offsets.setdefault(pattern.head_offsets(branch, head, num_heads, ENDLESS), []).append(head)
+    return tuple((offsets, _as_range(heads)) for offsets, heads in by_offsets.items())
 
 
 def _as_range(numbers: Sequence[int]) -> range:

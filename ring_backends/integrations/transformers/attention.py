@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -82,14 +81,14 @@ class Step:
     """One call of a model with caches of keys and values.
 
     Attributes:
-        new_cache: makes an empty cache.
+        max_len: as in :meth:`~ring_backends.RingDilatedAttention.new_cache`.
         caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
             of the model. Each of these calls has a cache of its own.
         seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
             tokens, the same on every rank.
     """
 
-    new_cache: Callable[[], KeyValueCache]
+    max_len: int | None
     caches: list[list[KeyValueCache]]
     seq_len: int | None = None
 
@@ -105,7 +104,7 @@ class Step:
         caches, call = self.caches[index], self._num_calls[index]
         self._num_calls[index] += 1
         if call == len(caches):
-            caches.append(self.new_cache())
+            caches.append(attention.new_cache(self.max_len))
         ignored = None if mask.padding is None else ~mask.padding
         arguments = *tensors, caches[call]
         if self.seq_len is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 from typing import Any
 
 import torch
@@ -75,7 +74,7 @@ def generate(
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
     caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
-    generation = _Generation(inner, ring, Step(partial(KeyValueCache, ring, max_len), caches))
+    generation = _Generation(inner, ring, Step(max_len, caches))
     hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
     token = current_step.set(generation.step)
     generating: Any = model
