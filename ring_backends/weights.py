@@ -130,11 +130,13 @@ def draw_pattern(
         for branch, place in enumerate(row):
             shown = torch.zeros(seq_len, seq_len, dtype=torch.bool)
             if head in pattern.heads(branch, num_heads):
-                offset = pattern.head_offset(branch, head, num_heads)
-                shown = _shown(pattern, branch, offset, everywhere, everywhere, seq_len)
+                for offset in pattern.head_offsets(branch, head, num_heads, seq_len):
+                    shown |= _shown(pattern, branch, offset, everywhere, everywhere, seq_len)
             place.imshow(shown.tolist(), cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
-            w, r = pattern.segment_lengths[branch], pattern.dilation_rates[branch]
-            place.set_title(f"head {head}, w = {w}, r = {r}", fontsize="small")
+            w, r = pattern.segment_lengths[branch] or "all", pattern.dilation_rates[branch]
+            window = pattern.window_lengths and pattern.window_lengths[branch]
+            title = f"head {head}, w = {w}, r = {r}" + (f", W = {window}" if window else "")
+            place.set_title(title, fontsize="small")
             place.set_xlabel("key")
             place.set_ylabel("query")
     figure.savefig(path)
@@ -187,11 +189,12 @@ def _rows_here(query: Tensor, here: Tensor, chosen: Tensor) -> Tensor:
     return rows
 
 
-def _branches(pattern: DilatedPattern, num_heads: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (branch, head, offset) for every branch and each head that runs it."""
+def _branches(pattern: DilatedPattern, num_heads: int, seq_len: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (branch, head, offset) for every branch, each head that runs it, and each of the head's offsets."""
     for branch in range(pattern.num_branches):
         for head in pattern.heads(branch, num_heads):
-            yield branch, head, pattern.head_offset(branch, head, num_heads)
+            for offset in pattern.head_offsets(branch, head, num_heads, seq_len):
+                yield branch, head, offset
 
 
 def _counts(
@@ -199,22 +202,23 @@ def _counts(
 ) -> Tensor:
     """In how many branches each query sees each key: int64 [heads, queries, keys]."""
     counts = torch.zeros(num_heads, len(queries), len(keys), dtype=torch.int64)
-    for branch, head, offset in _branches(pattern, num_heads):
+    for branch, head, offset in _branches(pattern, num_heads, seq_len):
         counts[head] += _shown(pattern, branch, offset, queries, keys, seq_len)
     return counts * (keys <= queries[:, None]) if is_causal else counts
 
 
 def _shown(pattern: DilatedPattern, branch: int, offset: int, queries: Tensor, keys: Tensor, seq_len: int) -> Tensor:
-    """Whether each query sees each key in a branch, without regard to causality: bool [queries, keys]."""
+    """Whether each query sees each key in a branch at an offset, causal or not: bool [queries, keys]."""
     is_covered, is_key_covered = (pattern.covers(branch, offset, x, seq_len) for x in (queries, keys))
     same_segment = pattern.segment(branch, queries, seq_len)[:, None] == pattern.segment(branch, keys, seq_len)
-    return is_covered[:, None] & is_key_covered & same_segment
+    is_near = (queries[:, None] - keys).abs() <= pattern.reach(branch, seq_len)
+    return is_covered[:, None] & is_key_covered & same_segment & is_near
 
 
 def _phantoms(pattern: DilatedPattern, num_heads: int, queries: Tensor, seq_len: int, is_causal: bool) -> Tensor:
     """How many zero keys of the padding each query sees: int64 [heads, queries]."""
     counts = torch.zeros(num_heads, len(queries), dtype=torch.int64)
-    for branch, head, offset in () if is_causal else _branches(pattern, num_heads):
+    for branch, head, offset in () if is_causal else _branches(pattern, num_heads, seq_len):
         in_last = pattern.segment(branch, queries, seq_len) == pattern.segment(branch, seq_len - 1, seq_len)
         covered = in_last & pattern.covers(branch, offset, queries, seq_len)
         counts[head] += pattern.phantom_keys(branch, offset, seq_len) * covered

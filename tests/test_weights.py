@@ -16,6 +16,7 @@ from ring_backends import DilatedPattern, Ring, RingMismatchError
 from ring_backends.adapters import native
 from ring_backends.testing.calls import expected
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 from ring_backends.weights import attention_weights, draw_pattern, draw_weights
@@ -52,6 +53,18 @@ def test_weights_times_values_are_the_output(case: AttentionCase) -> None:
     check(weights_of(Ring(), case, positions), case, positions)
 
 
+@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@given(attention_cases(max_n=40, masks=[None], documents=[None], dropout_ps=[0.0], paddings=["masked"]))
+def test_weights_of_equal_scores_are_counts(case: AttentionCase) -> None:
+    options = case.pattern_options()
+    attention = native.RingDilatedAttention(**options)
+    del options["padding"]
+    counts = reference_counts(case.seq_len, case.num_heads, is_causal=case.is_causal, **options).double()
+    zeros = torch.zeros(1, case.seq_len, case.num_heads, 1, dtype=torch.float64)
+    weights = attention_weights(attention, zeros, zeros, range(case.seq_len), is_causal=case.is_causal)
+    assert_near(weights[0], counts / counts.sum(2, keepdim=True).clamp(min=1), 1e-12)
+
+
 def whole_weights(ring: Ring, case: AttentionCase) -> Tensor:
     return ring.unshard(weights_of(ring, case), dim=3, seq_len=case.seq_len)
 
@@ -63,9 +76,10 @@ def whole_weights(ring: Ring, case: AttentionCase) -> Tensor:
         CASE,
         replace(CASE, is_causal=True, masked="random"),
         replace(CASE, documents="some"),
+        replace(CASE, segment_lengths=(8, None), window_lengths=(None, 12), offset="every"),
         replace(CASE, segment_lengths=(8, 40), dilation_rates=(2, 5), padding="zeros", offset="block"),
     ],
-    ids=["all", "causal, masked", "documents", "zero padding"],
+    ids=["all", "causal, masked", "documents", "windows", "zero padding"],
 )
 def test_weights_on_a_ring(pair: World, case: AttentionCase, layout: str) -> None:
     for whole in pair.run(on_ring, whole_weights, case, layout=layout):
@@ -119,6 +133,11 @@ def test_pictures(tmp_path: Path) -> None:
     pattern = DilatedPattern(CASE.segment_lengths, CASE.dilation_rates)
     draw_pattern(tmp_path / "pattern.svg", pattern, 37, 4, heads=(0, 3))
     assert "head 3, w = 37, r = 3" in (tmp_path / "pattern.svg").read_text()
+    windowed = DilatedPattern([8, None], [2, 3], offset="every", window_lengths=[None, 12])
+    draw_pattern(tmp_path / "windows.svg", windowed, 37, 4)
+    drawn = (tmp_path / "windows.svg").read_text()
+    assert "head 0, w = 8, r = 2 -" in drawn  # matplotlib writes the text it draws as a comment
+    assert "head 0, w = all, r = 3, W = 12 -" in drawn
     weights = weights_of(Ring())
     draw_weights(tmp_path / "weights.svg", weights[0], CHOSEN)
     assert "query 36" in (tmp_path / "weights.svg").read_text()
