@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+from dataclasses import asdict
 from typing import Any
 from unittest import mock
 
@@ -41,8 +42,7 @@ def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool)
     """out, dq, dk and dv of the dense reference."""
     *leaves, grad_out = (x.double() for x in inputs)
     leaves = [x.requires_grad_() for x in leaves]
-    options = {"head_mode": pattern.head_mode, "offset": pattern.offset, "is_causal": is_causal}
-    out, _ = reference_attention(*leaves, pattern.segment_lengths, pattern.dilation_rates, **options)
+    out, _ = reference_attention(*leaves, **asdict(pattern), is_causal=is_causal)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out)]
 
 
@@ -54,6 +54,8 @@ def by_reference(inputs: list[Tensor], pattern: DilatedPattern, is_causal: bool)
         ((101, 6, 3), ((7, 40, 500), (1, 3, 5))),
         ((50, 2, 1), ((50,), (7,))),  # most positions are covered by no head
         ((5, 2, 2), ((3,), (8,))),  # a rate above the segment length
+        ((61, 4, 2), ((None, 40, None), (1, 3, 4), (7, None, 20))),
+        ((40, 2, 2), ((None, 16), (1, 2), (1, 500))),  # the smallest window, and one longer than its segment
     ],
     ids=str,
 )
@@ -61,10 +63,11 @@ def test_the_fp64_values_of_compare_equal_the_reference(
     monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int], pattern: Any, is_causal: bool
 ) -> None:
     inputs = [x[:1] for x in tensors(*sizes)]
-    wanted = by_reference(inputs, DilatedPattern(*pattern), is_causal)
+    branches = dict(zip(("segment_lengths", "dilation_rates", "window_lengths"), pattern, strict=False))
+    wanted = by_reference(inputs, DilatedPattern(**branches), is_causal)
     for query_rows in (512, 3):
         monkeypatch.setattr(exact, "_QUERY_ROWS", query_rows)
-        got = exact.exact_attention(*(x[0].detach() for x in inputs), *pattern, is_causal=is_causal)
+        got = exact.exact_attention(*(x[0].detach() for x in inputs), **branches, is_causal=is_causal)
         for what, ours, reference in zip(TENSORS, got, wanted, strict=True):
             assert (ours - reference[0]).abs().max() < 1e-13, what
 
@@ -95,6 +98,8 @@ CASES = {
     "no branch crosses": (64, 2, 1, DilatedPattern((4, 8), (1, 2))),
     "grouped": (90, 6, 2, DilatedPattern.grouped((10, 45, 90), (1, 2, 4))),
     "offsets by block": (70, 4, 2, DilatedPattern((16, 64, 128), (1, 2, 4), offset="block")),
+    "windows": (101, 4, 2, DilatedPattern((None, 60, 101), (1, 2, 4), window_lengths=(20, None, 70))),
+    "every offset": (90, 2, 1, DilatedPattern((None, 45), (4, 2), offset="every", window_lengths=(30, None))),
     "shorter than the ring": (3, 2, 2, DilatedPattern((3,), (1,))),
 }
 
@@ -171,11 +176,20 @@ def collectives(inputs: list[Tensor], pattern: DilatedPattern) -> dict[str, Any]
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="needs the socket option TCP_INFO")
-def test_all_gather_sends_only_needed_rows_and_states_the_bytes(world: World) -> None:
-    # A shard has 4,096 rows, so (2048, 1) sends nothing. Two ranks share a segment of (8192, 4): the first sends 1,024
-    # rows for each of 4 (key/value head, offset) pairs. For (16384, 16), a rank sends 256 rows for each of 4 pairs.
-    pattern = DilatedPattern((2048, 8192, 16384), (1, 4, 16))
-    rows = 4 * 1024 + 4 * 256
+@pytest.mark.parametrize(
+    ("pattern", "rows"),
+    [
+        # A shard has 4,096 rows, so (2048, 1) sends nothing. Two ranks share a segment of (8192, 4): the first sends
+        # 1,024 rows for each of 4 (key/value head, offset) pairs. For (16384, 16), a rank sends 256 rows for each.
+        (DilatedPattern((2048, 8192, 16384), (1, 4, 16)), 4 * 1024 + 4 * 256),
+        # The last 1,024 rows of a shard, of 2 key/value heads.
+        (DilatedPattern((None,), (1,), window_lengths=(1025,)), 2 * 1024),
+    ],
+    ids=["dilated", "window"],
+)
+def test_all_gather_sends_only_needed_rows_and_states_the_bytes(
+    world: World, pattern: DilatedPattern, rows: int
+) -> None:
     gathered, reduced = rows * 2 * (2 * 4) * 2, rows * 2 * (2 * 4) * 4  # batch 2; K and V of 4; bf16 and fp32
     for found in world.run(collectives, tensors(16384, 4, 2, torch.bfloat16), pattern):
         assert found["all-gather"] == [gathered, gathered]

@@ -55,9 +55,8 @@ def prepare(setup: Setup, directory: Path) -> dict[str, Any]:
     setup = dataclasses.replace(setup, device=device.type, dtype=str(dtype).removeprefix("torch."))
     query, key, value, grad_out = (x.detach()[0] for x in _inputs(setup, Ring(), device))
     pattern = setup.pattern
-    results = exact_attention(
-        query, key, value, grad_out, pattern.segment_lengths, pattern.dilation_rates, is_causal=setup.is_causal
-    )
+    branches = pattern.segment_lengths, pattern.dilation_rates, pattern.window_lengths
+    results = exact_attention(query, key, value, grad_out, *branches, is_causal=setup.is_causal)
     for name, tensor in zip(TENSORS, results, strict=True):
         torch.save(tensor.cpu(), directory / f"{name}.pt")
     return {"setup": setup, "adapters": available_adapters(), "versions": versions(), "device": device_name(device)}
@@ -150,13 +149,13 @@ class _Call:
 
 
 def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    branches = setup.pattern.segment_lengths, setup.pattern.dilation_rates
+    pattern = dataclasses.asdict(setup.pattern)
     sharded: Any = {"is_causal": setup.is_causal, "seq_len": setup.seq_len}
     if name == ONE_RANK:
-        return lambda *inputs: cast(Tensor, dilated_attention(*inputs, *branches, is_causal=setup.is_causal))
+        return lambda *inputs: cast(Tensor, dilated_attention(*inputs, **pattern, is_causal=setup.is_causal))
     if name == ALL_GATHER:
         return lambda query, key, value: all_gather_attention(query, key, value, setup.pattern, ring, **sharded)
-    attention = module.RingDilatedAttention(*branches, ring=ring)
+    attention = module.RingDilatedAttention(**pattern, ring=ring)
     return lambda *inputs: cast(Tensor, attention(*inputs, **sharded))
 
 
