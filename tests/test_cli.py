@@ -77,7 +77,13 @@ def test_errors_of_the_parser(arguments: str) -> None:
     ("arguments", "line"),
     [
         ("--segment-lengths 64,512", "--dilation-rates: dilation_rates is missing beside segment_lengths"),
-        ("--segment-lengths 64,x --dilation-rates 1,2", "--segment-lengths: .* 'x' is no integer"),
+        ("--segment-lengths 64,x --dilation-rates 1,2", "--segment-lengths: .* 'x' is not an integer or none; "),
+        ("--segment-lengths none --dilation-rates none", "--dilation-rates: .* 'none' is not an integer; write"),
+        ("--window-lengths 64,some,8", "--window-lengths: .* 'some' is not an integer or none; write for .* 2048,none"),
+        ("--window-lengths 64 none", "--window-lengths: window_lengths has 2 entries, and there are 3 branches: give"),
+        ("--window-lengths none 0 none", r"--window-lengths: window_lengths\[1\] = 0: must be at least 1"),
+        ("--window-lengths 8,8,8 --padding zeros", "--window-lengths: .* with padding='zeros': .* padding='masked'"),
+        ("--offset some", "--offset: offset = 'some': .*'every'"),
         ("--segment-lengths 64 0 --dilation-rates 1 2", r"--segment-lengths: segment_lengths\[1\] = 0"),
         ("--segment-lengths 64,512 --dilation-rates 1,-2", r"--dilation-rates: dilation_rates\[1\] = -2"),
         ("--segment-lengths 8 --dilation-rates 1 2", "--segment-lengths: segment_lengths has 1 entries"),
@@ -203,11 +209,18 @@ def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatc
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 20)
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    options = "--segment-lengths 16 64 --dilation-rates 1 2 --seq-len 64 --steps 2 --tied --max-grad-norm 1"
+    monkeypatch.chdir(tmp_path)
+    options = "--segment-lengths 16 none --window-lengths none 48 --dilation-rates 1 2 --offset every --seq-len 64"
+    options += " --steps 2 --tied --max-grad-norm 1 --json run.json --save checkpoint.pt"
     more = "--activation-checkpointing --dtype bf16 --num-kv-heads 2 --batch-size 2 --nproc-per-node 3"
     text = shown(f"train {options} {more} --text", tmp_path / "text")
-    assert "branches (16, 1), (64, 2)" in text
+    assert "branches (16, 1), (whole sequence, 2, window 48)" in text
     assert "--nproc-per-node 3 is not used: WORLD_SIZE is set" in text
+    for file in ("run.json", "checkpoint.pt.options.json"):
+        found = json.loads(Path(file).read_text())
+        found = found.get("options", found)
+        assert (found["segment_lengths"], found["window_lengths"]) == ([16, None], [None, 48])
+        assert found["offset"] == "every"
 
 
 # info

@@ -61,8 +61,9 @@ class CompareOptions(Options):
     """
 
     seq_len: int = options.seq_len(65536)
-    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
     dilation_rates: tuple[int, ...] = options.dilation_rates()
+    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
     num_heads: int = options.num_heads(8)
     num_kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
@@ -86,7 +87,7 @@ class CompareOptions(Options):
         return Setup(
             seq_len=self.seq_len,
             ring_size=self.nproc_per_node,
-            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates),
+            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates, window_lengths=self.window_lengths),
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             head_dim=self.head_dim,
@@ -121,11 +122,10 @@ def run(chosen: CompareOptions) -> None:
 
 def _heading(setup: Setup) -> str:
     grouped = f" ({setup.num_kv_heads} for keys and values)" if setup.num_kv_heads != setup.num_heads else ""
-    branches = describe_branches(setup.pattern.segment_lengths, setup.pattern.dilation_rates)
     return (
         f"{setup.seq_len:,} tokens, {setup.layout}, {'causal' if setup.is_causal else 'not causal'}, "
-        f"{setup.num_heads} heads{grouped} of {setup.head_dim}, {setup.dtype}; branches {branches}; "
-        f"ring of {setup.ring_size}; errors against fp64."
+        f"{setup.num_heads} heads{grouped} of {setup.head_dim}, {setup.dtype}; "
+        f"branches {describe_branches(setup.pattern)}; ring of {setup.ring_size}; errors against fp64."
     )
 
 

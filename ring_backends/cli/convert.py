@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ring_backends.cli.options import Options, argument, check_directory, option
 from ring_backends.cli.output import print_table
 from ring_backends.cli.parsing import describe_branches, parse_branches
+from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from ring_backends.longnet.convert import ConvertedCheckpoint
@@ -38,11 +39,11 @@ class ConvertOptions(Options):
     kind: str | None = option(
         None, metavar="encoder|decoder", help="Kind of the model. Default: inferred from the prefix."
     )
-    segment_lengths: tuple[int, ...] | None = option(
+    segment_lengths: tuple[int | None, ...] | None = option(
         None,
         metavar="N,N,…",
-        help="Segment lengths that the model was trained with. They are stored in TARGET. The class that loads TARGET "
-        "compares them with its attention.",
+        help="Segment lengths that the model was trained with, or none for the whole sequence. They are stored in "
+        "TARGET. The class that loads TARGET compares them with its attention.",
     )
     dilation_rates: tuple[int, ...] | None = option(
         None, metavar="N,N,…", help="Dilation rates that the model was trained with."
@@ -89,7 +90,7 @@ def _show(target: Path, converted: ConvertedCheckpoint) -> None:
     settings, tensors = converted.settings, converted.state_dict.values()
     branches = "not given; pass the attention the branches of the training run"
     if settings["segment_lengths"] is not None:
-        branches = describe_branches(settings["segment_lengths"], settings["dilation_rates"])
+        branches = describe_branches(DilatedPattern.torchscale(settings["segment_lengths"], settings["dilation_rates"]))
     norms = ("yes" if settings[name] else "no" for name in ("sub_layer_norm", "normalize_output"))
     dtypes = sorted({str(value.dtype).removeprefix("torch.") for value in tensors})
     rows = {

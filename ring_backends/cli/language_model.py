@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -30,15 +31,7 @@ def make_model(options: TrainOptions, backend: Any, ring: Ring) -> LongNetLM:
         options.embed_dim,
         options.num_heads,
         options.num_layers,
-        lambda: backend.RingDilatedAttention(
-            options.segment_lengths,
-            options.dilation_rates,
-            ring=ring,
-            head_mode=options.head_mode,
-            offset=options.offset,
-            padding=options.padding,
-            kernel=options.kernel,
-        ),
+        lambda: backend.RingDilatedAttention(**asdict(options.pattern()), ring=ring, kernel=options.kernel),
         num_kv_heads=options.num_kv_heads,
         tied=options.tied,
         activation_checkpointing=options.activation_checkpointing,

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 
 import typer
 
-from ring_backends.cli.parsing import BranchesCommand, parse_branches
+from ring_backends.cli.parsing import BranchesCommand, parse_branches, parse_lengths
 from ring_backends.cli.report import reported_errors
 from ring_backends.cost.default_branches import default_branches
 from ring_backends.plotting import check_plot
@@ -54,17 +54,25 @@ segment_lengths = partial(
     attention,
     (),
     metavar="N,N,…",
-    help="Segment length of each branch, in tokens. Default: three branches whose cost is nearly linear in the "
-    "sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
+    help="Segment length of each branch, in tokens, or none for the whole sequence. Default: three branches whose cost "
+    "is nearly linear in the sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
 )
 dilation_rates = partial(attention, (), metavar="N,N,…", help="Dilation rate of each branch.")
+window_lengths = partial(
+    attention,
+    None,
+    metavar="N,N,…",
+    help="Window of each branch, in tokens, or none. In a branch with a window, a query sees only keys at a distance "
+    "below N. Default: no windows.",
+)
 head_mode = partial(
     attention, "all", help="all: every head runs every branch. grouped: each branch has its own group of heads."
 )
 offset = partial(
     attention,
     None,
-    help="Offset of head j in branch i: j % r, j // ceil(H / r), or i % r. Default: mod, or branch when grouped.",
+    help="Offset of head j in branch i: j % r, j // ceil(H / r), i % r, or every offset. Default: mod, or branch when "
+    "grouped.",
 )
 padding = partial(
     attention,
@@ -102,7 +110,8 @@ class Options:
         if "segment_lengths" in given:
             parsed = parse_branches(given["segment_lengths"], given["dilation_rates"])
             lengths, rates = parsed or default_branches(given["seq_len"])
-            given = {**given, "segment_lengths": lengths, "dilation_rates": rates}
+            windows = parse_lengths("window_lengths", given["window_lengths"])
+            given = {**given, "segment_lengths": lengths, "dilation_rates": rates, "window_lengths": windows}
         return cls(**given)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""Parses lists of integers, sizes in bytes and lists of hosts. This module imports no torch."""
+"""Parses branches, sizes in bytes and lists of hosts. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-_LISTS = ("--segment-lengths", "--dilation-rates")
+from ring_backends.schedule.pattern import DilatedPattern
+
+_LISTS = ("--segment-lengths", "--dilation-rates", "--window-lengths")
+_ENTRY = r"(?:-?\d+|none)"
 _UNITS = {
     "": 1,
     **{f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
     **{f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), 1)},
 }
 
-Branches = tuple[tuple[int, ...], tuple[int, ...]]
+Branches = tuple[tuple[int | None, ...], tuple[int, ...]]
 """The segment lengths and the dilation rates of the branches."""
 
 
@@ -23,7 +26,7 @@ class BranchesCommand(TyperCommand):
     """A command that accepts lists with commas, lists with spaces and repeated options.
 
     ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and ``--segment-lengths 2048 --segment-lengths
-    8192`` are equivalent.
+    8192`` are equivalent. An entry may be ``none``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -32,7 +35,7 @@ class BranchesCommand(TyperCommand):
         while rest:
             joined.append(rest.pop(0))
             if joined[-1] in _LISTS:
-                numbers = list(itertools.takewhile(re.compile(r"-?\d[\d,\s]*").fullmatch, rest))
+                numbers = list(itertools.takewhile(re.compile(rf"{_ENTRY}(?:[,\s]+{_ENTRY})*[,\s]*").fullmatch, rest))
                 del rest[: len(numbers)]
                 joined += [",".join(numbers)] if numbers else []
         return super().parse_args(ctx, joined)
@@ -42,10 +45,10 @@ def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] 
     """Parse ``--segment-lengths`` and ``--dilation-rates``. Returns None if neither is given.
 
     Raises:
-        ValueError: only one of them is given, or a value is not an integer.
+        ValueError: only one of them is given, or a value is neither an integer nor ``none``.
     """
-    lengths = _integers("segment_lengths", segment_lengths)
-    rates = _integers("dilation_rates", dilation_rates)
+    lengths = parse_lengths("segment_lengths", segment_lengths)
+    rates = None if dilation_rates is None else _integers("dilation_rates", dilation_rates)
     if lengths is None and rates is None:
         return None
     if lengths is None or rates is None:
@@ -54,19 +57,31 @@ def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] 
     return lengths, rates
 
 
-def describe_branches(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]) -> str:
-    return ", ".join(f"({w}, {r})" for w, r in zip(segment_lengths, dilation_rates, strict=True))
+def parse_lengths(name: str, values: list[str] | None) -> tuple[int | None, ...] | None:
+    """Parse ``--segment-lengths`` or ``--window-lengths``, whose entries may be ``none``.
+
+    Raises:
+        ValueError: an entry is neither an integer nor ``none``. The message names the option.
+    """
+    return None if values is None else _integers(name, values, may_be_none=True)
 
 
-def _integers(name: str, values: list[str] | None) -> tuple[int, ...] | None:
+def describe_branches(pattern: DilatedPattern) -> str:
+    windows = pattern.window_lengths or (None,) * pattern.num_branches
+    return ", ".join(
+        f"({w or 'whole sequence'}, {r}{f', window {window}' if window else ''})"
+        for w, r, window in zip(pattern.segment_lengths, pattern.dilation_rates, windows, strict=True)
+    )
+
+
+def _integers(name: str, values: list[str], *, may_be_none: bool = False) -> tuple[Any, ...]:
     """Parse ``["2048,8192", "16384"]`` into ``(2048, 8192, 16384)``."""
-    if values is None:
-        return None
     parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
     for part in parts:
-        if not re.fullmatch(r"-?\d+", part):
-            raise ValueError(f"{name} = {','.join(values)!r}: {part!r} is no integer; write for example 2048,8192.")
-    return tuple(map(int, parts))
+        if not re.fullmatch(_ENTRY if may_be_none else r"-?\d+", part):
+            expected, example = ("an integer or none", "2048,none") if may_be_none else ("an integer", "2048,8192")
+            raise ValueError(f"{name} = {','.join(values)!r}: {part!r} is not {expected}; write for example {example}.")
+    return tuple(None if part == "none" else int(part) for part in parts)
 
 
 def parse_bytes(name: str, text: str | None) -> int | None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ring_backends.cli import options
 from ring_backends.cli.options import Options, attention, check_kv_heads, check_positive, files, option, ranks
 from ring_backends.cli.output import wide_console
-from ring_backends.cli.parsing import parse_bytes, parse_hosts
+from ring_backends.cli.parsing import describe_branches, parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
@@ -58,8 +58,9 @@ class PlanOptions(Options):
     head_dim: int = options.head_dim()
     batch: int = attention(1, min=1, help="Sequences per call.")
     dtype: options.Dtype = options.dtype("auto")
-    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
     dilation_rates: tuple[int, ...] = options.dilation_rates()
+    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
     head_mode: HeadMode = options.head_mode()
     offset: Offset | None = options.offset()
     padding: Padding = options.padding()
@@ -137,7 +138,8 @@ class PlanOptions(Options):
             )
 
     def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)
+        branches = self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding
+        return DilatedPattern(*branches, self.window_lengths)
 
     def memory_bytes(self) -> int | None:
         return parse_bytes("memory", self.memory)
@@ -171,6 +173,8 @@ def run(chosen: PlanOptions) -> None:
 
     described = schedule.describe(batch=chosen.batch, head_dim=chosen.head_dim, itemsize=dtype.itemsize)
     console.print(described, end="", soft_wrap=True, markup=False)
+    if schedule.pattern.window_lengths is not None:
+        console.print(f"Branches with windows: {describe_branches(schedule.pattern)}.", soft_wrap=True)
     console.print(_table(estimate))
     console.print(source, soft_wrap=True)
     if between_hosts is not None and hosts is not None:

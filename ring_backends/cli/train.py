@@ -35,8 +35,9 @@ class TrainOptions(Options):
     device: options.Device = options.device()
     timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for a hop.")
     seq_len: int = options.seq_len(131072)
-    segment_lengths: tuple[int, ...] = options.segment_lengths()
+    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
     dilation_rates: tuple[int, ...] = options.dilation_rates()
+    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
     head_mode: HeadMode = options.head_mode()
     offset: Offset | None = options.offset()
     padding: Padding = options.padding()
@@ -83,7 +84,8 @@ class TrainOptions(Options):
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
 
     def pattern(self) -> DilatedPattern:
-        return DilatedPattern(self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding)
+        branches = self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding
+        return DilatedPattern(*branches, self.window_lengths)
 
     def document(self) -> Document:
         return Document(self.text or standard_library_sources(), self.seq_len)

@@ -232,6 +232,7 @@ class Trainer:
         """Return the options, the number of rings and the hash of the text, as values that JSON can store."""
         values = {
             **dataclasses.asdict(self.options),
+            **dataclasses.asdict(self.options.pattern()),  # without windows, window_lengths is None
             "data_size": self.ring.data_size,
             "text_fingerprint": self.document.fingerprint(),
         }
@@ -242,13 +243,12 @@ class Trainer:
 
     def _print_header(self) -> None:
         options, ring = self.options, self.ring
-        branches = describe_branches(options.segment_lengths, options.dilation_rates)
         source = "files of --text" if options.text else "the Python standard library's sources"
         ranks = f"{ring.data_size} ring{'s' if ring.data_size > 1 else ''} of {ring.size}"
         self.console.print(
             f"{options.backend} adapter, {ranks}, {device_name(self.device)}, {_name(self.dtype)}; "
             f"{self.num_parameters:,} parameters; {options.seq_len:,} tokens per sequence, {options.layout}; "
-            f"branches {branches}; text: {source}, {self.document.num_bytes:,} bytes."
+            f"branches {describe_branches(options.pattern())}; text: {source}, {self.document.num_bytes:,} bytes."
         )
         if self.dtype == torch.float16:
             self.console.print(
