@@ -49,7 +49,7 @@ def load_adapter(name: str) -> ModuleType:
 
 def create_attention(
     backend: str = "auto",
-    segment_lengths: Sequence[int] = (),
+    segment_lengths: Sequence[int | None] = (),
     dilation_rates: Sequence[int] = (),
     *,
     ring: Ring | None = None,
@@ -61,7 +61,7 @@ def create_attention(
         backend: name of an adapter. ``"auto"``: the adapter that made ``ring``, or native without a ring.
         segment_lengths, dilation_rates: w and r of each branch, as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
-        options: further arguments of the adapter's ``RingDilatedAttention``.
+        options: further arguments of the adapter's ``RingDilatedAttention``, such as ``window_lengths``.
 
     Raises:
         ValueError, TypeError: no adapter has this name, or another argument is invalid.

@@ -14,6 +14,7 @@ from command_line import refused, shown
 from native_ranks import assert_near
 from torch import Tensor
 
+from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 
 
@@ -52,6 +53,17 @@ def test_convert_and_load_a_slide_encoder(slide_encoder: Path, tmp_path: Path) -
         LongNetDecoder.from_checkpoint(target, ts.attention())
     with pytest.raises(ValueError, match="attention has DilatedPattern"):
         LongNetEncoder.from_checkpoint(target, ts.attention(branches=((8,), (1,))))
+
+
+def test_a_segment_of_the_whole_sequence(slide_encoder: Path, tmp_path: Path) -> None:
+    target, branches = tmp_path / "to.pt", ((8, None), (1, 4))
+    printed = shown("convert --num-heads 4 --segment-lengths 8,none --dilation-rates 1,4", slide_encoder, target)
+    assert "(8, 1), (whole sequence, 4)" in printed
+    x = ts.inputs("encoder", 37)
+    got = LongNetEncoder.from_checkpoint(target, ts.attention(branches=branches))(x)
+    assert_near(got.detach(), ts.reference_model(ts.make_state(), x, 4, ((8, 37), (1, 4)), False)[-1])
+    with pytest.raises(ValueError, match=r"attention has .*window_lengths=\(8, None\)\): .* was converted for"):
+        LongNetEncoder.from_checkpoint(target, NativeRingDilatedAttention(*branches, window_lengths=[8, None]))
 
 
 def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ JUNK = st.one_of(
     st.sampled_from([2**31, 2**63, -(2**63), 10**30]),
     st.floats(),
     st.text(max_size=5),
-    st.sampled_from(["all", "grouped", "mod", "block", "branch", "masked", "zeros", "contiguous", "zigzag"]),
+    st.sampled_from(["all", "grouped", "mod", "block", "branch", "every", "masked", "zeros", "contiguous", "zigzag"]),
     st.binary(max_size=3),
     st.lists(st.one_of(st.integers(-2, 40), st.floats(), st.text(max_size=2), st.none()), max_size=4),
     st.dictionaries(st.text(max_size=2), st.integers(), max_size=2),
@@ -61,8 +61,8 @@ JUNK = st.one_of(
 )
 ARGUMENTS = (
     *("query", "key", "value", "segment_lengths", "dilation_rates"),
-    *("is_causal", "head_mode", "offset", "padding", "scale", "kernel", "key_padding_mask", "return_lse"),
-    *("document_ids", "dropout_p", "dropout_seed"),
+    *("is_causal", "head_mode", "offset", "padding", "window_lengths", "scale", "kernel"),
+    *("key_padding_mask", "return_lse", "document_ids", "dropout_p", "dropout_seed"),
 )
 
 
@@ -91,7 +91,7 @@ def test_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
 
 
 @FUZZ
-@given(st.lists(JUNK, min_size=2, max_size=5))
+@given(st.lists(JUNK, min_size=2, max_size=6))
 def test_patterns(arguments: list[Any]) -> None:
     try:
         pattern = DilatedPattern(*arguments)

@@ -72,10 +72,12 @@ def test_a_ring_keeps_its_adapter() -> None:
 
 def test_a_name_selects_the_adapter(announced: None) -> None:
     ring = Ring(layout_kind="zigzag")
-    attention = create_attention("other", [8, 16], [1, 2], ring=ring, head_mode="grouped", scale=0.5)
+    attention = create_attention(
+        "other", [8, None], [1, 2], ring=ring, head_mode="grouped", window_lengths=[None, 5], scale=0.5
+    )
     assert type(attention) is OtherRingDilatedAttention
     assert attention.ring is ring
-    assert attention.pattern == DilatedPattern((8, 16), (1, 2), head_mode="grouped")
+    assert attention.pattern == DilatedPattern((8, None), (1, 2), head_mode="grouped", window_lengths=(None, 5))
     assert attention.scale == 0.5
     x = torch.randn(1, 16, 2, 4)
     assert attention(x, x, x).shape == x.shape

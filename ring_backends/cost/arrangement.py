@@ -44,14 +44,14 @@ class AutoOptions(TypedDict, total=False):
     Required: seq_len (length of the global sequence), segment_lengths, dilation_rates, num_heads, head_dim.
 
     Optional: num_kv_heads (default: num_heads), batch (default: 1), dtype (default: ``"auto"``, the dtype recommended
-    for the device), is_causal (default: False). head_mode, offset and padding are those of
+    for the device), is_causal (default: False). head_mode, offset, padding and window_lengths are those of
     :class:`~ring_backends.DilatedPattern`. memory_bytes is the number of bytes that one rank may use for one call and
     its gradients. The default is the free memory of the rank's GPU, or of the host on a CPU. Ranks that share this
     memory get equal parts.
     """
 
     seq_len: int
-    segment_lengths: Sequence[int]
+    segment_lengths: Sequence[int | None]
     dilation_rates: Sequence[int]
     num_heads: int
     head_dim: int
@@ -62,6 +62,7 @@ class AutoOptions(TypedDict, total=False):
     head_mode: HeadMode
     offset: Offset | None
     padding: Padding
+    window_lengths: Sequence[int | None] | None
     memory_bytes: int | None
 
 
@@ -119,10 +120,8 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
     Raises:
         ValueError, TypeError: an option is invalid.
     """
-    names = ("segment_lengths", "dilation_rates", "head_mode", "offset", "padding")
-    pattern = DilatedPattern(**{name: auto[name] for name in names if name in auto})
     schedule = RingSchedule(
-        pattern,
+        _pattern(auto),
         SequenceLayout(auto["seq_len"], 1, layout),
         auto["num_heads"],
         auto.get("num_kv_heads"),
@@ -132,6 +131,11 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
     made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type)
     made.on_ring(1)  # checks batch and head_dim
     return made
+
+
+def _pattern(auto: Mapping[str, Any]) -> DilatedPattern:
+    names = [field.name for field in dataclasses.fields(DilatedPattern)]
+    return DilatedPattern(**{name: auto[name] for name in names if name in auto})
 
 
 def arrange(
@@ -160,10 +164,9 @@ def arrange(
     if world_size == 1:
         return _choose(_workload(layout, auto, device), world_size, memory, None), order
     asked: dict[str, object] = {"ring_size": ring_size, "layout": layout, "ring_order": ring_order}
-    for name, value in auto.items():
+    for name, value in {**auto, **(dataclasses.asdict(_pattern(auto)) if auto else {})}.items():
         if name != "memory_bytes":
-            is_list = name in ("segment_lengths", "dilation_rates")
-            asked[name] = list(value) if is_list else str(value) if name == "dtype" else value
+            asked[name] = str(value) if name == "dtype" else value
     host = host_name()
     order = tuple(decide_on_rank0({"asked": asked, "host": host}, _decide_order, _DECISION_TIMEOUT))
     if ring_size != "auto":

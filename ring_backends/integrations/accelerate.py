@@ -43,7 +43,7 @@ __all__ = ["attach"]
 def attach(
     accelerator: Any,
     model: nn.Module,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     ring_size: int | None = None,
@@ -70,7 +70,7 @@ def attach(
         layout: ``"contiguous"`` or ``"zigzag"``.
         timeout: the longest time from a call's first wait for a peer until it returns or raises.
         probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
-        options: of the attention, such as ``head_mode`` and ``kernel``
+        options: of the attention, such as ``window_lengths`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).
 
     Returns:

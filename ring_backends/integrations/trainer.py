@@ -60,7 +60,7 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def attach(
     trainer: Any,
-    segment_lengths: Sequence[int],
+    segment_lengths: Sequence[int | None],
     dilation_rates: Sequence[int],
     *,
     ring_size: int | None = None,

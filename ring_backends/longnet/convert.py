@@ -54,7 +54,7 @@ def convert_checkpoint(
     *,
     prefix: str | None = None,
     kind: str | None = None,
-    segment_lengths: Sequence[int] | None = None,
+    segment_lengths: Sequence[int | None] | None = None,
     dilation_rates: Sequence[int] | None = None,
     seq_len: int | None = None,
     activation: str = "gelu",
@@ -122,7 +122,7 @@ def _check_branches(pattern: DilatedPattern, num_heads: int, seq_len: int | None
         pattern.check(seq_len=seq_len, num_heads=num_heads)
         return
     try:
-        pattern.check(seq_len=max(pattern.segment_lengths) + 1, num_heads=num_heads)
+        pattern.check(seq_len=max(w or 0 for w in pattern.segment_lengths) + 1, num_heads=num_heads)
     except ValueError as error:
         raise ValueError(
             f"segment_lengths: {error} If all sequences are shorter, give their length with --seq-len."

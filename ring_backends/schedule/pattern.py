@@ -48,8 +48,8 @@ class DilatedPattern:
         ValueError, TypeError: an argument is invalid.
 
     >>> pattern = DilatedPattern([2048, 16384], [1, 8])
-    >>> [pattern.head_offset(1, head, num_heads=4) for head in range(4)]
-    [0, 1, 2, 3]
+    >>> [pattern.head_offsets(1, head, num_heads=4, seq_len=16384) for head in range(2)]
+    [range(0, 1), range(1, 2)]
     """
 
     segment_lengths: tuple[int | None, ...]
@@ -85,9 +85,15 @@ class DilatedPattern:
             )
 
     @classmethod
-    def longnet(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
-        """The paper's pattern: every head in every branch, offset j % r."""
-        return cls(tuple(segment_lengths), tuple(dilation_rates))
+    def longnet(
+        cls,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        window_lengths: Sequence[int | None] | None = None,
+    ) -> DilatedPattern:
+        """The paper's pattern: every head in every branch, offset j % r. The paper has no windows."""
+        windows = None if window_lengths is None else tuple(window_lengths)
+        return cls(tuple(segment_lengths), tuple(dilation_rates), window_lengths=windows)
 
     @classmethod
     def torchscale(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
@@ -95,9 +101,16 @@ class DilatedPattern:
         return cls(tuple(segment_lengths), tuple(dilation_rates), offset="block", padding="zeros")
 
     @classmethod
-    def grouped(cls, segment_lengths: Sequence[int | None], dilation_rates: Sequence[int]) -> DilatedPattern:
+    def grouped(
+        cls,
+        segment_lengths: Sequence[int | None],
+        dilation_rates: Sequence[int],
+        window_lengths: Sequence[int | None] | None = None,
+    ) -> DilatedPattern:
         """One group of heads per branch, offset i % r."""
-        return cls(tuple(segment_lengths), tuple(dilation_rates), head_mode="grouped", offset="branch")
+        windows = None if window_lengths is None else tuple(window_lengths)
+        branches = tuple(segment_lengths), tuple(dilation_rates)
+        return cls(*branches, head_mode="grouped", offset="branch", window_lengths=windows)
 
     @property
     def num_branches(self) -> int:

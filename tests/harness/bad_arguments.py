@@ -62,9 +62,24 @@ BAD_CALLS = {
     "r < 0": _made(ValueError, "dilation_rates[0] = -2", dilation_rates=[-2]),
     "w a float": _made(TypeError, "segment_lengths[0] = 4.0", segment_lengths=[4.0]),
     "w alone": _made(TypeError, "segment_lengths = 4", segment_lengths=4),
+    "w a bool": _made(TypeError, "segment_lengths[1] = True", segment_lengths=[None, True], dilation_rates=[1, 1]),
+    "w and more rates": _made(ValueError, "segment_lengths", "1", "2", segment_lengths=[None], dilation_rates=[1, 1]),
     "r a bool": _made(TypeError, "dilation_rates[0] = True", dilation_rates=[True]),
+    "r None": _made(TypeError, "dilation_rates[0] = None", dilation_rates=[None]),
+    "W = 0": _made(ValueError, "window_lengths[0] = 0", "at least 1", window_lengths=[0]),
+    "W a float": _made(TypeError, "window_lengths[0] = 4.0", window_lengths=[4.0]),
+    "W a bool": _made(TypeError, "window_lengths[0] = True", window_lengths=[True]),
+    "W alone": _made(TypeError, "window_lengths = 4", window_lengths=4),
+    "W a string": _made(TypeError, "window_lengths = '4'", window_lengths="4"),
+    "a window without a branch": _made(
+        ValueError, "window_lengths has 2 entries", "1 branches", "None", window_lengths=[4, None]
+    ),
+    "no window of a branch": _made(ValueError, "window_lengths is empty", window_lengths=[]),
+    "windows with zero padding": _made(
+        ValueError, "window_lengths = (4,)", "padding='masked'", window_lengths=[4], padding="zeros"
+    ),
     "head_mode": _made(ValueError, "head_mode = 'some'", "'grouped'", head_mode="some"),
-    "offset": _made(ValueError, "offset = 'diagonal'", "'block'", offset="diagonal"),
+    "offset": _made(ValueError, "offset = 'diagonal'", "'every'", offset="diagonal"),
     "padding": _made(ValueError, "padding = 'ones'", "'zeros'", padding="ones"),
     "kernel": _made(ValueError, "kernel = 'abacus'", "'auto'", kernel="abacus"),
     "kernel of another device": _made(ValueError, "kernel = 'aten_cuda_flash'", "cuda", kernel="aten_cuda_flash"),
@@ -181,6 +196,7 @@ BAD_RINGS = {
         ValueError, "ring_size = 'auto'", "num_heads and head_dim", num_heads=..., head_dim=...
     ),
     "ring_size auto of a bad pattern": _chosen(ValueError, "dilation_rates[0] = 0", dilation_rates=[0]),
+    "ring_size auto of a bad window": _chosen(ValueError, "window_lengths[0] = 0", window_lengths=[0]),
     "ring_size auto of no head_dim": _chosen(ValueError, "head_dim = 0", head_dim=0),
     "ring_size auto without memory": _chosen(ValueError, "memory_bytes = 0", memory_bytes=0),
     "ring_size auto and group": _chosen(ValueError, "ring_size = 'auto'", "group", group=_whole_world),

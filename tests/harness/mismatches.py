@@ -63,6 +63,7 @@ DIFFERENCES = {
     "head_mode": Difference("head_mode", "all", "grouped", {"head_mode": "grouped"}),
     "offset": Difference("offset", "None", "block", {"offset": "block"}),
     "padding": Difference("padding", "masked", "zeros", {"padding": "zeros"}),
+    "window_lengths": Difference("window_lengths", "None", "[4]", {"window_lengths": (4,)}),
     "seq_len": Difference("seq_len", "16", "17", {"seq_len": 17}),
     "layout": Difference("layout", "contiguous", "zigzag", layout="zigzag"),
     "is_causal": Difference("is_causal", "False", "True", {"is_causal": True}),

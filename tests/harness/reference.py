@@ -114,8 +114,9 @@ def reference_counts(
         if o is not None:
             shown = shown & ((t % w) % r == o)
         shown = shown & (t // w == u // w)
-        if window_lengths is not None and window_lengths[i] is not None:
-            shown = shown & ((t - u).abs() < window_lengths[i])
+        window = None if window_lengths is None else window_lengths[i]
+        if window is not None:
+            shown = shown & ((t - u).abs() < window)
         if is_causal:
             shown = shown & (u <= t)
         counts[j] += shown

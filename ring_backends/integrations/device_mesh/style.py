@@ -61,7 +61,7 @@ class RingDilated(ParallelStyle):
       options of its own, so its style is ``RingDilated()``.
 
     The module then computes the attention of this pattern over the whole sequence. Its inputs and its output are this
-    rank's rows. One branch over the whole sequence, ``RingDilated([n], [1])``, is full attention.
+    rank's rows. One branch over the whole sequence, ``RingDilated([None], [1])``, is full attention.
 
     All ranks of the axis apply the same plan, before ``torch.compile`` and ``fully_shard``. The first style on an axis
     makes its ring. The other styles of the axis need the same ``layout``, ``backend`` and ``timeout``.
@@ -77,7 +77,7 @@ class RingDilated(ParallelStyle):
             head_dim], 1 for [batch, local seq, heads, head_dim].
         is_causal: whether a query sees only keys at or before its own position, in every call. None takes it from the
             call, or from the default of the module's own forward.
-        options: of the attention, such as ``head_mode``, ``scale``, ``kernel`` and ``dropout_p``
+        options: of the attention, such as ``window_lengths``, ``scale``, ``kernel`` and ``dropout_p``
             (:class:`~ring_backends.RingDilatedAttention`). ``nn.MultiheadAttention`` has its own dropout.
 
     Raises:
@@ -89,7 +89,7 @@ class RingDilated(ParallelStyle):
 
     def __init__(
         self,
-        segment_lengths: Sequence[int] | None = None,
+        segment_lengths: Sequence[int | None] | None = None,
         dilation_rates: Sequence[int] | None = None,
         *,
         layout: LayoutKind = "contiguous",
