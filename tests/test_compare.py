@@ -44,7 +44,7 @@ SMALL = "--seq-len 512 --num-heads 4 --num-kv-heads 2 --head-dim 8 --repeats 2"
 
 
 EVERY_ADAPTER = pytest.mark.matrix(reason="starts two ranks for each adapter")
-BRANCHES = "--segment-lengths 64 512 --dilation-rates 1 4"
+BRANCHES = "--segment-lengths 64 512 none --dilation-rates 1 4 1 --window-lengths none none 100"
 
 
 def test_help_says_what_is_measured() -> None:
@@ -68,7 +68,8 @@ def test_every_adapter_the_all_gather_method_and_one_rank_are_compared(compared:
     assert [row["name"] for row in result["rows"]] == names
     lines = printed.splitlines()
     assert lines[0].startswith(
-        "512 tokens, zigzag, causal, 4 heads (2 for keys and values) of 8, float32; branches (64, 1)"
+        "512 tokens, zigzag, causal, 4 heads (2 for keys and values) of 8, float32; "
+        "branches (64, 1), (512, 4), (whole sequence, 1, window 100); ring of 2"
     )
     for name, reason in {**available_adapters(), "all-gather": None, "one rank": None}.items():
         (line,) = (line for line in lines if re.match(rf" ?{name} ", line))
@@ -79,7 +80,7 @@ def test_every_adapter_the_all_gather_method_and_one_rank_are_compared(compared:
 def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -> None:
     result, _ = compared
     rows = {row["name"]: row for row in result["rows"] if row["unusable"] is None}
-    pattern = DilatedPattern((64, 512), (1, 4))
+    pattern = DilatedPattern((64, 512, None), (1, 4, 1), window_lengths=(None, None, 100))
     schedule = RingSchedule(pattern, SequenceLayout(512, 2, "zigzag"), 4, 2, True)
     for name, row in rows.items():
         assert row["failed"] is None
@@ -99,7 +100,8 @@ def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -
     assert result["versions"]["torch"] == torch.__version__
     assert "CPU" in result["device"]
     assert result["options"]["seq_len"] == 512
-    assert result["options"]["segment_lengths"] == [64, 512]
+    assert result["options"]["segment_lengths"] == [64, 512, None]
+    assert result["options"]["window_lengths"] == [None, None, 100]
     assert result["options"]["device"] == "cpu"
 
 
@@ -176,6 +178,7 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
     [
         ("--num-heads 6 --num-kv-heads 4", "--num-kv-heads: num_kv_heads = 4: must divide the 6 query heads"),
         ("--segment-lengths 64", "--dilation-rates: dilation_rates is missing beside segment_lengths"),
+        ("--window-lengths 64", "--window-lengths: window_lengths has 1 entries, and there are 3 branches"),
         ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
         ("--dtype fp8", "--dtype: dtype = 'fp8'"),
         ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),

@@ -61,6 +61,15 @@ def test_the_sentence_of_the_verdict(arguments: str, sentence: str) -> None:
     assert sentence in shown(f"plan {arguments} {GIVEN}")
 
 
+def test_windows(tmp_path: Path) -> None:
+    sizes = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
+    found, text = planned(tmp_path, f"{sizes} --segment-lengths none --dilation-rates 1 --window-lengths 257 {GIVEN}")
+    assert "Branches with windows: (whole sequence, 1, window 257)." in text
+    assert (found["options"]["segment_lengths"], found["options"]["window_lengths"]) == ([None], [257])
+    sent = 256 * 2 * (4 + 4) * 4  # the keys and values of 256 positions, which the next rank needs
+    assert found["per_rank"]["bytes_sent"]["forward"] == [sent, sent, sent, 0]
+
+
 def test_hosts(tmp_path: Path) -> None:
     arguments = f"--seq-len 4096 --ring-size 2 {GIVEN}"
     found, text = planned(tmp_path, f"{arguments} --hosts a,b,a,b")
@@ -141,6 +150,7 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
         ("--hosts a,b,a", "--hosts", "'a,b,a'"),
         ("--hosts a,b --ranks-per-host 1", "--hosts", "ranks_per_host is given too"),
         ("--segment-lengths 64", "--dilation-rates", "missing"),
+        ("--window-lengths 8", "--window-lengths", "1 entries, and there are 3 branches"),
         ("--json no/where/plan.json", "--json", "no directory"),
     ],
 )
