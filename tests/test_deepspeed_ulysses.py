@@ -62,6 +62,8 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
     "grouped": {"head_mode": "grouped", "is_causal": True},
     "grouped unevenly": {"head_mode": "grouped", "segment_lengths": (8, 16, 48), "dilation_rates": (1, 2, 3)},
     "phantoms": {"offset": "block", "padding": "zeros", "segment_lengths": (16, 48)},
+    "windows": {"segment_lengths": (16, None), "window_lengths": (None, 9), "offset": "every", "is_causal": True},
+    "grouped windows": {"head_mode": "grouped", "segment_lengths": (None, 32), "window_lengths": (7, 20)},
     "mask": {"masked": "random"},
     "causal mask": {"masked": "random", "is_causal": True},
     "fp32": {"dtype": torch.float32},

@@ -93,12 +93,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "documents": {"document_ids": (torch.arange(N) >= torch.tensor([[10], [30]])).long()},
     "padding": {"key_padding_mask": torch.arange(N) >= torch.tensor([[10], [30]])},
     "dropout": {"dropout_seed": 3},
+    "windows": {},
+}
+STYLES: dict[str, dict[str, Any]] = {
+    "dropout": {"dropout_p": 0.3},
+    "windows": {"window_lengths": [None, 20], "offset": "every"},
 }
 
 
 def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
-    options: dict[str, Any] = {"dropout_p": 0.3} if name == "dropout" else {}
-    style = RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag", **options)
+    style = RingDilated(*PATTERN, is_causal=is_causal, seq_dim=seq_dim, layout="zigzag", **STYLES.get(name, {}))
     tensors = [tensor.transpose(1, 2).transpose(1, seq_dim) for tensor in make_tensors(num_kv_heads=2)]
     attention = put(InnerAttention(), style)
     results = on_ring(attention, tensors, seq_dim, enable_gqa=True, scale=8**-0.5, **OPTIONS[name])
@@ -106,12 +110,13 @@ def pattern_here(name: str, is_causal: bool, seq_dim: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("name", "is_causal", "seq_dim"), [("documents", True, 1), ("padding", False, 2), ("dropout", True, 2)]
+    ("name", "is_causal", "seq_dim"),
+    [("documents", True, 1), ("padding", False, 2), ("dropout", True, 2), ("windows", True, 2)],
 )
 def test_a_dilated_pattern(two: World, name: str, is_causal: bool, seq_dim: int) -> None:
     """Equals ``dilated_attention`` of the whole sequence, also with the options of a ring attention."""
     tensors = [tensor.transpose(1, 2) for tensor in make_tensors(num_kv_heads=2)]
-    options = {"is_causal": is_causal, "dropout_p": 0.3 if name == "dropout" else 0.0, **OPTIONS[name]}
+    options = {"is_causal": is_causal, **STYLES.get(name, {}), **OPTIONS[name]}
     assert_equal(
         two.run(pattern_here, name, is_causal, seq_dim), alone(dilated_attention, tensors, *PATTERN, **options)
     )
