@@ -26,6 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "docs"))
 
 import draw_architecture  # noqa: E402
+import draw_patterns  # noqa: E402
 
 project = "ring_backends"
 author = "the ring_backends contributors"
@@ -158,14 +159,16 @@ class TestedRuns(SphinxDirective):
         return self.parse_text_to_nodes("\n".join(lines))
 
 
-def _check_picture(app: Sphinx) -> None:
-    """Warns if architecture.svg differs from the picture that draw_architecture.py would draw now."""
-    if draw_architecture.PICTURE.read_text(encoding="utf-8") != draw_architecture.draw():
-        logging.getLogger(__name__).warning("architecture.svg is out of date: run python docs/draw_architecture.py")
+def _check_pictures(app: Sphinx) -> None:
+    """Warns if a picture differs from the one that its module in docs/ would draw now."""
+    for module in (draw_architecture, draw_patterns):
+        if module.PICTURE.read_text(encoding="utf-8") != module.draw():
+            message = "%s is out of date: run python docs/%s.py"
+            logging.getLogger(__name__).warning(message, module.PICTURE.name, module.__name__)
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("builder-inited", _check_picture)
+    app.connect("builder-inited", _check_pictures)
     app.add_directive("command-line-options", CommandLineOptions)
     app.add_directive("tested-runs", TestedRuns)
     app.connect("include-read", _adapt_links)
