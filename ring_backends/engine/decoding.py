@@ -137,7 +137,7 @@ class Step:
             for part in block.parts:
                 query, into_out, into_lse = (_rows_of(x, part.queries, block) for x in queries)
                 tensors = [query, *(None if x is None else _rows_of(x, part.keys, block) for x in keys)]
-                if block.count > 1:
+                if block.repeats > 1:
                     tensors = [None if x is None else x.flatten(0, 1) for x in tensors]
                 is_reversed = part.band == ANTICAUSAL
                 if is_reversed:
@@ -147,8 +147,8 @@ class Step:
                 out, lse = self.kernel.forward(*rows, **options)  # type: ignore[arg-type]
                 if is_reversed:
                     out, lse = out.flip(2), lse.flip(2)
-                if block.count > 1:
-                    out, lse = (x.unflatten(0, (-1, block.count)) for x in (out, lse))
+                if block.repeats > 1:
+                    out, lse = (x.unflatten(0, (-1, block.repeats)) for x in (out, lse))
                 merge_(into_out, into_lse, out, lse)
 
     def exchange(self, out: Tensor, lse: Tensor, configuration: Configuration) -> tuple[Tensor, Tensor]:
@@ -341,9 +341,9 @@ def _blocks(num_queries: int, num_keys: int, band: Band) -> Iterator[Blocks]:
 
 def _rows_of(tensor: Tensor, rows: range, blocks: Blocks) -> Tensor:
     """A view of rows of a tensor [batch, heads, rows, …]; of several blocks, [batch, blocks, heads, rows, …]."""
-    if blocks.count == 1:
+    if blocks.repeats == 1:
         return tensor[:, :, _as_slice(rows)]
-    stop = rows.stop + (blocks.count - 1) * blocks.step
+    stop = rows.stop + (blocks.repeats - 1) * blocks.step
     found = tensor[:, :, rows.start : stop].unfold(2, len(rows), blocks.step).transpose(1, 2)
     return found if tensor.dim() == 3 else found.transpose(3, 4)
 
