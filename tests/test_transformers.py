@@ -28,6 +28,7 @@ N, VOCABULARY = 45, 23
 DILATED = ((9, 45), (1, 2))
 PLAIN = ((64,), (1,))
 LAYOUTS = ("contiguous", "zigzag")
+WINDOW = 9
 KINDS = ("llama", "bert")
 SIZES = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -87,7 +88,7 @@ def check(by_rank: list[tuple[Tensor, list[Tensor]]], logits: Tensor, gradients:
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_equal_one_rank(pair: World, kind: str, layout: str, padded: bool) -> None:
     arguments = (kind, DILATED, *make_inputs(padded))
@@ -103,6 +104,26 @@ def test_a_plain_pattern_gives_plain_attention(kind: str, padded: bool) -> None:
     logits = model(**inputs).logits
     seen = inputs.get("attention_mask", torch.ones(2, N)).bool()
     check([(got_logits[seen], got)], logits[seen], gradients(model, logits, grad))
+
+
+def windowed(ring: Ring) -> tuple[Tensor, list[Tensor]]:
+    """A Mistral whose window comes from the pattern."""
+    register(native.RingDilatedAttention([None], [1], ring=ring, window_lengths=[WINDOW]))
+    model = from_config("CausalLM", mistral(None), "ring_dilated")
+    inputs, grad = make_inputs(padded=False)
+    logits = model(**shard_inputs(ring, **inputs)).logits
+    return ring.unshard(logits.detach(), seq_len=N), gradients(model, logits, ring.shard(grad))
+
+
+def mistral(window: int | None) -> Any:
+    return transformers.MistralConfig(**SIZES, num_key_value_heads=2, use_cache=False, sliding_window=window)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_window_of_the_pattern_equals_that_of_the_model(pair: World, layout: str) -> None:
+    model, (inputs, grad) = from_config("CausalLM", mistral(WINDOW), "sdpa"), make_inputs(padded=False)
+    logits = model(**inputs).logits
+    check(pair.run(on_ring, windowed, layout=layout), logits, gradients(model, logits, grad))
 
 
 LENGTHS = (11, 1, 20, 13)
@@ -193,7 +214,7 @@ def call(model: Any, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 16}, "sliding_window is given: a window is not a dilated pattern"),
+        ({"sliding_window": 16}, "sliding_window is given: its window would be ignored"),
         ({"softcap": 30.0}, "softcap is given"),
         ({"output_attentions": True}, "output_attentions = True"),
         ({"attention_mask": torch.zeros(2, 1, N, N)}, r"attention_mask is \[2, 1, 45, 45\]"),

@@ -41,8 +41,9 @@ class DilatedPattern:
         padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
             padded with zero keys and values. Its queries see them, unless attention is causal.
         window_lengths: W of each branch, in tokens, at least 1; None for a branch without a window. The query at
-            position t sees a key at position u of such a branch only if |t − u| < W. Transformers' ``sliding_window``
-            is W in a causal model, and W − 1 otherwise. None means no windows. With ``padding="zeros"`` there are none.
+            position t sees a key at position u of such a branch only if ``|t − u| < W``. Transformers'
+            ``sliding_window`` is W in a causal model, and W − 1 otherwise. None means no windows. With
+            ``padding="zeros"`` there are none.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

@@ -18,7 +18,7 @@ from ring_backends.engine.validation import check_tensors
 from ring_backends.ring.ring import Ring
 
 _REFUSED = {
-    "sliding_window": "a window is not a dilated pattern; use segment lengths instead",
+    "sliding_window": "its window would be ignored; give the attention window_lengths, and set it to None",
     "softcap": "soft-capping is not supported; set it to None in the model",
     "s_aux": "attention sinks are not supported; use a model without them",
     "position_bias": "biases of scores are not supported; use a model with rotary or learned positions",
