@@ -66,7 +66,7 @@ class Travel:
         A rank has the received rows and a copy of its own. In a backward, it also has the gradients of the received
         rows. Later, these and the gradients that arrive in one hop exist instead.
         """
-        own = int(branch.travelling[0].sum(1).max())
+        own = int(_own_rows(branch, self.ring_size).max())
         arriving = min(received, own * spread.most_received(branch.longest_reach)) if self.grad_size else 0
         return 2 * max(received + own + self.grad_size * received, self.grad_size * (received + arriving))
 
@@ -109,10 +109,7 @@ class Travel:
     def max_rows_in_flight(self) -> int:
         """Maximum number of rows of K and V, over all heads, that one rank passes on at a time."""
         rows = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
-        for branch in self.around:
-            of_pieces, reach = branch.travelling
-            rows.index_add_(0, branch.crossing.rank, (of_pieces * (reach > 0)).sum(1))
-        return int(rows.max())
+        return int(sum((_own_rows(branch, self.ring_size) for branch in self.around), rows).max())
 
     @cached_property
     def key_rows_sent(self) -> Tensor:
@@ -124,3 +121,10 @@ class Travel:
             else:
                 total += rows_at(branch, self.ring_size, first=0, behind=1)
         return total
+
+
+def _own_rows(branch: BranchSchedule, ring_size: int) -> Tensor:
+    """The rows of each rank that another rank needs, over all heads: int64 [ring size]."""
+    rows, reach = branch.travelling
+    total = torch.zeros(ring_size, dtype=torch.int64, device="cpu")
+    return total.index_add_(0, branch.crossing.rank, (rows * (reach > 0)).sum(1))
