@@ -64,7 +64,7 @@ def test_the_sentence_of_the_verdict(arguments: str, sentence: str) -> None:
 def test_windows(tmp_path: Path) -> None:
     sizes = "--seq-len 4096 --ring-size 4 --heads 2 --head-dim 4 --dtype fp32"
     found, text = planned(tmp_path, f"{sizes} --segment-lengths none --dilation-rates 1 --window-lengths 257 {GIVEN}")
-    assert "Branches with windows: (whole sequence, 1, window 257)." in text
+    assert "│ 4,096 │ 257 │ 1 │ 2 │" in " ".join(text.split())
     assert (found["options"]["segment_lengths"], found["options"]["window_lengths"]) == ([None], [257])
     sent = 256 * 2 * (4 + 4) * 4  # the keys and values of 256 positions, which the next rank needs
     assert found["per_rank"]["bytes_sent"]["forward"] == [sent, sent, sent, 0]

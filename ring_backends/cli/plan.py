@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ring_backends.cli import options
 from ring_backends.cli.options import Options, attention, check_kv_heads, check_positive, files, option, ranks
 from ring_backends.cli.output import wide_console
-from ring_backends.cli.parsing import describe_branches, parse_bytes, parse_hosts
+from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
@@ -173,8 +173,6 @@ def run(chosen: PlanOptions) -> None:
 
     described = schedule.describe(batch=chosen.batch, head_dim=chosen.head_dim, itemsize=dtype.itemsize)
     console.print(described, end="", soft_wrap=True, markup=False)
-    if schedule.pattern.window_lengths is not None:
-        console.print(f"Branches with windows: {describe_branches(schedule.pattern)}.", soft_wrap=True)
     console.print(_table(estimate))
     console.print(source, soft_wrap=True)
     if between_hosts is not None and hosts is not None:
