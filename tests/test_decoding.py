@@ -10,16 +10,19 @@ import signal
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from ring_backends import Ring, RingPeerError, available_adapters
+from ring_backends import DilatedPattern, Ring, RingPeerError, available_adapters
 from ring_backends.adapters import native
-from ring_backends.engine.cache import Run
+from ring_backends.engine.cache import Run, horizon
+from ring_backends.engine.decoding import groups
+from ring_backends.kernels.math import MathKernel
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
-from ring_backends.testing.reference import reference_attention
+from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
 from ring_backends.testing.world import RanksFailedError, World
 
@@ -41,17 +44,21 @@ class Case:
     def random(cls, seed: int) -> Case:
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         branches = draw.randint(1, 3)
+        windows = [draw.choice([None, draw.randint(1, 5), draw.randint(1, 24)]) for _ in range(branches)]
         kv_heads = draw.randint(1, 3)
         heads, head_dim = kv_heads * draw.randint(1, 3), draw.randint(1, 5)
         pattern = {
-            "segment_lengths": [draw.randint(1, 24) for _ in range(branches)],
+            "segment_lengths": [draw.choice([None, *(draw.randint(1, 24) for _ in range(3))]) for _ in range(branches)],
             "dilation_rates": [draw.randint(1, 6) for _ in range(branches)],
             "head_mode": draw.choice(["all", "grouped"]) if heads >= branches else "all",
-            "offset": draw.choice([None, "mod", "block", "branch"]),
+            "offset": draw.choice([None, "mod", "block", "branch", "every", "every"]),
+            "window_lengths": draw.choice([None, windows, windows]),
             "scale": draw.choice([None, None, 0.7, -0.3, 0.0]),
         }
         batch, prompt = draw.randint(1, 3), draw.choice([0, draw.randint(1, 30)])
-        steps = tuple(draw.choice([1, 1, 1, draw.randint(2, 9)]) for _ in range(draw.randint(1, 9)))
+        steps = tuple(
+            draw.choice([1, 1, 1, draw.randint(2, 9), draw.randint(9, 30)]) for _ in range(draw.randint(1, 9))
+        )
         total = prompt + sum(steps)
 
         def normal(heads: int) -> Tensor:
@@ -166,14 +173,19 @@ def joined(*parts: list[Tensor]) -> list[Tensor]:
     return [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
 
 
-def last_rows(sequence: list[Tensor], number: int) -> Tensor:
-    return reference_attention(*sequence, **PATTERN, is_causal=True)[0][:, -number:]
+def last_rows(sequence: list[Tensor], number: int, pattern: Any = PATTERN, mask: Tensor | None = None) -> Tensor:
+    return reference_attention(*sequence, **pattern, is_causal=True, key_padding_mask=mask)[0][:, -number:]
 
 
-def attending(ring: Ring | None = None, **options: Any) -> tuple[Any, Any]:
+def attending(ring: Ring | None = None, pattern: Any = PATTERN, **options: Any) -> tuple[Any, Any]:
     """A module and a cache for it."""
-    module = native.RingDilatedAttention(**PATTERN, ring=ring)
+    module = native.RingDilatedAttention(**pattern, ring=ring)
     return module, module.new_cache(**options)
+
+
+def row_bytes(rows: int) -> int:
+    """The bytes of keys and values of this number of rows."""
+    return 2 * rows * B * HK * D * 8
 
 
 def edit_here() -> None:
@@ -233,15 +245,186 @@ def test_a_nan_in_an_ignored_key() -> None:
     assert module.decode(*new, cache).isfinite().all()
 
 
-def test_memory_does_not_exceed_max_len() -> None:
-    module, cache = attending(max_len=100)
+@pytest.mark.parametrize(("whole", "rows"), [(None, 101), (64, 101), (32, 84)])
+def test_memory_does_not_exceed_max_len(whole: int | None, rows: int) -> None:
+    """All tokens, and one; or those of the prompt and of the longest segment, twice."""
+    module, cache = attending(None, {"segment_lengths": [6, whole], "dilation_rates": [1, 3]}, max_len=100)
     module.prefill(*tokens(10), cache)
-    reserved = cache.nbytes
     for step in range(90):
+        assert cache.nbytes == row_bytes(rows)
         module.decode(*tokens(1, step), cache)
-    assert cache.nbytes == reserved == 2 * 101 * B * HK * D * 8
     with pytest.raises(ValueError, match="query has 1 tokens, and the cache 100 of max_len = 100"):
         module.decode(*tokens(1), cache)
+
+
+WINDOW = 16
+WINDOWS = [
+    {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [WINDOW]},
+    {"segment_lengths": [None, 14], "dilation_rates": [3, 2], "window_lengths": [WINDOW, None], "offset": "every"},
+    {"segment_lengths": [None, 300], "dilation_rates": [1, 2], "window_lengths": [8, WINDOW - 1]},
+    {"segment_lengths": [7, WINDOW], "dilation_rates": [1, 2]},
+]
+
+
+def bounded_here() -> None:
+    ring = ring_here(NATIVE, THREE)
+    if ring is not None:
+        check_memory(ring.with_layout("zigzag"), WINDOWS[:1])
+
+
+def check_memory(ring: Ring, patterns: Any) -> None:
+    """Decode 20 windows. At most one is held, in at most twice its memory.
+
+    Each rank holds its share of the new tokens, and before that its rows of the prompt.
+    """
+    prompt, new, share = 40, 20 * WINDOW, -(-WINDOW // ring.size)
+    sequence = tokens(prompt + new)
+    mask = torch.rand(B, prompt + new, generator=torch.Generator().manual_seed(1)) < 0.2
+    for index, pattern in enumerate(patterns):
+        max_len = 10_000 if index % 2 else None
+        module, cache = attending(ring, pattern, max_len=max_len)
+        local = [ring.shard(tensor[:, :prompt]) for tensor in sequence]
+        module.prefill(*local, cache, seq_len=prompt, key_padding_mask=ring.shard(mask[:, :prompt]))
+        assert cache.num_rows <= min(WINDOW, local[0].shape[1])
+        most, reserved, outs = cache.num_rows, cache.nbytes, []
+        assert max_len is None or reserved <= row_bytes(2 * (most + share))
+        for position in range(prompt, prompt + new):
+            token = slice(position, position + 1)
+            step = (tensor[:, token] for tensor in sequence)
+            outs.append(module.decode(*step, cache, key_padding_mask=mask[:, token]))
+            most = max(most, cache.num_rows)
+            assert cache.nbytes == reserved if max_len else cache.nbytes <= row_bytes(2 * most)
+            assert most <= WINDOW
+        assert cache.num_rows <= share
+        assert_equal(torch.cat(outs, 1), last_rows(sequence, new, pattern, mask), pattern)
+
+
+def test_memory_is_bounded(world: World) -> None:
+    check_memory(Ring(), WINDOWS)
+    world.run(bounded_here)
+
+
+def test_rows_move_to_the_front_of_the_memory() -> None:
+    """Few rows at a time: a quarter of the memory is free."""
+    pattern = {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [300]}
+    module, cache = attending(None, pattern)
+    sequence = tokens(900)
+    outs = [module.decode(*step, cache) for step in zip(*(tensor.split(20, 1) for tensor in sequence), strict=True)]
+    assert_equal(torch.cat(outs, 1), last_rows(sequence, 900, pattern))
+    assert cache.num_rows == 300 - 1 + 20
+    assert cache.nbytes <= row_bytes(319 + 319 // 4)
+
+
+def test_a_long_step_keeps_its_memory_only_until_the_next() -> None:
+    module, cache = attending(None, WINDOWS[0])
+    module.decode(*tokens(1000), cache)
+    assert cache.num_rows == 1000
+    module.decode(*tokens(1, 1), cache)
+    assert cache.num_rows == WINDOW
+    assert cache.nbytes == row_bytes(2 * WINDOW)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_what_is_forgotten(seed: int) -> None:
+    """The first position that the query at t or any later one sees, from the definition; exact without dilation."""
+    pattern = {**Case.random(seed).pattern, "head_mode": "all"}
+    del pattern["scale"]
+    rates = pattern["dilation_rates"]
+    if seed % 2:
+        pattern["dilation_rates"] = rates = [1] * len(rates)
+    sees = reference_counts(90, 6, **pattern, is_causal=True).any(0)
+    for t in range(50):  # all later segments begin and end below 90
+        first = int(sees[t:].any(0).nonzero()[0])
+        found = horizon(DilatedPattern(**pattern), t)
+        assert found <= first
+        assert found == first or max(rates) > 1
+
+
+def count_here(chunk: int) -> int:
+    ring = ring_here(NATIVE, THREE)
+    return 0 if ring is None else calls_of_a_chunk(ring, chunk)
+
+
+def calls_of_a_chunk(ring: Ring, chunk: int) -> int:
+    """How often a step calls the kernel, after a prompt of a few windows."""
+    pattern = {"segment_lengths": [None], "dilation_rates": [1], "window_lengths": [16]}
+    module = native.RingDilatedAttention(**pattern, ring=ring, kernel="math")
+    cache, prompt, new = module.new_cache(), tokens(50, 1), tokens(chunk, 2)
+    module.decode(*prompt, cache)
+    with mock.patch.object(MathKernel, "forward", autospec=True, side_effect=MathKernel.forward) as forward:
+        out = module.decode(*new, cache)
+    assert_equal(out, last_rows(joined(prompt, new), chunk, pattern))
+    return forward.call_count
+
+
+def test_tokens_of_a_step_share_kernel_calls(world: World) -> None:
+    for chunk in (60, 240, 250):
+        assert calls_of_a_chunk(Ring(), chunk) <= 8
+        assert max(world.run(count_here, chunk)) <= 12
+
+
+def test_a_step_reads_no_keys_before_the_window() -> None:
+    """Where another branch needs all tokens, the cache holds them."""
+    pattern = DilatedPattern([None, None], [2, 1], window_lengths=[9, None], offset="every")
+    assert [(group.begin, group.rows) for group in groups(pattern, 1, 100, 3)] == [
+        (92, range(0, 3, 2)),
+        (93, range(1, 3, 2)),
+        (0, range(3)),
+    ]
+
+
+def test_truncation_of_forgotten_tokens() -> None:
+    pattern = {"segment_lengths": [None, 40], "dilation_rates": [1, 1], "window_lengths": [8, 3]}
+    module, cache = attending(None, pattern)
+    prompt, draft, new = tokens(90, 1), tokens(6, 2), tokens(4, 3)
+    module.prefill(*prompt, cache)
+    with pytest.raises(ValueError, match="seq_len = 89: the next token would see tokens before position 83, which the"):
+        cache.truncate(89)
+    module.decode(*draft, cache)
+    for tokens_left in (3, 0):  # of the last step
+        cache.truncate(90 + tokens_left)
+        checked = copy.copy(cache)
+        out = module.decode(*new, checked)
+        kept = joined(prompt, [tensor[:, :tokens_left] for tensor in draft], new)
+        assert_equal(out, last_rows(kept, 4, pattern))
+    for seq_len in (1, 80, 89):
+        with pytest.raises(ValueError, match="has forgotten; truncate to at least 90, or to 0 and begin again"):
+            cache.truncate(seq_len)
+    assert cache.seq_len == 90
+    cache.truncate(0)
+    module.prefill(*draft, cache)
+    assert_equal(module.decode(*new, cache), last_rows(joined(draft, new), 4, pattern))
+
+
+def test_truncation_to_the_end_of_a_forgotten_segment() -> None:
+    pattern = {"segment_lengths": [12, 6], "dilation_rates": [1, 2]}
+    module, cache = attending(None, pattern)
+    sequence, new = tokens(40, 1), tokens(3, 2)
+    for token in zip(*(tensor.split(1, 1) for tensor in sequence), strict=True):
+        module.decode(*token, cache)
+    with pytest.raises(ValueError, match=r"seq_len = 25: .* before position 36, .* at least 36, or to 0"):
+        cache.truncate(25)
+    cache.truncate(24)
+    with pytest.raises(ValueError, match=r"seq_len = 20: .* before position 24, .* at least 24, or to 0"):
+        cache.truncate(20)
+    out = module.decode(*new, cache)
+    assert_equal(out, last_rows(joined([tensor[:, :24] for tensor in sequence], new), 3, pattern))
+
+
+def test_a_batch_that_is_selected_after_tokens_are_forgotten() -> None:
+    pattern, order = WINDOWS[2], torch.tensor([1, 1, 0])
+    module, cache = attending(None, pattern)
+    sequence = tokens(150, 1)
+    mask = torch.rand(B, 150, generator=torch.Generator().manual_seed(1)) < 0.5
+    for start in range(0, 120, 10):
+        rows = slice(start, start + 10)
+        module.decode(*(tensor[:, rows] for tensor in sequence), cache, key_padding_mask=mask[:, rows])
+    cache.select_batch(order)
+    sequence, mask = [tensor[order] for tensor in sequence], mask[order]
+    for start in range(120, 150, 10):
+        rows = slice(start, start + 10)
+        out = module.decode(*(tensor[:, rows] for tensor in sequence), cache, key_padding_mask=mask[:, rows])
+    assert_equal(out, last_rows(sequence, 10, pattern, mask))
 
 
 def test_a_module_does_not_take_the_cache_of_another() -> None:
@@ -307,6 +490,9 @@ def test_invalid_arguments() -> None:
         module.decode(*tokens(0), cache)
     with pytest.raises(ValueError, match="cache is of a contiguous ring of 1, and the module on a"):
         module.decode(*tokens(1), native.RingDilatedAttention(**PATTERN, ring=Ring()).new_cache())
+    others = native.RingDilatedAttention(**WINDOWS[0], ring=module.ring).new_cache()
+    with pytest.raises(ValueError, match=r"cache was made for .*window_lengths=\(16,\)\), and this module has Dilated"):
+        module.decode(*tokens(1), others)
     with pytest.raises(TypeError, match="cache = list"):
         module.decode(*tokens(1), [])
     with pytest.raises(ValueError, match="seq_len = 5: the cache has 4 tokens"):

@@ -5,7 +5,8 @@ position t is kept by rank t mod ring size. So the positions of a rank's rows ar
 the rows that a branch shows to a query are slices of the memory: finding them takes no time that grows with the cache.
 
 Rows that no later query sees are forgotten. A rank's rows lie in the order of their positions, so the forgotten ones
-come first. The others move to the front of the memory when it is full, at most once per eighth of their number.
+come first. When the memory is full, the others move to its front, or to larger memory if fewer than an eighth of their
+number are forgotten. So a token costs a constant number of copied rows on average.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class KeyValueCache:
     left of it stay on their ranks.
 
     A prefill keeps only the rows that later queries see, and a step those that its own queries and later ones see. So
-    the last step can always be taken back. The memory is at most twice the largest number of rows that were kept.
+    the last step can always be taken back. Without ``max_len``, the memory is for at most twice the largest number of
+    rows that were kept.
 
     Attributes:
         ring: the ring that holds the sequence.
@@ -105,6 +107,7 @@ class KeyValueCache:
         if max_len is not None:
             check_integer("max_len", max_len, 1)
         self.ring, self.pattern, self.max_len = ring, pattern, max_len
+        self._reach = max(pattern.reach(branch, ENDLESS) for branch in range(pattern.num_branches))
         self.seq_len = self.begin = 0
         self.owner: str | None = None
         self.edits = 0
@@ -124,7 +127,7 @@ class KeyValueCache:
         return sum(tensor.nbytes for tensor in (self.key, self.value) if tensor is not None)
 
     def fill(self, key: Tensor, value: Tensor, ignored: Tensor | None, seq_len: int) -> None:
-        """Keep those of this rank's rows of a prompt, [batch, local seq, key/value heads, head_dim], that are needed.
+        """Keep this rank's rows of a prompt, [batch, local seq, key/value heads, head_dim], that later queries see.
 
         Args:
             ignored: bool [batch, local seq], True for a key to ignore; None for none.
@@ -161,7 +164,8 @@ class KeyValueCache:
         for run in self.runs:
             found = run.rows(begin, end, rate)
             if found.start < found.stop:
-                yield found, range(run.start, end, run.stride)[found.start - run.first :: found.step]
+                positions = range(run.start, run.start + run.count * run.stride, run.stride)
+                yield found, positions[found.start - run.first : found.stop - run.first : found.step]
 
     def truncate(self, seq_len: int) -> None:
         """Forget all tokens from position ``seq_len`` on, for example those that a speculative check has refused.
@@ -176,8 +180,8 @@ class KeyValueCache:
             if horizon(self.pattern, seq_len) < min(self.begin, seq_len):
                 lowest = bisect_left(range(self.seq_len), self.begin, key=lambda s: horizon(self.pattern, s))
                 raise ValueError(
-                    f"seq_len = {seq_len}: the cache has forgotten the tokens before position {self.begin}, of which "
-                    f"the query at {seq_len} sees some; truncate to at least {lowest}, or to 0 and begin again."
+                    f"seq_len = {seq_len}: the next token would see tokens before position {self.begin}, which the "
+                    f"cache has forgotten; truncate to at least {lowest}, or to 0 and begin again."
                 )
         self.edits = zlib.crc32(f"{self.edits} truncate {seq_len}".encode())
         kept = (replace(run, count=run.before(seq_len)) for run in self.runs)
@@ -243,8 +247,7 @@ class KeyValueCache:
         batch, rows, heads, head_dim = new.shape
         first, count = self.runs[0].first if self.runs else 0, self.num_rows
         total = count + rows
-        reach = max(self.pattern.reach(branch, ENDLESS) for branch in range(self.pattern.num_branches))
-        later = total + -(-reach // self.ring.size)  # without longer steps, no more rows are ever held at a time
+        later = total + -(-self._reach // self.ring.size)  # without longer steps, no more rows are ever held at a time
         wanted = self._capacity(total, later, seq_len)
         if self.key is None or self.value is None:
             self.key, self.value = (new.new_empty(batch, heads, wanted, head_dim) for _ in range(2))
