@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +19,7 @@ from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFla
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.testing.calls import difference, largest
 
 CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
@@ -62,6 +64,7 @@ class Case:
     seq_older: int = 5
     head_dim: int = 8
     is_causal: bool = True
+    band: Band | None = None
     masked: bool = False
     layout: str = "contiguous"
     seed: int = 0
@@ -87,18 +90,36 @@ def rows_outside(lse: Tensor) -> Tensor:
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = True) -> Case:
-    is_causal = draw(st.booleans())
-    seq_q = draw(st.integers(1, 33))
+def bands(draw: st.DrawFn, max_rows: int = 33) -> tuple[int, int, Band]:
+    """Numbers of queries and keys, and a band as kernels get it: trimmed, and neither full nor causal."""
+    seq_q, seq_k = draw(st.integers(1, max_rows)), draw(st.integers(1, max_rows))
+    limit = st.one_of(st.none(), st.integers(-seq_k, seq_q), st.integers(-4, 4))
+    below, above = draw(limit), draw(limit)
+    assume(below is None or above is None or below + above >= 0)
+    part = trimmed(range(seq_q), range(seq_k), Band(below, above))
+    assume(part is not None and part.band is not None and (part.band != CAUSAL or len(part.queries) != len(part.keys)))
+    assert part is not None
+    assert part.band is not None
+    return len(part.queries), len(part.keys), part.band
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = True, banded: bool = False) -> Case:
+    """Tiles. With ``banded``, they have a band that is neither full nor causal."""
+    is_causal = not banded and draw(st.booleans())
+    seq_q, seq_k, band = draw(bands()) if banded else (draw(st.integers(1, 33)), 0, None)
+    if not banded:
+        seq_k = seq_q if is_causal else draw(st.integers(1, 33))
     return Case(
         batch=draw(st.integers(1, 2)),
         kv_heads=draw(st.integers(1, 3)),
         repeats=draw(st.integers(1, 3)),
         seq_q=seq_q,
-        seq_k=seq_q if is_causal else draw(st.integers(1, 33)),
+        seq_k=seq_k,
         seq_older=draw(st.integers(1, 17)),
         head_dim=draw(head_dims),
         is_causal=is_causal,
+        band=band,
         masked=masks and draw(st.booleans()),
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
         seed=draw(st.integers(0, 2**31)),
@@ -125,10 +146,18 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
 
 def hidden_pairs(case: Case, key_mask: Tensor) -> Tensor:
     """bool [B, Hq, Sq, Sk + older]: True where a query does not see a key."""
-    future = torch.zeros(case.seq_q, key_mask.shape[-1], dtype=torch.bool)
-    if case.is_causal:
-        future[:, : case.seq_k] = torch.ones(case.seq_q, case.seq_k, dtype=torch.bool).triu(1)
-    return key_mask.repeat_interleave(case.repeats, 1)[:, :, None, :] | future
+    outside = torch.zeros(case.seq_q, key_mask.shape[-1], dtype=torch.bool)
+    band = CAUSAL if case.is_causal else case.band
+    if band is not None:
+        outside[:, : case.seq_k] = outside_of(band, case.seq_q, case.seq_k)
+    return key_mask.repeat_interleave(case.repeats, 1)[:, :, None, :] | outside
+
+
+def outside_of(band: Band, seq_q: int, seq_k: int) -> Tensor:
+    """bool [Sq, Sk]: True where a query does not see a key."""
+    distance = torch.arange(seq_q)[:, None] - torch.arange(seq_k)
+    below, above = (seq_q + seq_k if limit is None else limit for limit in (band.below, band.above))
+    return (distance > below) | (-distance > above)
 
 
 def dense(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -229,9 +258,11 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
     key_mask = key_mask.to(device)
     versions = [x._version for x in (query, key, value, grad_out, key_mask)]
     tiles: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-    for keys, is_causal in ((slice(0, case.seq_k), case.is_causal), (slice(case.seq_k, None), False)):
+    for keys in (slice(0, case.seq_k), slice(case.seq_k, None)):
         mask = key_mask[:, :, keys] if case.masked else None
-        options = {"is_causal": is_causal, "scale": case.scale, "key_mask": mask}
+        options = {"is_causal": case.is_causal and not tiles, "scale": case.scale, "key_mask": mask}
+        if case.band is not None and not tiles:
+            options["band"] = case.band
         tiles.append((key[:, :, keys], value[:, :, keys], options))
 
     forwards = [kernel.forward(query, *inputs, **options) for *inputs, options in tiles]

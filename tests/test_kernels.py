@@ -48,6 +48,13 @@ def test_error_is_at_most_twice_that_of_plain_attention(kernel: Kernel, dtype: t
     check(kernel, case, dtype)
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel in CPU_KERNELS if kernel.takes_bands], ids=kernel_id)
+@settings(max_examples=40, deadline=None)
+@given(case=cases(head_dims=st.integers(1, 20), banded=True))
+def test_bands_in_fp64_match_the_dense_softmax(kernel: Kernel, case: Case) -> None:
+    check(kernel, case, torch.float64)
+
+
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 @pytest.mark.parametrize("kernel", CPU_KERNELS[:2], ids=kernel_id)
 def test_longer_tiles_in_every_memory_layout(kernel: Kernel, layout: str) -> None:

@@ -28,7 +28,7 @@ def forget_reasons() -> Iterator[None]:
 @pytest.fixture
 def renamed_operator(monkeypatch: pytest.MonkeyPatch) -> str:
     """Make torch behave as if it had renamed the forward of CPU flash attention. Returns the old name."""
-    name = operators.PREFIX + "flash_attention_for_cpu"
+    name = "_scaled_dot_product_flash_attention_for_cpu"
     namespace = type(torch.ops.aten)
     find = namespace.__getattr__
 
@@ -69,16 +69,16 @@ def test_without_its_operator_a_kernel_gives_the_reason_and_the_next_one_runs(re
 )
 def test_a_changed_schema_is_a_reason(monkeypatch: pytest.MonkeyPatch, before: str, after: str) -> None:
     # The release differs from what the kernel expects, so it does not matter which of the two is modified.
-    name = "flash_attention_for_cpu"
+    name = "_scaled_dot_product_flash_attention_for_cpu"
     assert before in operators.SCHEMAS[name]
     monkeypatch.setitem(operators.SCHEMAS, name, operators.SCHEMAS[name].replace(before, after))
     (reason,) = operators.operator_reasons([name])
-    assert reason.startswith(f"torch {torch.__version__} has changed aten::{operators.PREFIX}{name}; its schema is now")
+    assert reason.startswith(f"torch {torch.__version__} has changed aten::{name}; its schema is now")
     assert select_kernel("auto", CPU_FLASH).name == "math"
 
 
 def test_a_new_argument_with_a_default_is_no_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "flash_attention_for_cpu"
+    name = "_scaled_dot_product_flash_attention_for_cpu"
     without_scale = operators.SCHEMAS[name].replace(", float? scale=None", "")
     assert without_scale != operators.SCHEMAS[name]
     monkeypatch.setitem(operators.SCHEMAS, name, without_scale)

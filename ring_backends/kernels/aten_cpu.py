@@ -35,7 +35,7 @@ class AtenCpuFlashKernel(Kernel):
     name = "aten_cpu_flash"
     device_types = ("cpu",)
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-    operators = ("flash_attention_for_cpu", "flash_attention_for_cpu_backward")
+    operators = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     prefers_contiguous = True
 
     def forward(

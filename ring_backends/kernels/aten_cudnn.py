@@ -34,7 +34,7 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
 
     name = "aten_cuda_cudnn"
     reads_strided_rows = True
-    operators = ("cudnn_attention", "cudnn_attention_backward")
+    operators = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
     max_head_dim = 128
     min_version = 91501
     """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""

@@ -11,36 +11,44 @@ from functools import cache
 
 import torch
 
-PREFIX = "_scaled_dot_product_"
-
 SCHEMAS = {
-    "flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
-    "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
-    "flash_attention_for_cpu_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    "flash_attention": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
-    "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, "
-    "Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
-    "flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, "
-    "bool is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> "
-    "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
-    "efficient_attention": "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
-    "float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor log_sumexp, "
-    "Tensor philox_seed, Tensor philox_offset)",
-    "efficient_attention_backward": "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, Tensor attn_bias, "
-    "Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, bool[4] grad_input_mask, "
-    "bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
-    "cudnn_attention": "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool compute_log_sumexp, "
-    "float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, "
-    "Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor philox_seed, "
-    "Tensor philox_offset, Tensor debug_attn_mask)",
-    "cudnn_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
-    "Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor cum_seq_k, "
-    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, Tensor, Tensor)",
+    "_scaled_dot_product_flash_attention_for_cpu": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
+    "is_causal=False, *, Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)",
+    "_scaled_dot_product_flash_attention_for_cpu_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor "
+    "value, Tensor out, Tensor logsumexp, float dropout_p, bool is_causal, *, Tensor? attn_mask=None, float? "
+    "scale=None) -> (Tensor grad_query, Tensor grad_key, Tensor grad_value)",
+    "_scaled_dot_product_flash_attention": "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool "
+    "is_causal=False, bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, "
+    "Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, Tensor rng_state, Tensor unused, Tensor "
+    "debug_attn_mask)",
+    "_scaled_dot_product_flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor "
+    "out, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool "
+    "is_causal, Tensor philox_seed, Tensor philox_offset, *, float? scale=None) -> (Tensor grad_query, Tensor "
+    "grad_key, Tensor grad_value)",
+    "_flash_attention_forward": "(Tensor query, Tensor key, Tensor value, Tensor? cum_seq_q, Tensor? cum_seq_k, "
+    "SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, bool return_debug_mask, *, float? scale=None, "
+    "SymInt? window_size_left=None, SymInt? window_size_right=None) -> (Tensor output, Tensor softmax_logsumexp, "
+    "Tensor rng_state, Tensor unused, Tensor debug_attn_mask)",
+    "_flash_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor "
+    "logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, "
+    "Tensor rng_state, Tensor unused, *, float? scale=None, SymInt? window_size_left=None, SymInt? "
+    "window_size_right=None) -> (Tensor, Tensor, Tensor)",
+    "_scaled_dot_product_efficient_attention": "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool "
+    "compute_log_sumexp, float dropout_p=0., bool is_causal=False, *, float? scale=None) -> (Tensor output, Tensor "
+    "log_sumexp, Tensor philox_seed, Tensor philox_offset)",
+    "_scaled_dot_product_efficient_attention_backward": "(Tensor grad_out_, Tensor query, Tensor key, Tensor value, "
+    "Tensor attn_bias, Tensor out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, float dropout_p, "
+    "bool[4] grad_input_mask, bool is_causal=False, *, float? scale=None) -> (Tensor, Tensor, Tensor, Tensor)",
+    "_scaled_dot_product_cudnn_attention": "(Tensor query, Tensor key, Tensor value, Tensor? attn_bias, bool "
+    "compute_log_sumexp, float dropout_p=0., bool is_causal=False, bool return_debug_mask=False, *, float? "
+    "scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt "
+    "max_k, Tensor philox_seed, Tensor philox_offset, Tensor debug_attn_mask)",
+    "_scaled_dot_product_cudnn_attention_backward": "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor "
+    "out, Tensor logsumexp, Tensor philox_seed, Tensor philox_offset, Tensor attn_bias, Tensor cum_seq_q, Tensor "
+    "cum_seq_k, SymInt max_q, SymInt max_k, float dropout_p, bool is_causal, *, float? scale=None) -> (Tensor, "
+    "Tensor, Tensor)",
 }
-"""The schemas of the operators as the kernels call them, without :data:`PREFIX`: those of torch 2.11 to 2.15."""
+"""The schemas of the operators as the kernels call them: those of torch 2.11 to 2.15."""
 
 
 def operator_reasons(names: Sequence[str]) -> list[str]:
@@ -50,8 +58,8 @@ def operator_reasons(names: Sequence[str]) -> list[str]:
 
 @cache
 def _reason(name: str) -> str | None:
-    operator = f"aten::{PREFIX}{name}"
-    found = getattr(torch.ops.aten, PREFIX + name, None)
+    operator = f"aten::{name}"
+    found = getattr(torch.ops.aten, name, None)
     if found is None:
         return f"torch {torch.__version__} has no {operator}"
     try:

@@ -2,19 +2,22 @@
 
 The rows of one head (or of one stream of keys) in all segments of a tile are one entry of a table. Each program owns
 one block of rows of an entry in one segment, and reads all entries that it is linked to. So no two programs write the
-same row, and a result does not depend on the order of the programs.
+same row, and a result does not depend on the order of the programs. With windows, two tiles may have some of their rows
+in common. These are then entries of their own, so that two entries have the same rows or none in common.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 
 import torch
 from torch import Tensor
 
+from ring_backends.schedule.bands import Band, trimmed
 from ring_backends.schedule.rank_plan import Parcel, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import untraced
@@ -40,6 +43,15 @@ KEY_COLUMNS = 13
 The offsets, in elements, are those of K, V, the marks, the dropout words, dK and dV.
 """
 
+LINK_COLUMNS = 3
+"""Columns of links: an entry of the other table, and the limits ``below`` and ``above`` of the pair."""
+
+NO_LIMIT = 2**30 - 1
+"""Stands for a limit that is None. Twice this number, or this and the number of a row, is a 32-bit integer."""
+
+Entry = tuple[int, ...]
+"""The columns of a table that the tiles decide: :data:`ROW_COLUMNS` of queries, or :data:`KEY_COLUMNS` of keys."""
+
 Offsets = tuple[int, ...]
 """The offsets of the slices of one parcel, in the order of :data:`KEY_COLUMNS`."""
 
@@ -51,7 +63,7 @@ class Owners:
     Attributes:
         bounds: int32 [entries, 3], the first link of each entry, the end of its links, and whether its results are
             stored instead of added.
-        links: int32 [links, 2], an entry of the other table, and whether the causal diagonal limits the pair.
+        links: int32 [links, LINK_COLUMNS].
         counts: (rows, segments) of each entry.
         reversed_blocks: whether the last block of rows comes first. Causal queries at the end have the most keys.
     """
@@ -111,31 +123,36 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
         device: where the tables are stored.
     """
     offsets_of = dict(zip(parcels(tiles), offsets, strict=True))
-    queries: dict[tuple[object, ...], int] = {}
-    keys: dict[tuple[object, ...], int] = {}
-    key_rows: list[tuple[int, ...]] = []
-    links: list[tuple[int, int, bool]] = []
+    entries = [(tile, _entries(tile.queries), _key_entries(tile, offsets_of)) for tile in tiles]
+    ends: defaultdict[Entry, set[int]] = defaultdict(set)
+    for _, of_queries, streams in entries:
+        for line, rows in map(_line, chain(of_queries, *streams)):
+            ends[line] |= {rows.start, rows.stop}
+    queries: dict[Entry, int] = {}
+    keys: dict[Entry, int] = {}
+    links: list[tuple[int, int, int, int]] = []
     query_opens: set[int] = set()
     key_opens: set[int] = set()
-    for tile in tiles:
-        streams = _key_entries(tile, offsets_of)
-        for query, stream in zip(_entries(tile.queries), tile.stream_of_head, strict=True):
-            query_index = queries.setdefault(query, len(queries))
-            if tile.opens_queries:
-                query_opens.add(query_index)
-            for identity, row in streams[stream]:
-                key_index = keys.setdefault(identity, len(keys))
-                if key_index == len(key_rows):
-                    key_rows.append(row)
-                links.append((query_index, key_index, tile.is_causal))
-                if tile.opens_keys:
-                    key_opens.add(key_index)
+    for tile, of_queries, streams in entries:
+        for whole_query, stream in zip(of_queries, tile.stream_of_head, strict=True):
+            for query, query_rows in _parts([whole_query], ends):
+                for key, key_rows in _parts(streams[stream], ends):
+                    if trimmed(query_rows, key_rows, tile.band) is None:
+                        continue
+                    query_index, key_index = queries.setdefault(query, len(queries)), keys.setdefault(key, len(keys))
+                    band = (tile.band or Band()).shifted(query_rows.start, key_rows.start)
+                    below, above = (NO_LIMIT if limit is None else limit for limit in (band.below, band.above))
+                    links.append((query_index, key_index, below, above))
+                    if tile.opens_queries:
+                        query_opens.add(query_index)
+                    if tile.opens_keys:
+                        key_opens.add(key_index)
     query_table = torch.tensor(list(queries), dtype=torch.int64, device="cpu")
-    key_table = torch.tensor(key_rows, dtype=torch.int64, device="cpu")
+    key_table = torch.tensor(list(keys), dtype=torch.int64, device="cpu")
     padded = -(-query_table[:, 4] // NUMBER_ALIGNMENT) * NUMBER_ALIGNMENT
     counts = padded * query_table[:, 5]
     query_table = torch.cat([query_table, (counts.cumsum(0) - counts)[:, None]], 1)
-    by_key = [(key, query, is_causal) for query, key, is_causal in links]
+    by_key = [(key, query, *limits) for query, key, *limits in links]
     return TileTable(
         queries=query_table.to(device),
         keys=key_table.to(device),
@@ -146,8 +163,8 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
     )
 
 
-def _entries(rows: DilatedRows) -> list[tuple[int, ...]]:
-    """The columns :data:`ROW_COLUMNS` of each head."""
+def _entries(rows: DilatedRows) -> list[Entry]:
+    """The entry of each head."""
     return [
         (head, rows.start + phase, rows.segment_stride, rows.rate, rows.rows, rows.segments)
         for run in rows.runs
@@ -155,23 +172,45 @@ def _entries(rows: DilatedRows) -> list[tuple[int, ...]]:
     ]
 
 
-def _key_entries(tile: Tile, offsets: dict[Parcel, Offsets]) -> list[list[tuple[tuple[object, ...], tuple[int, ...]]]]:
-    """The entries of the keys of each stream of a tile: what identifies them, and their columns :data:`KEY_COLUMNS`."""
+def _key_entries(tile: Tile, offsets: Mapping[Parcel, Offsets]) -> list[list[Entry]]:
+    """The entries of the keys of each stream of a tile."""
     keys = tile.keys
     if isinstance(keys, DilatedRows):
-        return [[(entry, (*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS)))] for entry in _entries(keys)]
-    entries: list[list[tuple[tuple[object, ...], tuple[int, ...]]]] = [[] for _ in range(keys.num_heads)]
+        return [[(*entry, *(0,) * (KEY_COLUMNS - ROW_COLUMNS))] for entry in _entries(keys)]
+    entries: list[list[Entry]] = [[] for _ in range(keys.num_heads)]
     for part in keys.parts:
         parcel = part.parcel
         for stream, of_stream in zip(part.streams, entries, strict=True):
             first = stream * parcel.rows + part.row_range.start
-            row = (0, first, 0, 1, len(part.row_range), 1, parcel.num_streams * parcel.rows, *offsets[parcel])
-            of_stream.append(((parcel, *row), row))
+            rows_per_entry = parcel.num_streams * parcel.rows
+            of_stream.append((0, first, 0, 1, len(part.row_range), 1, rows_per_entry, *offsets[parcel]))
     return entries
 
 
+def _line(entry: Entry) -> tuple[Entry, range]:
+    """The line of rows on which an entry lies, and its rows on this line. No two lines have rows in common."""
+    head, first, segment_stride, rate, rows, segments, *others = entry
+    first, phase = divmod(first, rate)
+    return (head, phase, segment_stride, rate, segments, *others), range(first, first + rows)
+
+
+def _parts(entries: Sequence[Entry], ends: Mapping[Entry, set[int]]) -> Iterator[tuple[Entry, range]]:
+    """Cut entries where another one begins or ends. Yield the parts, and their rows of all rows of the entries."""
+    before = 0
+    for entry in entries:
+        head, first, segment_stride, rate, rows, *others = entry
+        line, whole = _line(entry)
+        for start, stop in pairwise(sorted(end for end in ends[line] if whole.start <= end <= whole.stop)):
+            start, stop = start - whole.start, stop - whole.start
+            yield (
+                (head, first + start * rate, segment_stride, rate, stop - start, *others),
+                range(before + start, before + stop),
+            )
+        before += rows
+
+
 def _owners(
-    table: Tensor, links: list[tuple[int, int, bool]], opens: set[int], device: torch.device, *, reversed_blocks: bool
+    table: Tensor, links: Sequence[Sequence[int]], opens: set[int], device: torch.device, *, reversed_blocks: bool
 ) -> Owners:
     ordered = sorted(links, key=lambda link: link[0])  # stable, so the order of the tiles is kept
     counts = torch.bincount(torch.tensor([link[0] for link in ordered], device="cpu"), minlength=len(table))

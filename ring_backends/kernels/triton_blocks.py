@@ -3,11 +3,12 @@
 This module imports Triton, so it is imported only when a kernel is launched. Offsets of rows are 64-bit integers, since
 a tensor may have more than 2^31 elements.
 
-Arguments in capitals are known when a kernel is compiled. Four tuples travel from function to function:
+Arguments in capitals are known when a kernel is compiled. Five tuples travel from function to function:
 
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
 - *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
+- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries;
 - *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
@@ -22,6 +23,7 @@ ROW_COLUMNS = tl.constexpr(tile_table.ROW_COLUMNS)
 QUERY_COLUMNS = tl.constexpr(tile_table.QUERY_COLUMNS)
 NUMBER_ALIGNMENT = tl.constexpr(tile_table.NUMBER_ALIGNMENT)
 KEY_COLUMNS = tl.constexpr(tile_table.KEY_COLUMNS)
+LINK_COLUMNS = tl.constexpr(tile_table.LINK_COLUMNS)
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -41,9 +43,9 @@ def owned_block(owners, num_programs):
 
 @triton.jit
 def linked(owners, link):
-    """The entry of a link, and whether the causal diagonal limits the pair."""
-    at = owners.links + link * 2
-    return tl.load(at).to(tl.int64), tl.load(at + 1) != 0
+    """The entry of a link, and the limits of the pair."""
+    at = owners.links + link * LINK_COLUMNS
+    return tl.load(at).to(tl.int64), (tl.load(at + 1), tl.load(at + 2))
 
 
 @triton.jit
@@ -164,15 +166,33 @@ def keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED):
 def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED):
     """The keys of a link, as :func:`keys_at`, for a block of queries from number ``begin`` on.
 
-    Also whether the causal diagonal limits the pair, the end of the blocks of keys that every query may see, and the
-    end of the keys that any of them may see.
+    Also the limits of the pair, and the blocks of keys, as :func:`blocks_of_band`.
     """
-    entry, is_causal = linked(owners, link)
+    entry, limits = linked(owners, link)
     keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
-    num_keys = keys_here[4]
-    whole = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
-    stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
-    return keys_here, is_causal, whole, stop
+    below, above = limits
+    whole, edges = blocks_of_band(begin, BLOCK_Q, below, above, keys_here[4], BLOCK_K)
+    return keys_here, limits, whole, edges
+
+
+@triton.jit
+def blocks_of_band(first, SIZE, before, after, count, BLOCK):
+    """Which blocks of ``BLOCK`` others the ``SIZE`` rows from number ``first`` on see.
+
+    There are ``count`` others, and row i sees those from number i − ``before`` to i + ``after``.
+
+    Returns:
+        The blocks that every row sees, and those at the two edges of the band. Both are (begin, end, turn, jump): a
+        loop goes from ``begin`` to ``end``, and from ``turn`` on it visits the blocks ``jump`` later. So one loop
+        visits both edges.
+    """
+    begin = tl.maximum(first - before, 0) // BLOCK * BLOCK
+    whole = tl.cdiv(tl.maximum(first + SIZE - 1 - before, 0), BLOCK) * BLOCK
+    later = tl.maximum(tl.minimum(first + after + 1, count) // BLOCK * BLOCK, whole)
+    stop = tl.minimum(first + SIZE + after, count)
+    turn = begin + tl.cdiv(tl.maximum(tl.minimum(whole, stop) - begin, 0), BLOCK) * BLOCK
+    end = turn + tl.maximum(stop - later, 0)
+    return (whole, later, later, 0), (begin, end, turn, later - turn)
 
 
 @triton.jit
@@ -214,15 +234,17 @@ def load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT):
 
 
 @triton.jit
-def visible(seen, rows, keys, row_documents, key_documents, is_causal, MARKS, IS_WHOLE):
-    """The pairs of ``seen`` that the causal mask and the documents leave.
+def visible(seen, rows, keys, row_documents, key_documents, limits, MARKS, IS_WHOLE):
+    """The pairs of ``seen`` that the band and the documents leave.
 
-    All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. Rows
-    and keys of a causal pair of entries have the same numbers. With ``IS_WHOLE``, every row may see every key of the
-    block.
+    All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. With
+    ``IS_WHOLE``, every row may see every key of the block.
     """
     if not IS_WHOLE:
-        seen = seen & ((keys <= rows) | (is_causal == 0))
+        below, above = limits
+        # One comparison for both limits: as an unsigned integer, a negative number is large.
+        distance, width = keys - (rows - below), below + above
+        seen = seen & (distance.to(tl.uint32, bitcast=True) <= width.to(tl.uint32, bitcast=True))
     if MARKS == 2:
         seen = seen & (row_documents == key_documents)
     return seen

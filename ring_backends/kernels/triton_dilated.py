@@ -22,7 +22,7 @@ from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
-from ring_backends.schedule.bands import CAUSAL
+from ring_backends.schedule.bands import CAUSAL, Band
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
 from ring_backends.torch_internals import has_values
@@ -40,6 +40,7 @@ class TritonDilatedKernel(StepKernel):
         "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest -m gpu"
     )
     has_dropout = True
+    takes_bands = True
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         is_interpreted = inputs.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
@@ -65,15 +66,22 @@ class TritonDilatedKernel(StepKernel):
         return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        is_causal: bool,
+        scale: float,
+        key_mask: Tensor | None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         rows = _rows(query, key, value, key_mask)
-        self.forward_into(
-            _tiles(query, key, is_causal), rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale
-        )
+        tiles = _tiles(query, key, CAUSAL if is_causal else band)
+        self.forward_into(tiles, rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale)
         return out, lse
 
     def backward(
@@ -88,13 +96,15 @@ class TritonDilatedKernel(StepKernel):
         is_causal: bool,
         scale: float,
         key_mask: Tensor | None,
+        band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         rows = _rows(query, key, value, key_mask)
         grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
         sums = Grads(*(x.transpose(1, 2) for x in (grad_query, grad_key, grad_value)))
         grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
-        self.backward_into(_tiles(query, key, is_causal), rows, None, grad_out, out, lse, sums, None, scale=scale)
+        tiles = _tiles(query, key, CAUSAL if is_causal else band)
+        self.backward_into(tiles, rows, None, grad_out, out, lse, sums, None, scale=scale)
         return grad_query, grad_key, grad_value
 
     def forward_into(
@@ -140,16 +150,15 @@ def _rows(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) ->
     return StepRows(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
 
 
-def _tiles(query: Tensor, key: Tensor, is_causal: bool) -> tuple[Tile, ...]:
-    return (_tile(query.shape[2], query.shape[1], key.shape[2], key.shape[1], is_causal),)
+def _tiles(query: Tensor, key: Tensor, band: Band | None) -> tuple[Tile, ...]:
+    return (_tile(query.shape[2], query.shape[1], key.shape[2], key.shape[1], band),)
 
 
 @lru_cache(maxsize=256)
-def _tile(seq_q: int, num_heads: int, seq_k: int, num_kv_heads: int, is_causal: bool) -> Tile:
+def _tile(seq_q: int, num_heads: int, seq_k: int, num_kv_heads: int, band: Band | None) -> Tile:
     queries, keys = (
         DilatedRows(0, 1, 0, 1, rows, (HeadRun(0, 0, inner=heads, inner_head=1),))
         for rows, heads in ((seq_q, num_heads), (seq_k, num_kv_heads))
     )
     streams = tuple(head // (num_heads // num_kv_heads) for head in range(num_heads))
-    band = CAUSAL if is_causal else None
     return Tile(0, queries, keys, streams, band, opens_queries=True, opens_keys=True)

@@ -33,24 +33,29 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def attend(sums, own_rows, keys_here, is_causal, begin, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
-    """Attend to the keys from number ``begin`` to ``end``. With ``IS_WHOLE``, all exist, and every row may see them.
+def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
+    """Attend to blocks of keys. With ``IS_WHOLE``, all exist, and every row may see them.
 
-    ``sums`` holds the largest score of each row, and the sums of its weights and of its weighted values. ``own_rows``
-    holds the queries of the block, and as columns their numbers, documents and dropout words. The scale of
-    scores is positive, so the largest product of a row gives its largest score.
+    ``limits`` and ``blocks`` are as :func:`keys_of_link` returns them. ``sums`` holds the largest score of each row,
+    and the sums of its weights and of its weighted values. ``own_rows`` holds the queries of the block, and as columns
+    their numbers, documents and dropout words. The scale of scores is positive, so the largest product of a row gives
+    its largest score.
     """
     maximum, total, weighted = sums
     q, rows, documents, first_words, second_words = own_rows
     score_scale, threshold, dropout_weight = factors
-    for start in range(begin, end, BLOCK_K):
+    begin, end, turn, jump = blocks
+    for number in range(begin, end, BLOCK_K):
+        start = number
+        if not IS_WHOLE:
+            start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
             keys_here, start, HEAD_DIM, q.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
         products = product(q, tl.trans(k))
         if MARKS != 0 or not IS_WHOLE:
-            seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], is_causal, MARKS, IS_WHOLE)
+            seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], limits, MARKS, IS_WHOLE)
             products = tl.where(seen, products, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(products, 1) * score_scale)
         # For a row that has seen no key yet, -inf + inf would be NaN.
@@ -97,24 +102,13 @@ def forward_kernel(
     no_key = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
-        keys_here, is_causal, whole, stop = keys_of_link(
+        keys_here, limits, whole, edges = keys_of_link(
             owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
         )
         for is_whole in tl.static_range(1, -1, -1):
-            first_key, end = (0, whole) if is_whole else (whole, stop)
+            blocks = whole if is_whole else edges
             sums = attend(
-                sums,
-                own_rows,
-                keys_here,
-                is_causal,
-                first_key,
-                end,
-                factors,
-                HEAD_DIM,
-                BLOCK_K,
-                MARKS,
-                DROPOUT,
-                is_whole,
+                sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
             )
 
     maximum, total, weighted = sums

@@ -14,6 +14,7 @@ from ring_backends.kernels.triton_blocks import (
     LOG2_E,
     QUERY_COLUMNS,
     add_rows,
+    blocks_of_band,
     dropout_factors,
     key_rows_at,
     keys_at,
@@ -31,14 +32,12 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grads_of_keys(
-    grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, IS_WHOLE
-):
+def grads_of_keys(grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, IS_WHOLE):
     """Add the gradients from blocks of query rows.
 
     ``own`` holds the block's keys as :func:`load_key_block` returns them, and their numbers. ``rows_here`` says how
-    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` holds where the blocks of rows
-    begin on the diagonal, how many are there, where the others begin, and how many all are.
+    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` are as
+    :func:`~ring_backends.kernels.triton_blocks.blocks_of_band` returns them.
 
     Scores, weights and their gradients are transposed here: [keys, rows]. With marks, a row that sees no key is not
     read. Without marks, every row sees a key, and loads do not wait for the LSE.
@@ -47,12 +46,12 @@ def grads_of_keys(
     k, v, marks, words, is_key = own[0]
     indices = own[1]
     here, num_rows, query_at, grad_out_at, lse_at, delta_at = rows_here
-    begin, num_diagonal, later, num_blocks = blocks
+    begin, end, turn, jump = blocks
     score_scale, threshold, dropout_weight = factors
-    for number in range(0, num_blocks):
-        start = later + (number - num_diagonal) * BLOCK_Q
-        if not IS_WHOLE:  # whole blocks have no diagonal
-            start = tl.where(number < num_diagonal, begin + number * BLOCK_Q, start)
+    for number in range(begin, end, BLOCK_Q):
+        start = number
+        if not IS_WHOLE:
+            start += tl.where(number < turn, 0, jump)
         start = tl.multiple_of(start, BLOCK_Q)
         rows = start + tl.arange(0, BLOCK_Q)
         reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
@@ -76,7 +75,7 @@ def grads_of_keys(
                 seen = seen & is_key[:, None]
             keys = (indices - start)[:, None]
             distances, documents = distances[None, :], documents[None, :]
-            seen = visible(seen, distances, keys, documents, marks[:, None], is_causal, MARKS, IS_WHOLE)
+            seen = visible(seen, distances, keys, documents, marks[:, None], limits, MARKS, IS_WHOLE)
             weights = tl.where(seen, weights, 0.0)
         grad_weights = product(v, tl.trans(do))
         kept = weights
@@ -121,25 +120,18 @@ def grad_key_value_kernel(
     factors = (scale * LOG2_E, threshold, dropout_weight)
     grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
-        query_entry, is_causal = linked(owners, link)
+        query_entry, limits = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
-        # Blocks of rows on the diagonal, then whole blocks, then a block with the last rows.
-        begin = tl.where(is_causal, first_key // BLOCK_Q * BLOCK_Q, 0)
-        whole = tl.where(is_causal, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
-        end = tl.maximum(whole, num_rows // BLOCK_Q * BLOCK_Q)
-        num_diagonal = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
-        has_rest = tl.where(num_rows > end, 1, 0)
+        below, above = limits
+        whole, edges = blocks_of_band(first_key, BLOCK_K, above, below, num_rows, BLOCK_Q)
         number = numbers(queries, query_entry, segment, num_rows)[0]
         lse_at = statistics.pointer + batch * statistics.strides[0] + number
         delta_at = lse_at + statistics.strides[1]
         rows_here = (here, num_rows, rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
         for is_whole in tl.static_range(2):
-            if is_whole:
-                blocks = (begin, 0, whole, (end - whole) // BLOCK_Q)
-            else:
-                blocks = (begin, num_diagonal, end, num_diagonal + has_rest)
+            blocks = whole if is_whole else edges
             grads = grads_of_keys(
-                grads, own, queries, rows_here, is_causal, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, is_whole
+                grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, is_whole
             )
 
     key_grad, value_grad = grads

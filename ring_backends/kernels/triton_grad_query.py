@@ -32,16 +32,20 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grad_of_queries(grad, own, keys_here, is_causal, begin, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
-    """Add the gradients from the keys from number ``begin`` to ``end``.
+def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
+    """Add the gradients from blocks of keys.
 
-    ``IS_WHOLE`` is as in the forward. ``own`` holds the same as ``own_rows`` there; and grad_out of the block, and as
-    columns LSE, delta, and whether the rows have gradients.
+    ``limits``, ``blocks`` and ``IS_WHOLE`` are as in the forward. ``own`` holds the same as ``own_rows`` there; and
+    grad_out of the block, and as columns LSE, delta, and whether the rows have gradients.
     """
     q, rows, documents, first_words, second_words = own[0]
     do, row_lse, delta, has_grad = own[1]
     score_scale, threshold, dropout_weight = factors
-    for start in range(begin, end, BLOCK_K):
+    begin, end, turn, jump = blocks
+    for number in range(begin, end, BLOCK_K):
+        start = number
+        if not IS_WHOLE:
+            start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
             keys_here, start, HEAD_DIM, q.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
@@ -54,7 +58,7 @@ def grad_of_queries(grad, own, keys_here, is_causal, begin, end, factors, HEAD_D
         grad_scores = weights * (grad_weights - delta)
         if MARKS != 0 or not IS_WHOLE:
             seen = has_grad & is_key[None, :]
-            seen = visible(seen, rows, keys, documents, marks[None, :], is_causal, MARKS, IS_WHOLE)
+            seen = visible(seen, rows, keys, documents, marks[None, :], limits, MARKS, IS_WHOLE)
             grad_scores = tl.where(seen, grad_scores, 0.0)
         grad += product(grad_scores.to(k.dtype), k)
     return grad
@@ -106,13 +110,13 @@ def grad_query_kernel(
     factors = (scale * LOG2_E, threshold, dropout_weight)
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
-        keys_here, is_causal, whole, stop = keys_of_link(
+        keys_here, limits, whole, edges = keys_of_link(
             owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
         )
         for is_whole in tl.static_range(1, -1, -1):
-            first_key, end = (0, whole) if is_whole else (whole, stop)
+            blocks = whole if is_whole else edges
             grad = grad_of_queries(
-                grad, own, keys_here, is_causal, first_key, end, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
+                grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
             )
 
     add_rows(rows_at(grad_query, here), begin, is_row, grad * scale, opens, HEAD_DIM)
