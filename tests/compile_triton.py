@@ -32,7 +32,8 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
-VARIANTS = ("plain", "packed", "key mask, packed", "documents, dropout", "rows")
+_ATTENTION = ("plain", "packed", "key mask, packed", "documents, dropout")
+VARIANTS = (*_ATTENTION, *(f"{variant}, window" for variant in _ATTENTION), "rows")
 
 
 @dataclass
@@ -76,6 +77,8 @@ def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
         options["key_padding_mask"] = torch.zeros(2, 512, dtype=torch.bool)
     if "documents" in variant:
         options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
+    if "window" in variant:
+        options["window_lengths"] = [200]
     with mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()):
         out = dilated_attention(query, key, value, [512], [2], is_causal=True, **options)
         out.backward(torch.zeros_like(out))

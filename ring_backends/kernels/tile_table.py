@@ -92,6 +92,7 @@ class TileTable:
         by_query, by_key: the owners in a launch whose programs own queries, or keys.
         num_numbers: the end of the numbers of query rows.
         is_packed: whether the keys lie in a buffer of parcels.
+        is_banded: whether a pair of entries has another band than the causal one.
     """
 
     queries: Tensor
@@ -100,6 +101,7 @@ class TileTable:
     by_key: Owners
     num_numbers: int
     is_packed: bool
+    is_banded: bool
 
 
 def launches(tiles: Sequence[Tile]) -> list[tuple[Tile, ...]]:
@@ -160,6 +162,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
         by_key=_owners(key_table, by_key, key_opens, device, reversed_blocks=False),
         num_numbers=int(counts.sum()),
         is_packed=isinstance(tiles[0].keys, ParcelRows),
+        is_banded=any(limits not in ([NO_LIMIT, NO_LIMIT], [NO_LIMIT, 0]) for _, _, *limits in links),
     )
 
 

@@ -8,7 +8,8 @@ Arguments in capitals are known when a kernel is compiled. Five tuples travel fr
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
 - *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
-- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries;
+- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries. Without
+  ``BANDED``, no pair has other bands than the causal one. The general code would need more registers there;
 - *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
@@ -163,7 +164,7 @@ def keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED):
 
 
 @triton.jit
-def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED):
+def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED):
     """The keys of a link, as :func:`keys_at`, for a block of queries from number ``begin`` on.
 
     Also the limits of the pair, and the blocks of keys, as :func:`blocks_of_band`.
@@ -171,7 +172,13 @@ def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HE
     entry, limits = linked(owners, link)
     keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
     below, above = limits
-    whole, edges = blocks_of_band(begin, BLOCK_Q, below, above, keys_here[4], BLOCK_K)
+    num_keys = keys_here[4]
+    if BANDED:
+        whole, edges = blocks_of_band(begin, BLOCK_Q, below, above, num_keys, BLOCK_K)
+    else:
+        end = tl.where(above == 0, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
+        stop = tl.where(above == 0, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
+        whole, edges = (0, end, end, 0), (end, stop, stop, 0)
     return keys_here, limits, whole, edges
 
 
@@ -234,14 +241,18 @@ def load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT):
 
 
 @triton.jit
-def visible(seen, rows, keys, row_documents, key_documents, limits, MARKS, IS_WHOLE):
+def visible(seen, rows, keys, row_documents, key_documents, limits, MARKS, BANDED, IS_WHOLE):
     """The pairs of ``seen`` that the band and the documents leave.
 
     All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. With
     ``IS_WHOLE``, every row may see every key of the block.
     """
-    if not IS_WHOLE:
-        below, above = limits
+    below, above = limits
+    if IS_WHOLE:
+        pass
+    elif not BANDED:
+        seen = seen & ((keys <= rows) | (above != 0))
+    else:
         # One comparison for both limits: as an unsigned integer, a negative number is large.
         distance, width = keys - (rows - below), below + above
         seen = seen & (distance.to(tl.uint32, bitcast=True) <= width.to(tl.uint32, bitcast=True))

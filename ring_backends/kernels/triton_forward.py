@@ -33,7 +33,7 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
+def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE):
     """Attend to blocks of keys. With ``IS_WHOLE``, all exist, and every row may see them.
 
     ``limits`` and ``blocks`` are as :func:`keys_of_link` returns them. ``sums`` holds the largest score of each row,
@@ -47,7 +47,7 @@ def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K
     begin, end, turn, jump = blocks
     for number in range(begin, end, BLOCK_K):
         start = number
-        if not IS_WHOLE:
+        if BANDED and not IS_WHOLE:
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
@@ -55,7 +55,7 @@ def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K
         )
         products = product(q, tl.trans(k))
         if MARKS != 0 or not IS_WHOLE:
-            seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], limits, MARKS, IS_WHOLE)
+            seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], limits, MARKS, BANDED, IS_WHOLE)
             products = tl.where(seen, products, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(products, 1) * score_scale)
         # For a row that has seen no key yet, -inf + inf would be NaN.
@@ -88,6 +88,7 @@ def forward_kernel(
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
+    BANDED: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
     here, num_rows = lattice(queries.table, batch, entry, segment, QUERY_COLUMNS)
@@ -103,12 +104,12 @@ def forward_kernel(
     sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
     for link in range(first_link, end_link):
         keys_here, limits, whole, edges = keys_of_link(
-            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
+            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED
         )
         for is_whole in tl.static_range(1, -1, -1):
             blocks = whole if is_whole else edges
             sums = attend(
-                sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
+                sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, is_whole
             )
 
     maximum, total, weighted = sums

@@ -32,12 +32,14 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grads_of_keys(grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, IS_WHOLE):
+def grads_of_keys(
+    grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, BANDED, IS_WHOLE
+):
     """Add the gradients from blocks of query rows.
 
     ``own`` holds the block's keys as :func:`load_key_block` returns them, and their numbers. ``rows_here`` says how
-    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` are as
-    :func:`~ring_backends.kernels.triton_blocks.blocks_of_band` returns them.
+    many rows there are, and where their queries, grad_out, LSE and delta lie. ``blocks`` holds where the blocks of rows
+    before the whole ones begin, how many are there, where the others begin, and how many all are.
 
     Scores, weights and their gradients are transposed here: [keys, rows]. With marks, a row that sees no key is not
     read. Without marks, every row sees a key, and loads do not wait for the LSE.
@@ -46,12 +48,12 @@ def grads_of_keys(grads, own, queries, rows_here, limits, blocks, factors, HEAD_
     k, v, marks, words, is_key = own[0]
     indices = own[1]
     here, num_rows, query_at, grad_out_at, lse_at, delta_at = rows_here
-    begin, end, turn, jump = blocks
+    begin, num_front, later, num_blocks = blocks
     score_scale, threshold, dropout_weight = factors
-    for number in range(begin, end, BLOCK_Q):
-        start = number
-        if not IS_WHOLE:
-            start += tl.where(number < turn, 0, jump)
+    for number in range(0, num_blocks):
+        start = later + (number - num_front) * BLOCK_Q
+        if not IS_WHOLE:  # whole blocks are one run
+            start = tl.where(number < num_front, begin + number * BLOCK_Q, start)
         start = tl.multiple_of(start, BLOCK_Q)
         rows = start + tl.arange(0, BLOCK_Q)
         reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
@@ -75,7 +77,7 @@ def grads_of_keys(grads, own, queries, rows_here, limits, blocks, factors, HEAD_
                 seen = seen & is_key[:, None]
             keys = (indices - start)[:, None]
             distances, documents = distances[None, :], documents[None, :]
-            seen = visible(seen, distances, keys, documents, marks[:, None], limits, MARKS, IS_WHOLE)
+            seen = visible(seen, distances, keys, documents, marks[:, None], limits, MARKS, BANDED, IS_WHOLE)
             weights = tl.where(seen, weights, 0.0)
         grad_weights = product(v, tl.trans(do))
         kept = weights
@@ -110,6 +112,7 @@ def grad_key_value_kernel(
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
+    BANDED: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
     keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
@@ -123,15 +126,42 @@ def grad_key_value_kernel(
         query_entry, limits = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
         below, above = limits
-        whole, edges = blocks_of_band(first_key, BLOCK_K, above, below, num_rows, BLOCK_Q)
+        if BANDED:
+            both, edges = blocks_of_band(first_key, BLOCK_K, above, below, num_rows, BLOCK_Q)
+            whole, later, _, _ = both
+            begin, end, turn, _ = edges
+            num_front = (turn - begin) // BLOCK_Q
+            num_edges = tl.cdiv(end - begin, BLOCK_Q)
+        else:
+            # Blocks of rows on the diagonal, then whole blocks, then a block with the last rows.
+            begin = tl.where(above == 0, first_key // BLOCK_Q * BLOCK_Q, 0)
+            whole = tl.where(above == 0, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
+            later = tl.maximum(whole, num_rows // BLOCK_Q * BLOCK_Q)
+            num_front = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
+            num_edges = num_front + tl.where(num_rows > later, 1, 0)
         number = numbers(queries, query_entry, segment, num_rows)[0]
         lse_at = statistics.pointer + batch * statistics.strides[0] + number
         delta_at = lse_at + statistics.strides[1]
         rows_here = (here, num_rows, rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
         for is_whole in tl.static_range(2):
-            blocks = whole if is_whole else edges
+            if is_whole:
+                blocks = (begin, 0, whole, (later - whole) // BLOCK_Q)
+            else:
+                blocks = (begin, num_front, later, num_edges)
             grads = grads_of_keys(
-                grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, is_whole
+                grads,
+                own,
+                queries,
+                rows_here,
+                limits,
+                blocks,
+                factors,
+                HEAD_DIM,
+                BLOCK_Q,
+                MARKS,
+                DROPOUT,
+                BANDED,
+                is_whole,
             )
 
     key_grad, value_grad = grads

@@ -32,7 +32,7 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
+def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE):
     """Add the gradients from blocks of keys.
 
     ``limits``, ``blocks`` and ``IS_WHOLE`` are as in the forward. ``own`` holds the same as ``own_rows`` there; and
@@ -44,7 +44,7 @@ def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLO
     begin, end, turn, jump = blocks
     for number in range(begin, end, BLOCK_K):
         start = number
-        if not IS_WHOLE:
+        if BANDED and not IS_WHOLE:
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
@@ -58,7 +58,7 @@ def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLO
         grad_scores = weights * (grad_weights - delta)
         if MARKS != 0 or not IS_WHOLE:
             seen = has_grad & is_key[None, :]
-            seen = visible(seen, rows, keys, documents, marks[None, :], limits, MARKS, IS_WHOLE)
+            seen = visible(seen, rows, keys, documents, marks[None, :], limits, MARKS, BANDED, IS_WHOLE)
             grad_scores = tl.where(seen, grad_scores, 0.0)
         grad += product(grad_scores.to(k.dtype), k)
     return grad
@@ -85,6 +85,7 @@ def grad_query_kernel(
     MARKS: tl.constexpr,
     DROPOUT: tl.constexpr,
     PACKED: tl.constexpr,
+    BANDED: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
     here, num_rows = lattice(queries.table, batch, entry, segment, QUERY_COLUMNS)
@@ -111,12 +112,12 @@ def grad_query_kernel(
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         keys_here, limits, whole, edges = keys_of_link(
-            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED
+            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED
         )
         for is_whole in tl.static_range(1, -1, -1):
             blocks = whole if is_whole else edges
             grad = grad_of_queries(
-                grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, is_whole
+                grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, is_whole
             )
 
     add_rows(rows_at(grad_query, here), begin, is_row, grad * scale, opens, HEAD_DIM)

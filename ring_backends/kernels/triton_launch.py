@@ -252,6 +252,7 @@ class Launch:
             "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
             "DROPOUT": rows.dropout is not None,
             "PACKED": self.table.is_packed,
+            "BANDED": self.table.is_banded,
         }
         with on_device(rows.query):
             grid = (len(work) * rows.query.shape[0],)
