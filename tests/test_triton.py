@@ -32,6 +32,7 @@ from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.tile_table import NUMBER_ALIGNMENT
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
+from ring_backends.schedule.bands import Band
 from ring_backends.testing.calls import Results, local_call, new_attention, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.fine_cuts import fine_cuts
@@ -215,6 +216,51 @@ def test_single_tiles_equal_the_dense_softmax(case: Case) -> None:
 
 
 @interpreted
+@fixed_examples(8)
+@given(case=cases(head_dims=st.integers(1, 20), banded=True))
+def test_single_tiles_with_bands_equal_the_dense_softmax(case: Case) -> None:
+    check_tile(KERNEL, case, torch.float32)
+
+
+# Blocks have 16 queries and 8 keys.
+@interpreted
+@pytest.mark.parametrize("size", [(50, 50), (20, 50), (50, 20)], ids=str)
+@pytest.mark.parametrize(
+    "band",
+    [
+        Band(2, 0),  # smaller than a block
+        Band(15, 7),  # no block is whole for all rows
+        Band(30, 10),
+        Band(40, -16),  # begins a block later
+        Band(-9, None),  # some queries see no key, and some keys no query
+        Band(-3, 3),  # one diagonal
+    ],
+    ids=str,
+)
+def test_bands_of_one_tile(band: Band, size: tuple[int, int]) -> None:
+    seq_q, seq_k = size
+    check_tile(KERNEL, Case(1, 1, 2, seq_q, seq_k, is_causal=False, band=band), torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"masked": "random", "num_kv_heads": 1},
+        {"documents": "some"},
+        {"dropout_p": 0.3, "offset": "every"},
+    ],
+    ids=["plain", "key mask", "documents", "dropout"],
+)
+def test_windows(options: dict[str, Any], is_causal: bool) -> None:
+    windows = {"segment_lengths": (None, 24), "dilation_rates": (1, 3), "window_lengths": (5, 10)}
+    case = replace(LONGER, **windows, **options, dtype=torch.float32, is_causal=is_causal, batch=1)
+    check(case, results(case))
+
+
+@interpreted
 def test_a_row_with_infinite_lse_has_no_gradient() -> None:
     check_a_row_without_keys(KERNEL, torch.float32, 1e-6)
 
@@ -247,8 +293,10 @@ RINGED = replace(
         {"masked": "rows", "dtype": torch.bfloat16},
         {"dropout_p": 0.3, "num_heads": 3, "batch": 2},
         {"is_causal": False, "padding": "zeros", "segment_lengths": (8, 30), "dilation_rates": (4, 3)},
+        {"window_lengths": (3, 13), "segment_lengths": (None, None), "masked": "random"},
+        {"window_lengths": (7, 8), "segment_lengths": (None, 20), "is_causal": False, "dropout_p": 0.3},
     ],
-    ids=["causal", "block offsets", "documents", "key mask", "dropout", "zero keys"],
+    ids=["causal", "block offsets", "documents", "key mask", "dropout", "zero keys", "causal windows", "windows"],
 )
 def test_a_ring_of_two_equals_the_reference(world: World, layout: str, min_bytes: int, options: dict[str, Any]) -> None:
     case = replace(RINGED, **options)

@@ -8,8 +8,8 @@ Arguments in capitals are known when a kernel is compiled. Five tuples travel fr
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
 - *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
-- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries. Without
-  ``BANDED``, no pair has other bands than the causal one. The general code would need more registers there;
+- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries, whose sum
+  is not negative. Without ``BANDED``, all bands are causal or None, since the general code needs more registers;
 - *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
