@@ -12,8 +12,8 @@ DENSE_RING, ALL_GATHER, SYNCHRONOUS = "dense ring", "all-gather", "native, synch
 ON_ONE_RANK = (ONE_DEVICE, BARE_KERNELS, SDPA)
 ADAPTERS = ("native", "fsdp", "deepspeed", "fairscale")
 
-Branches = tuple[tuple[int, int], ...]
-"""(segment length, dilation rate) of each branch."""
+Branches = tuple[tuple[int | None, int], ...]
+"""(segment length, dilation rate) of each branch; None for the whole sequence."""
 
 STANDARD: Branches = ((2048, 1), (4096, 2), (8192, 4))
 

@@ -15,7 +15,7 @@ import gpu_blocks
 import gpu_parts
 import torch
 import typer
-from gpu_cases import ONE_GPU, RINGS
+from gpu_cases import ONE_GPU, RINGS, WINDOWS
 from gpu_clock import Budget, Clock
 from gpu_model import CONSTANTS, modelled_rows, show, show_markdown
 from options import Json, Shrink
@@ -58,7 +58,7 @@ def main(
         return
     if not model:
         print("No CUDA device; this is the modelled table.")
-    rows = modelled_rows((*ONE_GPU, *RINGS))
+    rows = modelled_rows((*ONE_GPU, *WINDOWS, *RINGS))
     (show_markdown if markdown else show)(rows)
     if json is not None:
         write("modelled", {"constants": CONSTANTS}, rows, json)

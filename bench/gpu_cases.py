@@ -63,6 +63,11 @@ ONE_GPU = (
     ),
 )
 
+WINDOWS = (
+    GpuCase("131k, window of 4,096", dataclasses.replace(_GROUPED, branches=((131_072, 1),), window=4096), _ONE_GPU),
+)
+"""Calls that are modelled, and not measured: what they would be compared with has no windows."""
+
 RINGS = (
     GpuCase(
         "131k, one rank of 8",

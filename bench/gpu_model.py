@@ -23,8 +23,9 @@ from torch import Tensor
 
 from ring_backends.engine.call import kernels_of_call
 from ring_backends.kernels import Kernel, KernelInputs
+from ring_backends.kernels.aten_cuda import AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
-from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE
+from ring_backends.kernels.choice import MAX_ROWS_IN_PLACE, MAX_ROWS_OF_WINDOW
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 
 FORWARD_FLOPS_PER_SECOND, BACKWARD_FLOPS_PER_SECOND = 600e12, 450e12
@@ -119,8 +120,10 @@ def model(given: GpuCase, kernel: str) -> tuple[Modelled, Modelled]:
 
 def _select(name: str, inputs: KernelInputs) -> Kernel:
     """What ``"auto"`` takes on a Hopper GPU without measurements."""
-    in_place = inputs.is_dilated and (inputs.rows or 0) <= MAX_ROWS_IN_PLACE
-    return TritonDilatedKernel() if in_place else AtenCudaCudnnKernel()
+    rows = inputs.rows or 0
+    if inputs.is_dilated and rows <= MAX_ROWS_IN_PLACE:
+        return TritonDilatedKernel()
+    return AtenCudaFlashKernel() if inputs.has_window and rows <= MAX_ROWS_OF_WINDOW else AtenCudaCudnnKernel()
 
 
 def _count(

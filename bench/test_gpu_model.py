@@ -63,6 +63,7 @@ def test_flash_backward_copies_unless_rows_are_outermost() -> None:
     packed = torch.empty(shape, device=META, dtype=torch.bfloat16)
     outermost = packed.transpose(1, 2).contiguous().transpose(1, 2)
     size = packed.numel() * 2
+    packed, outermost = (x.transpose(1, 2) for x in (packed, outermost))
     assert [b for _, b in gpu_counts._around_flash_backward(packed, packed)] == [2 * size] * 2
     assert not [*gpu_counts._around_flash_backward(outermost, outermost)]
 
@@ -114,6 +115,20 @@ def test_modelled_passes(case: Case) -> None:
     assert triton_backward["grad_query"] == triton_backward["grad_key_value"] <= rows[5]["tiles"]
 
 
+def test_a_window_is_one_tile_for_kernels_that_take_bands() -> None:
+    case = dataclasses.replace(SMALL, branches=((4096, 1),), window=512)
+    rows = gpu_model.modelled_rows([gpu_cases.GpuCase("small", case, gpu_cases.Target())])
+    found = {(row["kernel"], row["pass"]): row["launches_by_operator"] for row in rows}
+    assert found[gpu_model.TRITON, "forward"] == {"forward": 1}
+    assert found[gpu_model.TRITON, "backward"] == {"grad_query": 1, "grad_key_value": 1}
+    assert found[gpu_model.FLASH, "forward"]["_flash_attention_forward"] == rows[0]["tiles"]
+    assert found[gpu_model.FLASH, "backward"]["_flash_attention_backward"] == 3 * rows[1]["tiles"]
+    # 512 rows see up to 512 keys each: two triangles of every block of 512.
+    pairs = 4 * (512 * 513 // 2 + 7 * (512 * 513 // 2 + 511 * 512 // 2))
+    seconds = 4 * case.head_dim * pairs / gpu_model.FORWARD_FLOPS_PER_SECOND
+    assert rows[0]["kernels_ms"] == pytest.approx(seconds * 1e3)
+
+
 def test_flops_are_those_of_the_tiles() -> None:
     """The model's FLOPs come from the schedule. Those of the tiles of the plan are the same."""
     for case in (SMALL, SMALL_RING):
@@ -157,6 +172,7 @@ def test_local_copies_fill_every_incoming_buffer() -> None:
 def test_the_command_writes_the_modelled_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given = gpu_cases.GpuCase("a small call", SMALL, gpu_cases.Target())
     monkeypatch.setattr(gpu, "ONE_GPU", (given,))
+    monkeypatch.setattr(gpu, "WINDOWS", ())
     monkeypatch.setattr(gpu, "RINGS", ())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "model.json"

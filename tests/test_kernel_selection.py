@@ -190,6 +190,23 @@ def test_dilated_rows_may_have_a_kernel_of_their_own(
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
 
 
+def test_short_windows_prefer_a_kernel_that_takes_bands(gpu_of: Callable[..., None]) -> None:
+    def chosen(lengths: list[int | None], rates: list[int], windows: list[int | None]) -> str:
+        pattern = DilatedPattern(lengths, rates, window_lengths=windows)  # type: ignore[arg-type]
+        return kernels_of_call("auto", inputs_of(), pattern, SequenceLayout(2**17, 1))[0].name
+
+    gpu_of((9, 0), triton=None)
+    assert chosen([None], [1], [1024]) == "aten_cuda_flash"
+    assert chosen([None], [1], [1025]) == "aten_cuda_cudnn"
+    assert chosen([512], [1], [1024]) == "aten_cuda_cudnn"  # the window limits nothing
+    assert chosen([None, 8192], [1, 1], [512, None]) == "aten_cuda_cudnn"  # most work is in the second branch
+    assert chosen([None], [4], [4096]) == "triton_dilated"
+    assert "1,024 rows" in explain_choice(inputs_of(rows=512, has_window=True))[1]
+    gpu_of((8, 0), triton=None)
+    assert "not measured" in explain_choice(inputs_of(rows=512, has_window=True))[1]
+    assert chosen([None], [1], [1024]) == "aten_cuda_flash"
+
+
 TIMES = [
     (name, head_dim, rows, seconds)
     for head_dim, rows, *times in (

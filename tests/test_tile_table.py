@@ -112,7 +112,7 @@ def linked_pairs(
     owners: Owners, own: list[list[list[Row]]], others: list[list[list[Row]]], *, is_by_key: bool = False
 ) -> Iterator[tuple[Row, Row]]:
     for entry, (first, end, _) in zip(own, owners.bounds.tolist(), strict=True):
-        for other, below, above in owners.links[first:end].tolist():
+        for other, _, below, above in owners.links[first:end].tolist():
             band = Band(above, below) if is_by_key else Band(below, above)
             for rows, other_rows in zip(entry, others[other], strict=True):
                 yield from visible_pairs(rows, other_rows, band)

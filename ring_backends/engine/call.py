@@ -241,8 +241,9 @@ def kernels_of_call(
     ]
     dilated = [index for index, rate in enumerate(pattern.dilation_rates) if rate > 1]
     is_dilated = len(dilated) == len(rows)
-    longest = max(x for index, x in enumerate(rows) if is_dilated or index not in dilated)
-    chosen = select_kernel(name, replace(needs, rows=longest, is_dilated=is_dilated))
+    longest = max((index for index in range(len(rows)) if is_dilated or index not in dilated), key=rows.__getitem__)
+    has_window = pattern.band(longest, layout.seq_len) is not None
+    chosen = select_kernel(name, replace(needs, rows=rows[longest], is_dilated=is_dilated, has_window=has_window))
     in_place: dict[int, StepKernel] = {}
     if name == "auto" and needs.device.type == "cuda" and not isinstance(chosen, StepKernel):
         for index in dilated:

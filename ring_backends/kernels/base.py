@@ -36,6 +36,8 @@ class KernelInputs:
         rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It decides which
             kernel is fastest, and not which can run.
         is_dilated: whether the kernel is for branches with a dilation rate above 1. It decides the same.
+        has_window: whether the branch with the most work has a window. It decides the same: kernels without bands get
+            the tiles of a window in pieces.
         is_step: whether the call is a step of decoding, whose tiles have another number of keys each time. It decides
             the same.
     """
@@ -49,6 +51,7 @@ class KernelInputs:
     has_documents: bool = False
     rows: int | None = None
     is_dilated: bool = False
+    has_window: bool = False
     is_step: bool = False
 
     def __str__(self) -> str:

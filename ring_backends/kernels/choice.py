@@ -46,6 +46,12 @@ _IN_PLACE = (
     f"dilated segments of at most {MAX_ROWS_IN_PLACE:,} rows: it copies no rows, and one launch computes a step; on an "
     "H100, it was as fast in a forward as cuDNN with its copies, and faster in a backward (2,048 rows)"
 )
+MAX_ROWS_OF_WINDOW = 1024
+_WINDOW = Preference(
+    _FLASH_FIRST,
+    f"windows of at most {MAX_ROWS_OF_WINDOW:,} rows: FlashAttention takes them whole; for cuDNN, they are cut into "
+    "triangles, some of which are copied; estimated, not measured",
+)
 _OTHERWISE = Preference(_FLASH_FIRST, "no figures are known for this compute capability")
 _STEP = Preference(_FLASH_FIRST, "a step of decoding: cuDNN would make and keep a plan for each number of keys")
 
@@ -62,6 +68,8 @@ def preference(inputs: KernelInputs) -> Preference:
         return _STEP
     major, _ = torch.cuda.get_device_capability(inputs.device)
     default = _BY_MAJOR.get(major, _OTHERWISE)
+    if inputs.has_window and (inputs.rows or 0) <= MAX_ROWS_OF_WINDOW and default.names == _CUDNN_FIRST:
+        default = _WINDOW
     if inputs.is_dilated and (inputs.rows or 0) <= MAX_ROWS_IN_PLACE:
         default = Preference(("triton_dilated", *default.names), _IN_PLACE)
     path = os.environ.get(PROBE_VARIABLE)

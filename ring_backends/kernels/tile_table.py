@@ -17,7 +17,7 @@ from itertools import chain, groupby, pairwise
 import torch
 from torch import Tensor
 
-from ring_backends.schedule.bands import Band, trimmed
+from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.schedule.rank_plan import Parcel, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import untraced
@@ -43,8 +43,8 @@ KEY_COLUMNS = 13
 The offsets, in elements, are those of K, V, the marks, the dropout words, dK and dV.
 """
 
-LINK_COLUMNS = 3
-"""Columns of links: an entry of the other table, and the limits ``below`` and ``above`` of the pair."""
+LINK_COLUMNS = 4
+"""Columns of links: an entry of the other table, whether the pair is causal, and its limits ``below`` and ``above``."""
 
 NO_LIMIT = 2**30 - 1
 """Stands for a limit that is None. Twice this number, or this and the number of a row, is a 32-bit integer."""
@@ -132,7 +132,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
             ends[line] |= {rows.start, rows.stop}
     queries: dict[Entry, int] = {}
     keys: dict[Entry, int] = {}
-    links: list[tuple[int, int, int, int]] = []
+    links: list[tuple[int, int, bool, int, int]] = []
     query_opens: set[int] = set()
     key_opens: set[int] = set()
     for tile, of_queries, streams in entries:
@@ -144,7 +144,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
                     query_index, key_index = queries.setdefault(query, len(queries)), keys.setdefault(key, len(keys))
                     band = (tile.band or Band()).shifted(query_rows.start, key_rows.start)
                     below, above = (NO_LIMIT if limit is None else limit for limit in (band.below, band.above))
-                    links.append((query_index, key_index, below, above))
+                    links.append((query_index, key_index, band == CAUSAL, below, above))
                     if tile.opens_queries:
                         query_opens.add(query_index)
                     if tile.opens_keys:
@@ -162,7 +162,7 @@ def tile_table(tiles: tuple[Tile, ...], offsets: tuple[Offsets, ...], device: to
         by_key=_owners(key_table, by_key, key_opens, device, reversed_blocks=False),
         num_numbers=int(counts.sum()),
         is_packed=isinstance(tiles[0].keys, ParcelRows),
-        is_banded=any(limits not in ([NO_LIMIT, NO_LIMIT], [NO_LIMIT, 0]) for _, _, *limits in links),
+        is_banded=any(not is_causal and limits != [NO_LIMIT, NO_LIMIT] for _, _, is_causal, *limits in links),
     )
 
 

@@ -8,8 +8,9 @@ Arguments in capitals are known when a kernel is compiled. Five tuples travel fr
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
 - *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
-- *limits*: ``below`` and ``above`` of the :class:`~ring_backends.schedule.bands.Band` of a pair of entries, whose sum
-  is not negative. Without ``BANDED``, all bands are causal or None, since the general code needs more registers;
+- *limits*: whether the :class:`~ring_backends.schedule.bands.Band` of a pair of entries is causal, and its ``below``
+  and ``above``, whose sum is not negative. Without ``BANDED``, all bands are causal or None: the code for others would
+  need more registers;
 - *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
 """
 
@@ -46,7 +47,7 @@ def owned_block(owners, num_programs):
 def linked(owners, link):
     """The entry of a link, and the limits of the pair."""
     at = owners.links + link * LINK_COLUMNS
-    return tl.load(at).to(tl.int64), (tl.load(at + 1), tl.load(at + 2))
+    return tl.load(at).to(tl.int64), (tl.load(at + 1) != 0, tl.load(at + 2), tl.load(at + 3))
 
 
 @triton.jit
@@ -171,13 +172,13 @@ def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HE
     """
     entry, limits = linked(owners, link)
     keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
-    below, above = limits
+    is_causal, below, above = limits
     num_keys = keys_here[4]
     if BANDED:
         whole, edges = blocks_of_band(begin, BLOCK_Q, below, above, num_keys, BLOCK_K)
     else:
-        end = tl.where(above == 0, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
-        stop = tl.where(above == 0, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
+        end = tl.where(is_causal, tl.minimum(num_keys, begin), num_keys) // BLOCK_K * BLOCK_K
+        stop = tl.where(is_causal, tl.minimum(num_keys, begin + BLOCK_Q), num_keys)
         whole, edges = (0, end, end, 0), (end, stop, stop, 0)
     return keys_here, limits, whole, edges
 
@@ -247,11 +248,11 @@ def visible(seen, rows, keys, row_documents, key_documents, limits, MARKS, BANDE
     All arguments broadcast to the block of pairs. ``rows`` and ``keys`` are numbers, or distances from one number. With
     ``IS_WHOLE``, every row may see every key of the block.
     """
-    below, above = limits
+    is_causal, below, above = limits
     if IS_WHOLE:
         pass
     elif not BANDED:
-        seen = seen & ((keys <= rows) | (above != 0))
+        seen = seen & ((keys <= rows) | (is_causal == 0))
     else:
         # One comparison for both limits: as an unsigned integer, a negative number is large.
         distance, width = keys - (rows - below), below + above

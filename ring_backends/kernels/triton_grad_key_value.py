@@ -125,7 +125,7 @@ def grad_key_value_kernel(
     for link in range(first_link, end_link):
         query_entry, limits = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
-        below, above = limits
+        is_causal, below, above = limits
         if BANDED:
             both, edges = blocks_of_band(first_key, BLOCK_K, above, below, num_rows, BLOCK_Q)
             whole, later, _, _ = both
@@ -134,8 +134,8 @@ def grad_key_value_kernel(
             num_edges = tl.cdiv(end - begin, BLOCK_Q)
         else:
             # Blocks of rows on the diagonal, then whole blocks, then a block with the last rows.
-            begin = tl.where(above == 0, first_key // BLOCK_Q * BLOCK_Q, 0)
-            whole = tl.where(above == 0, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
+            begin = tl.where(is_causal, first_key // BLOCK_Q * BLOCK_Q, 0)
+            whole = tl.where(is_causal, tl.cdiv(first_key + BLOCK_K, BLOCK_Q) * BLOCK_Q, 0)
             later = tl.maximum(whole, num_rows // BLOCK_Q * BLOCK_Q)
             num_front = (tl.minimum(whole, tl.cdiv(num_rows, BLOCK_Q) * BLOCK_Q) - begin) // BLOCK_Q
             num_edges = num_front + tl.where(num_rows > later, 1, 0)
@@ -144,10 +144,8 @@ def grad_key_value_kernel(
         delta_at = lse_at + statistics.strides[1]
         rows_here = (here, num_rows, rows_at(queries.query, here), rows_at(grad_out, here), lse_at, delta_at)
         for is_whole in tl.static_range(2):
-            if is_whole:
-                blocks = (begin, 0, whole, (later - whole) // BLOCK_Q)
-            else:
-                blocks = (begin, num_front, later, num_edges)
+            whole_blocks = (begin, 0, whole, (later - whole) // BLOCK_Q)
+            blocks = whole_blocks if is_whole else (begin, num_front, later, num_edges)
             grads = grads_of_keys(
                 grads,
                 own,
