@@ -31,6 +31,7 @@ from ring_backends.engine.validation import (
     check_tensors,
     draw_seed,
 )
+from ring_backends.kernels.merge import merge_zero_value_
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -168,6 +169,7 @@ class RingDilatedAttention(nn.Module, ABC):
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         dropout_seed: int | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend from the local queries to the keys of the whole sequence.
@@ -188,12 +190,15 @@ class RingDilatedAttention(nn.Module, ABC):
             dropout_seed: seed of this call's dropout, 0 … 2⁶³ − 1; None draws one from torch's CPU generator. If all
                 ranks use the same seed, for example after the same ``torch.manual_seed``, they drop the same weights as
                 one device.
+            sinks: floating point [heads], the score of one more key of each head (the learned sinks of gpt-oss). Every
+                query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. The
+                gradient of ``sinks`` is that of this rank's rows, like that of any parameter. None means no sinks.
             return_lse: whether to return the LSE too.
 
         Returns:
             out, with the shape of query, in query's dtype (under autocast: in autocast's dtype). With ``return_lse``,
             the pair (out, LSE). LSE is [batch, heads, local seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A
-            query that sees no key has out 0 and LSE −inf.
+            query that sees no key has out 0, and LSE −inf or that of its sink.
 
         Raises:
             ValueError, TypeError: an argument is invalid. The error is raised before any hop.
@@ -204,7 +209,7 @@ class RingDilatedAttention(nn.Module, ABC):
         self.ring.check_connected()
         dropout_p = self.dropout_p if self.training else 0.0
         seed = self._draw_seed(dropout_seed, dropout_p)
-        tensors = (query, key, value, key_padding_mask, document_ids, seed)
+        tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
         return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
 
     def attend(self, inputs: AttentionInputs) -> Any:
@@ -240,13 +245,14 @@ class RingDilatedAttention(nn.Module, ABC):
         *,
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend causally over a prompt, and keep its keys and values. Every rank passes its rows of the prompt.
 
         Args:
             cache: an empty cache of this module.
-            query, key, value, seq_len, key_padding_mask, return_lse: as in :meth:`forward`.
+            query, key, value, seq_len, key_padding_mask, sinks, return_lse: as in :meth:`forward`.
 
         Returns:
             As :meth:`forward`. There is no gradient.
@@ -263,7 +269,7 @@ class RingDilatedAttention(nn.Module, ABC):
             seq_len = check_layout(query.shape[1], seq_len, self.ring).seq_len
             if cache.max_len is not None and seq_len > cache.max_len:
                 raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
-        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "return_lse": return_lse}
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "sinks": sinks, "return_lse": return_lse}
         results = self(query, key, value, is_causal=True, seq_len=seq_len, **options)
         cache.fill(autocast(key), autocast(value), key_padding_mask, seq_len)
         return results
@@ -278,6 +284,7 @@ class RingDilatedAttention(nn.Module, ABC):
         cache: KeyValueCache,
         *,
         key_padding_mask: Tensor | None = None,
+        sinks: Tensor | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend from new tokens to the cache and to each other, causally, and add them to the cache.
@@ -291,6 +298,7 @@ class RingDilatedAttention(nn.Module, ABC):
             key, value: [batch, new tokens, key/value heads, head_dim].
             cache: a cache of this module. If it is empty, the sequence begins with these tokens.
             key_padding_mask: bool [batch, new tokens], True where a key is to be ignored.
+            sinks: as in :meth:`forward`, the same in every step.
             return_lse: whether to return the LSE too.
 
         Returns:
@@ -304,8 +312,11 @@ class RingDilatedAttention(nn.Module, ABC):
         """
         with self.ring.report_refusals():
             self._check_cache(cache)
-            step = check_step(query, key, value, key_padding_mask, cache, self.pattern, self.scale, self.kernel)
+            settings = cache, self.pattern, self.scale, self.kernel
+            step = check_step(query, key, value, key_padding_mask, sinks, *settings)
         out, lse = step.exchange(*step.local_result(), configuration_of(step, self._module_number))
+        if sinks is not None:
+            merge_zero_value_(out, lse, sinks[:, None])
         cache.append(step.key.transpose(1, 2), step.value.transpose(1, 2), step.ignored)
         out = out.transpose(1, 2).to(step.query.dtype)
         return (out, lse) if return_lse else out
@@ -391,6 +402,7 @@ def dilated_attention(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     dropout_seed: int | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Dilated attention on a single device: the same result as :class:`RingDilatedAttention` on a ring of one.
@@ -401,7 +413,7 @@ def dilated_attention(
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
         key, value: [batch, seq, key/value heads, head_dim]. Their number of heads divides the number of query heads.
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
-        is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, return_lse: as in
+        is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, sinks, return_lse: as in
             :class:`RingDilatedAttention`.
         dropout_p: probability that an attention weight is dropped in this call; below 1.
 
@@ -416,7 +428,8 @@ def dilated_attention(
     branches = segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths
     pattern = DilatedPattern(*branches)  # type: ignore[arg-type]
     dropout_p = check_dropout(dropout_p)
-    tensors = (query, key, value, key_padding_mask, document_ids, draw_seed(dropout_seed, dropout_p))
+    seed = draw_seed(dropout_seed, dropout_p)
+    tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
     inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p)
     inputs, call = look_up(inputs, pattern, Ring(), check_scale(scale), kernel)
     return attend(inputs, RingExecutor(call))

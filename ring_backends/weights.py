@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,7 @@ def attention_weights(
     seq_len: int | None = None,
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Return the attention weights that ``attention`` gives the queries at some positions, without gradients.
 
@@ -45,13 +47,15 @@ def attention_weights(
         query: [batch, local seq, heads, head_dim].
         key: [batch, local seq, key/value heads, head_dim].
         positions: global positions of the chosen queries, the same on every rank.
-        is_causal, seq_len, key_padding_mask, document_ids: as in a call of ``attention``; dropout does not apply.
+        is_causal, seq_len, key_padding_mask, document_ids, sinks: as in a call of ``attention``; dropout does not
+            apply.
 
     Returns:
         [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): the weight of each of
         this rank's keys, summed over the branches in which the query sees the key. Over all ranks, the weights of a
-        query sum to 1. With ``padding="zeros"`` they sum to 1 minus the weight of the padding. The weights of a query
-        that sees no key are 0. ``ring.unshard(weights, dim=3, seq_len=…)`` returns the weights of all keys.
+        query sum to 1. With ``padding="zeros"`` or sinks, they sum to 1 minus the weight of the padding and of the
+        sink. The weights of a query that sees no key are 0. ``ring.unshard(weights, dim=3, seq_len=…)`` returns the
+        weights of all keys.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -67,7 +71,8 @@ def attention_weights(
     ring = attention.ring
     ring.check_connected()
     tensors = (query, key, key, key_padding_mask, document_ids)
-    inputs, call = attention.check_call(AttentionInputs(*tensors, is_causal=is_causal, seq_len=seq_len))
+    options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len}
+    inputs, call = attention.check_call(AttentionInputs(*tensors, **options))
     layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)
@@ -88,6 +93,8 @@ def attention_weights(
         sums = gather(scores.logsumexp(3))
         phantoms = _phantoms(attention.pattern, query.shape[2], chosen, layout.seq_len, is_causal).to(scores).log()
         lse = torch.cat([sums, phantoms.expand_as(sums[:1])]).logsumexp(0).unsqueeze(3)
+        if sinks is not None:
+            lse = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None, None])
         return torch.where(lse == -torch.inf, 0.0, (scores - lse).exp())
 
 

@@ -39,11 +39,10 @@ Results = dict[str, Tensor]
 
 def reference_results(case: AttentionCase) -> Results:
     query, key, value, grad_out, mask = case.tensors()
-    leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask, **marks_of_reference(case))
-    return dict(
-        zip(NAMES, (out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, grad_out.double())), strict=True)
-    )
+    leaves, sinks = [x.double().requires_grad_() for x in (query, key, value)], sink_leaves(case)
+    marks = marks_of_reference(case) | ({"sinks": sinks[0]} if sinks else {})
+    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask, **marks)
+    return results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves + sinks, grad_out.double()))
 
 
 def marks_of_reference(case: AttentionCase) -> dict[str, Tensor | None]:
@@ -101,9 +100,21 @@ def single_device_results(case: AttentionCase, **options: Any) -> Results:
     query, key, value, grad_out, mask = case.tensors()
     leaves = [x.requires_grad_() for x in (query, key, value)]
     options |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
+    sinks = sink_leaves(case)
+    options |= {"sinks": sinks[0]} if sinks else {}
     out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
     assert not lse.requires_grad
-    return dict(zip(NAMES, (out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out)), strict=True))
+    return results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
+
+
+def sink_leaves(case: AttentionCase) -> list[Tensor]:
+    """The scores of the sinks as a leaf with gradient, if the case has sinks."""
+    return [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
+
+
+def results(*found: Tensor) -> Results:
+    """out, LSE, dq, dk and dv by name, and the gradient of the sinks if there is one."""
+    return dict(zip([*NAMES, "dsinks"], found, strict=False))
 
 
 def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tuple[Results, list[ThreadRing]]:
@@ -111,10 +122,11 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
     query, key, value, grad_out, mask = case.tensors()
     options = {name: value for name, value in case.options().items() if name != "is_causal"}
 
-    def attend(ring: ThreadRing) -> tuple[list[Tensor], ThreadRing]:
+    def attend(ring: ThreadRing) -> tuple[list[Tensor], tuple[Tensor, ...], ThreadRing]:
         attention = ThreadRingDilatedAttention(ring=ring, dropout_p=case.dropout_p, **options)
         leaves = [ring.shard(x).detach().requires_grad_() for x in (query, key, value)]
         local_mask, local_ids = (None if x is None else ring.shard(x) for x in (mask, case.document_ids()))
+        sinks = sink_leaves(case)
         out, lse = attention(
             *leaves,
             is_causal=case.is_causal,
@@ -122,17 +134,18 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
             key_padding_mask=local_mask,
             document_ids=local_ids,
             dropout_seed=case.seed,
+            sinks=sinks[0] if sinks else None,
             return_lse=True,
         )
-        grads = torch.autograd.grad(out, leaves, ring.shard(grad_out))
-        dims = (1, 2, 1, 1, 1)
-        parts = (out.detach(), lse, *grads)
-        return [ring.unshard(x, dim, case.seq_len) for x, dim in zip(parts, dims, strict=True)], ring
+        grads = torch.autograd.grad(out, leaves + sinks, ring.shard(grad_out))
+        parts = zip((out.detach(), lse, *grads[:3]), (1, 2, 1, 1, 1), strict=True)
+        return [ring.unshard(x, dim, case.seq_len) for x, dim in parts], grads[3:], ring
 
     by_rank = run_in_threads(ring_size, attend, layout=layout)
-    for results, _ in by_rank[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(results, by_rank[0][0], strict=True))
-    return dict(zip(NAMES, by_rank[0][0], strict=True)), [ring for _, ring in by_rank]
+    for found, *_ in by_rank[1:]:
+        assert all(torch.equal(x, y) for x, y in zip(found, by_rank[0][0], strict=True))
+    grads_of_sinks = [torch.stack(x).sum(0) for x in zip(*(grads for _, grads, _ in by_rank), strict=True)]
+    return results(*by_rank[0][0], *grads_of_sinks), [ring for *_, ring in by_rank]
 
 
 def error_norm(actual: Tensor, expected: Tensor) -> float:
@@ -143,7 +156,7 @@ def error_norm(actual: Tensor, expected: Tensor) -> float:
 
 
 def check_exact(actual: Results, expected: Results) -> None:
-    for name in NAMES:
+    for name in expected:
         assert error_norm(actual[name], expected[name]) < 1e-10, name
 
 
@@ -162,7 +175,7 @@ def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
 
 # These cases are large, so that the ratio of two error norms depends little on chance.
 LOW_PRECISION_CASES = attention_cases(
-    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32], dropout_ps=[0.0]
+    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32], dropout_ps=[0.0], sinks=[False]
 ).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
 
 

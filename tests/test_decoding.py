@@ -39,6 +39,7 @@ class Case:
     prompt: int
     steps: tuple[int, ...]
     max_len: int | None
+    sinks: Tensor | None
 
     @classmethod
     def random(cls, seed: int) -> Case:
@@ -72,11 +73,13 @@ class Case:
             mask |= torch.rand(batch, total, generator=generator) < 0.2
         tensors = normal(heads), normal(kv_heads), normal(kv_heads)
         has_mask, max_len = draw.random() < 0.5, draw.choice([None, total])
-        return cls(pattern, tensors, mask if has_mask else None, prompt, steps, max_len)
+        sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if draw.random() < 0.3 else None
+        return cls(pattern, tensors, mask if has_mask else None, prompt, steps, max_len, sinks)
 
     def expected(self) -> tuple[Tensor, Tensor]:
         """out and LSE of the dense reference."""
-        return reference_attention(*self.tensors, **self.pattern, is_causal=True, key_padding_mask=self.mask)
+        marks = {"key_padding_mask": self.mask, "sinks": self.sinks}
+        return reference_attention(*self.tensors, **self.pattern, is_causal=True, **marks)
 
     def decoded(self, module: Any) -> tuple[Tensor, Tensor]:
         """The out and LSE of the tokens after the prompt."""
@@ -85,14 +88,14 @@ class Case:
         if self.prompt:
             local = [ring.shard(tensor[:, : self.prompt]) for tensor in self.tensors]
             mask = None if self.mask is None else ring.shard(self.mask[:, : self.prompt])
-            out = module.prefill(*local, cache, seq_len=self.prompt, key_padding_mask=mask)
+            out = module.prefill(*local, cache, seq_len=self.prompt, key_padding_mask=mask, sinks=self.sinks)
             wanted = ring.shard(self.expected()[0][:, : self.prompt])
             assert_equal(out, wanted)
         outs, lses, start = [], [], self.prompt
         for step in self.steps:
             tensors = [tensor[:, start : start + step] for tensor in self.tensors]
             mask = None if self.mask is None else self.mask[:, start : start + step]
-            out, lse = module.decode(*tensors, cache, key_padding_mask=mask, return_lse=True)
+            out, lse = module.decode(*tensors, cache, key_padding_mask=mask, sinks=self.sinks, return_lse=True)
             outs.append(out)
             lses.append(lse)
             start += step

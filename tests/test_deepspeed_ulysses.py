@@ -64,6 +64,7 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
     "phantoms": {"offset": "block", "padding": "zeros", "segment_lengths": (16, 48)},
     "windows": {"segment_lengths": (16, None), "window_lengths": (None, 9), "offset": "every", "is_causal": True},
     "grouped windows": {"head_mode": "grouped", "segment_lengths": (None, 32), "window_lengths": (7, 20)},
+    "sinks": {"sinks": True, "is_causal": True},
     "mask": {"masked": "random"},
     "causal mask": {"masked": "random", "is_causal": True},
     "fp32": {"dtype": torch.float32},
@@ -74,7 +75,7 @@ def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, c
     ring = ulysses_ring(ring_size, ulysses_size).with_layout(layout)
     call = local_call(ADAPTER, ring, case)
     out, lse = call(return_lse=True)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+    grads = call.gradients(out)
     again = call()
     assert torch.equal(again, out)
     return Results(out.detach(), lse, *grads)

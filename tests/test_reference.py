@@ -57,7 +57,7 @@ def walked_keys(case: AttentionCase, head: int, query_position: int) -> list[int
 
 def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     query, key, value, _, mask = case.tensors()
-    ids, factors = case.document_ids(), case.weight_factors()
+    ids, factors, sinks = case.document_ids(), case.weight_factors(), case.sink_scores()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     out = torch.zeros(query.shape, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
@@ -77,6 +77,8 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
                         score = scale * sum(x * y for x, y in products)
                         factor = 1.0 if factors is None else float(factors[b, h, t, u])
                         pairs.append((score, factor, value[b, u, kv_head].tolist()))
+                if sinks is not None:
+                    pairs.append((float(sinks[h]), 1.0, [0.0] * case.head_dim))
                 total = sum(math.exp(score) for score, _, _ in pairs)
                 if pairs:
                     lse[b, h, t] = math.log(total)
@@ -92,7 +94,8 @@ def leaves(case: AttentionCase) -> tuple[list[Tensor], Tensor, Tensor | None]:
 
 
 def marks(case: AttentionCase) -> dict[str, Tensor | None]:
-    return {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
+    others = {"weight_factors": case.weight_factors(), "sinks": case.sink_scores()}
+    return {"document_ids": case.document_ids(), **others}
 
 
 @settings(max_examples=150, deadline=None)

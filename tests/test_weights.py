@@ -33,7 +33,8 @@ def weights_of(ring: Ring, case: AttentionCase = CASE, positions: Any = CHOSEN) 
     attention = native.RingDilatedAttention(**options, ring=ring)
     marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
     marks = {name: None if x is None else ring.shard(x) for name, x in marks.items()}
-    return attention_weights(attention, ring.shard(query), ring.shard(key), positions, **marks, **call)
+    rows = ring.shard(query), ring.shard(key)
+    return attention_weights(attention, *rows, positions, **marks, **call, sinks=case.sink_scores())
 
 
 def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:

@@ -75,8 +75,10 @@ def results(case: AttentionCase, kernel: str = "triton_dilated") -> Results:
     leaves = [x.requires_grad_() for x in (query, key, value)]
     options = {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
     options |= {"key_padding_mask": mask, "kernel": kernel, "return_lse": True}
+    sinks = [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
+    options |= {"sinks": sinks[0]} if sinks else {}
     out, lse = dilated_attention(*leaves, **case.options(), **options)
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves, grad_out))
+    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
 
 
 def error_norm(actual: Tensor, wanted: Tensor) -> float:
@@ -88,5 +90,5 @@ def error_norm(actual: Tensor, wanted: Tensor) -> float:
 
 def check(case: AttentionCase, actual: Results) -> None:
     """No error may exceed twice the error of plain attention in the same dtype, and a few fp32 roundings per number."""
-    rounding = 4 * max(map(largest, expected(case))) * torch.finfo(torch.float32).eps
+    rounding = 4 * max(map(largest, expected(case).computed().values())) * torch.finfo(torch.float32).eps
     check_bounded(actual, case, lambda name, tensor, wanted: rounding * math.sqrt(tensor.numel()), error_norm)

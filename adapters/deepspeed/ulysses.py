@@ -183,6 +183,7 @@ class UlyssesAttention:
                 seq_len=checked.layout.seq_len,
                 key_padding_mask=self._of_group(inputs.key_padding_mask),
                 document_ids=self._of_group(inputs.document_ids),
+                sinks=None if inputs.sinks is None else inputs.sinks.chunk(ring.ulysses_size)[ring.ulysses_rank],
             )
             # Built for each call: it holds a process group, and a module that keeps one cannot be copied.
             trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
@@ -213,8 +214,10 @@ class UlyssesAttention:
         assert inputs.seq_len is not None
         order = self._order(inputs.seq_len, query.device)
         if order is not None:
-            tensors = [None if x is None else x[:, order] for x in inputs.tensors]
-            inputs = AttentionInputs.of(tensors, inputs.options)
+            of_rows = ("query", "key", "value", "key_padding_mask", "document_ids")
+            rows: dict[str, Any] = {name: getattr(inputs, name) for name in of_rows}
+            ordered: dict[str, Any] = {name: None if x is None else x[:, order] for name, x in rows.items()}
+            inputs = replace(inputs, **ordered)
         out, lse = self.share.attend(inputs)
         if order is not None:
             back = order.argsort()

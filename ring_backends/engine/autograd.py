@@ -13,9 +13,10 @@ from ring_backends.engine.backward import backward
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.forward import forward
 from ring_backends.engine.hops import Hops
-from ring_backends.engine.inputs import AttentionInputs
+from ring_backends.engine.inputs import TENSORS, AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
 from ring_backends.kernels.dtype import without_autocast
+from ring_backends.kernels.merge import weight_of
 from ring_backends.ring.calls import backward_of
 
 
@@ -94,8 +95,18 @@ class _Attend(torch.autograd.Function):
         if torch.is_grad_enabled():
             depends_on = inputs.query, inputs.key, inputs.value, grad_out
             grads = tuple(_RefuseSecondDerivative.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
-        needed = (grad if needed else None for grad, needed in zip(grads, ctx.needs_input_grad[2:], strict=False))
-        return None, None, *needed, *(None for _ in tensors[3:])
+        by_name = dict(zip(TENSORS, grads, strict=False))
+        *_, needs_sinks = ctx.needs_input_grad
+        if needs_sinks and inputs.sinks is not None:
+            by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
+        needed = dict(zip(TENSORS, ctx.needs_input_grad[2:], strict=True))
+        return None, None, *(by_name[name] if needed[name] else None for name in TENSORS)
+
+
+def _grad_of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor) -> Tensor:
+    """The gradient of the sinks [heads] by this rank's rows. A sink's value is 0, so its dP is 0: dS = −P · delta."""
+    delta = (grad_out.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    return -(weight_of(sinks.to(lse.dtype), lse) * delta).sum((0, 1)).to(sinks.dtype)
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):

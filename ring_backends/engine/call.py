@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_tensors
+from ring_backends.engine.validation import check_documents, check_flag, check_layout, check_sinks, check_tensors
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
@@ -122,6 +122,7 @@ class AttentionCall:
                 "is_causal": self.schedule.is_causal,
                 "scale": self.scale,
                 "key_padding_mask": "none" if mask is None else "given",
+                "sinks": "none" if inputs.sinks is None else "given",
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
@@ -171,7 +172,7 @@ def forget_calls() -> None:
 def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
     """Everything that a checked call depends on; None for arguments that are checked in each call."""
     query, key, value = inputs.query, inputs.key, inputs.value
-    marks = inputs.key_padding_mask, inputs.document_ids
+    marks = inputs.key_padding_mask, inputs.document_ids, inputs.sinks
     options = inputs.is_causal, inputs.return_lse, inputs.seq_len
     types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
     if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
@@ -211,6 +212,7 @@ def check_call(
     inputs = _cast(inputs)
     query, key, value = inputs.query, inputs.key, inputs.value
     check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
+    check_sinks(inputs.sinks, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)

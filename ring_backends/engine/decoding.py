@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
-from ring_backends.engine.validation import check_tensors
+from ring_backends.engine.validation import check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.base import split_scale
@@ -42,7 +42,7 @@ class Group:
     Attributes:
         branch: index of the branch.
         heads: the heads.
-        begin: the first position of the segment that they cover, and that a new token sees.
+        begin: the first position of the segment that they cover and that a new token sees.
         rows: the new tokens, counted from the first one.
         band: by how many covered rows a query and a key may be apart; None if no window limits it.
     """
@@ -94,6 +94,7 @@ class Step:
         query: [batch, heads, new tokens, head_dim].
         key, value: [batch, key/value heads, new tokens, head_dim].
         ignored: bool [batch, new tokens], True for a key to ignore; None for none.
+        has_sinks: whether the call has sinks. They are merged after the exchange.
     """
 
     pattern: DilatedPattern
@@ -104,6 +105,7 @@ class Step:
     key: Tensor
     value: Tensor
     ignored: Tensor | None
+    has_sinks: bool
 
     def local_result(self) -> tuple[Tensor, Tensor]:
         """out and LSE of the new tokens over this rank's keys, in the statistics dtype."""
@@ -219,6 +221,7 @@ def check_step(
     key: Tensor,
     value: Tensor,
     ignored: Tensor | None,
+    sinks: Tensor | None,
     cache: KeyValueCache,
     pattern: DilatedPattern,
     scale: float | None,
@@ -231,6 +234,7 @@ def check_step(
     """
     query, key, value = map(autocast, (query, key, value))
     check_tensors(query, key, value, ignored)
+    check_sinks(sinks, query)
     check_cache(cache, key)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")
@@ -250,7 +254,7 @@ def check_step(
         chosen = select_kernel("math", needs)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return Step(pattern, cache, chosen, scale, query, key, value, ignored)
+    return Step(pattern, cache, chosen, scale, query, key, value, ignored, sinks is not None)
 
 
 def check_cache(cache: KeyValueCache, key: Tensor) -> None:
@@ -285,6 +289,7 @@ def configuration_of(step: Step, module_number: str) -> Configuration:
             ("device", query.device.type),
             ("scale", step.scale),
             ("key_padding_mask", "none" if ignored is None else "given"),
+            ("sinks", "given" if step.has_sinks else "none"),
         ),
     )
 

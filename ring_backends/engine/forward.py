@@ -12,7 +12,7 @@ from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.spreading import SpreadKeys
 from ring_backends.engine.sums import BlockOut, Result
 from ring_backends.engine.tiles import TileRunner
-from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 
 
 def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tuple[Tensor, Tensor]:
@@ -44,4 +44,6 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
             del arrived  # so that at most two received buffers exist when the next hop is posted
             if step is block.steps[-1]:
                 block_out.finish()
+        if inputs.sinks is not None:
+            merge_zero_value_(out.tensor, lse, inputs.sinks)
         return out.tensor, lse

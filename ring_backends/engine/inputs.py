@@ -23,6 +23,7 @@ class AttentionInputs:
         key_padding_mask: bool [batch, local seq], True for a key to ignore.
         document_ids: int32 or int64 [batch, local seq], document number of each row; negative for no document.
         dropout_seed: int64 [1], on the CPU; None without dropout.
+        sinks: float [heads], the score of each head's sink; None without sinks.
         is_causal: whether a query sees only keys at or before its own global position.
         seq_len: length of the global sequence; None means local length × ring size.
         return_lse: whether the caller wants the LSE too.
@@ -35,6 +36,7 @@ class AttentionInputs:
     key_padding_mask: Tensor | None = None
     document_ids: Tensor | None = None
     dropout_seed: Tensor | None = None
+    sinks: Tensor | None = None
     is_causal: bool = False
     seq_len: int | None = None
     return_lse: bool = False
@@ -58,8 +60,9 @@ class AttentionInputs:
     @property
     def needs_gradients(self) -> bool:
         """Whether a backward may follow."""
-        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.query, self.key, self.value))
+        leaves = (self.query, self.key, self.value, self.sinks)
+        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
 
 
-TENSORS = ("query", "key", "value", "key_padding_mask", "document_ids", "dropout_seed")
+TENSORS = ("query", "key", "value", "key_padding_mask", "document_ids", "dropout_seed", "sinks")
 OPTIONS = tuple(field.name for field in fields(AttentionInputs) if field.name not in TENSORS)

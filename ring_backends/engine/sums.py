@@ -23,9 +23,10 @@ from ring_backends.kernels.gather_rows import (
     scatter,
     scatter_many,
     scatter_merge,
+    views,
     whole,
 )
-from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.merge import merge_zero_value_, statistics_dtype
 from ring_backends.kernels.steps import Grads
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rank_plan import HeadBlock, Phantom, Tile
@@ -103,10 +104,8 @@ class BlockOut:
 
     def merge_phantom(self, phantom: Phantom) -> None:
         """Merge zero keys into their queries: their scores and values are 0."""
-        rows, (out, lse) = phantom.queries, self.sums
-        shape = (out.shape[0] * rows.segments, rows.num_heads, rows.rows)
-        zeros = out.new_zeros(()).expand(*shape, out.shape[-1])
-        scatter_merge(out, lse, rows, zeros, lse.new_full((), math.log(phantom.count)).expand(shape))
+        for (_, out), (_, lse) in zip(*(views(x, phantom.queries) for x in self.sums), strict=True):
+            merge_zero_value_(out, lse, math.log(phantom.count))
 
     def finish(self) -> None:
         """Merge the sums into the results."""

@@ -64,6 +64,20 @@ def check_tensors(
         _check_marks("document_ids", document_ids, query, (torch.int32, torch.int64), "int32 or int64")
 
 
+def check_sinks(sinks: object, query: Tensor) -> None:
+    """Check that ``sinks`` is a floating-point tensor [heads] on the device of ``query`` [batch, seq, heads, …]."""
+    if sinks is None:
+        return
+    if not isinstance(sinks, Tensor):
+        raise TypeError(f"sinks = {sinks!r}: expected a tensor [heads], the score of each head's sink, or None.")
+    if sinks.dtype not in DTYPES:
+        raise ValueError(f"sinks has dtype {sinks.dtype}: expected fp64, fp32, bf16 or fp16; convert it with .to().")
+    if sinks.shape != query.shape[2:3]:
+        raise ValueError(f"sinks has shape {list(sinks.shape)}: expected [heads] = [{query.shape[2]}].")
+    if sinks.device != query.device:
+        raise ValueError(f"sinks is on {sinks.device} and query on {query.device}: move it to one device.")
+
+
 def _check_marks(name: str, marks: object, query: Tensor, dtypes: tuple[torch.dtype, ...], expected: str) -> None:
     """Refuse anything but a [batch, seq] tensor that fits ``query``."""
     if not isinstance(marks, Tensor):

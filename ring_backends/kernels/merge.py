@@ -24,11 +24,29 @@ def merge_(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> No
         lse, other_lse: [...], in the statistics dtype; −inf where a set has no key.
     """
     merged = torch.logaddexp(lse, other_lse)
-    # Of two sets without keys, the weight is exp(−inf − lowest) = 0, and not exp(−inf + inf).
-    weight = torch.exp(other_lse - merged.clamp(min=torch.finfo(merged.dtype).min))
+    weight = weight_of(other_lse, merged)
     lse.copy_(merged)
     weight = weight.unsqueeze(-1)
     if out.dtype == weight.dtype:
         out.lerp_(other_out.to(out.dtype), weight)
     else:
         out.copy_(out.to(weight.dtype).lerp_(other_out.to(weight.dtype), weight))
+
+
+def merge_zero_value_(out: Tensor, lse: Tensor, score: Tensor | float) -> None:
+    """Add a key with this score and value 0 to the softmax of every row, in place.
+
+    Args:
+        out: […, D].
+        lse: […], in the statistics dtype.
+        score: broadcasts to ``lse``.
+    """
+    merged = torch.logaddexp(lse, torch.as_tensor(score, dtype=lse.dtype, device=lse.device))
+    out.mul_(weight_of(lse, merged).unsqueeze(-1))
+    lse.copy_(merged)
+
+
+def weight_of(score: Tensor, lse: Tensor) -> Tensor:
+    """The softmax weight exp(score − LSE) of keys with this score. It is 0 for −inf, also if the LSE is −inf."""
+    # exp(−inf − lowest) is 0, but exp(−inf + inf) would be NaN.
+    return torch.exp(score - lse.clamp(min=torch.finfo(lse.dtype).min))

@@ -102,6 +102,10 @@ BAD_CALLS = {
         {"padding": "zeros"},
         {"document_ids": torch.zeros(2, 4).int()},
     ),
+    "sinks a list": _called(TypeError, "sinks = [", sinks=[0.0] * 4),
+    "sinks of integers": _called(ValueError, "sinks", "int64", sinks=torch.zeros(4).long()),
+    "sinks of the key heads": _called(ValueError, "sinks", "[2]", "[4]", sinks=torch.zeros(2)),
+    "sinks elsewhere": _called(ValueError, "sinks", "meta", "cpu", sinks=torch.zeros(4, device="meta")),
     "gradients in fp16 on the wire": _made(
         ValueError, "grad_wire_dtype = torch.float16", grad_wire_dtype=torch.float16
     ),

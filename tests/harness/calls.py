@@ -33,6 +33,11 @@ class Results(NamedTuple):
     grad_query: Tensor | None = None
     grad_key: Tensor | None = None
     grad_value: Tensor | None = None
+    grad_sinks: Tensor | None = None
+
+    def computed(self) -> dict[str, Tensor]:
+        """The results that were computed, by name."""
+        return {name: tensor for name, tensor in self._asdict().items() if tensor is not None}
 
 
 @dataclass(frozen=True)
@@ -66,8 +71,9 @@ class LocalCall:
         return self.attention(*self.inputs, **{**self.options, **options})
 
     def gradients(self, out: Tensor, **options: Any) -> list[Tensor]:
-        """dq, dk and dv."""
-        return list(torch.autograd.grad(out, self.inputs, self.grad_out, **options))
+        """dq, dk and dv, and the gradient of the sinks if the call has sinks."""
+        sinks = [self.options["sinks"]] if "sinks" in self.options else []
+        return list(torch.autograd.grad(out, [*self.inputs, *sinks], self.grad_out, **options))
 
     def results(self) -> Results:
         """Make the call and run its backward."""
@@ -94,6 +100,9 @@ def local_call(
         tensor.requires_grad_(gradients)
     options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len, "dropout_seed": case.seed}
     options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
+    sinks = case.sink_scores()
+    if sinks is not None:
+        options["sinks"] = sinks.to(device).requires_grad_(gradients)
     if attention is None:
         attention = new_attention(adapter, ring, case)
     return LocalCall(attention, query, key, value, grad_out, options)
@@ -164,11 +173,16 @@ def run_cases(
 def whole(results: Sequence[Results], seq_len: int, layout: LayoutKind) -> Results:
     """Join the results of the ranks of a ring to those of the whole sequence."""
     rows = torch.cat(rows_of_ranks(seq_len, len(results), layout)).argsort()
-    fields = []
+    fields: list[Tensor | None] = []
     for name in Results._fields:
         parts = [getattr(result, name) for result in results]
         dim = 2 if name == "lse" else 1
-        fields.append(None if parts[0] is None else torch.cat(parts, dim).index_select(dim, rows))
+        if parts[0] is None:
+            fields.append(None)
+        elif name == "grad_sinks":
+            fields.append(torch.stack(parts).sum(0))
+        else:
+            fields.append(torch.cat(parts, dim).index_select(dim, rows))
     return Results(*fields)  # type: ignore[arg-type]
 
 
@@ -191,6 +205,9 @@ def plain(case: AttentionCase) -> Results:
 def _dense(case: AttentionCase, dtype: torch.dtype, gradients: bool) -> Results:
     *tensors, grad_out, mask = case.tensors()
     query, key, value = leaves = [tensor.to(dtype).requires_grad_(gradients) for tensor in tensors]
+    sinks = case.sink_scores()
+    if sinks is not None:
+        leaves = [*leaves, sinks.requires_grad_(gradients)]
     out, lse = reference_attention(
         query,
         key,
@@ -199,6 +216,7 @@ def _dense(case: AttentionCase, dtype: torch.dtype, gradients: bool) -> Results:
         key_padding_mask=mask,
         document_ids=case.document_ids(),
         weight_factors=case.weight_factors(),
+        sinks=sinks,
         dtype=dtype,
     )
     grads = torch.autograd.grad(out, leaves, grad_out.to(dtype)) if gradients else ()
@@ -219,11 +237,7 @@ def difference(got: Tensor | None, wanted: Tensor | None) -> float:
 
 def check_results(got: Results, wanted: Results, tolerance: float, what: object = "") -> None:
     """Check that every field is within ``tolerance``. The message lists the differences of all fields."""
-    gaps = {
-        name: difference(getattr(got, name), getattr(wanted, name))
-        for name in Results._fields
-        if getattr(got, name) is not None
-    }
+    gaps = {name: difference(tensor, getattr(wanted, name)) for name, tensor in got.computed().items()}
     assert max(gaps.values()) <= tolerance, f"{what}: differences {gaps} exceed {tolerance}"
 
 
@@ -297,7 +311,7 @@ def check_bounded(
         error: the error of a result. The first argument is the result, the second the exact result.
     """
     exact, yardstick = expected(case), plain(case)
-    for name, tensor in got._asdict().items():
+    for name, tensor in got.computed().items():
         wanted, other = getattr(exact, name), getattr(yardstick, name)
         assert tensor.dtype == other.dtype, f"{case}: {name} is {tensor.dtype}"
         bound, found = 2 * error(other, wanted) + allowed(name, tensor, wanted), error(tensor, wanted)

@@ -35,6 +35,7 @@ CASES = {
     "masked": replace(_CASE, masked="random"),
     "documents": replace(_CASE, documents="some", is_causal=True),
     "dropout": replace(_CASE, dropout_p=0.3),
+    "sinks in a window": replace(_CASE, sinks=True, segment_lengths=(None, 30, 61), window_lengths=(9, None, None)),
     "within shards": replace(_CASE, seq_len=64, segment_lengths=(4, 16), dilation_rates=(1, 2)),
 }
 
@@ -81,8 +82,7 @@ def compiled_call(
     call, graphs = local_call(adapter, ring.with_layout(layout), case), Graphs()
     attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
     out, lse = replace(call, attention=attention)(return_lse=True)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return Results(out.detach(), lse, *grads), graphs.operators()
+    return Results(out.detach(), lse, *call.gradients(out)), graphs.operators()
 
 
 class Blocks(nn.Module):

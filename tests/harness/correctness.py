@@ -119,6 +119,14 @@ EDGE_CASES = {
     "dropout in a window": replace(
         _CASE, dropout_p=0.3, segment_lengths=(None,), window_lengths=(9,), is_causal=True, masked="random", batch=2
     ),
+    "sinks": replace(_CASE, sinks=True, batch=2, num_kv_heads=2, segment_lengths=(12,), dilation_rates=(5,)),
+    "sinks, causal, masked": replace(_CASE, sinks=True, is_causal=True, masked="all", batch=2, num_kv_heads=4),
+    "sinks beside zero keys": replace(
+        _CASE, sinks=True, segment_lengths=(12, 40), dilation_rates=(4, 3), padding="zeros"
+    ),
+    "sinks in a window, as in gpt-oss": replace(
+        _CASE, sinks=True, segment_lengths=(None,), window_lengths=(8,), is_causal=True, num_kv_heads=2, dropout_p=0.2
+    ),
     "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
 }
 
@@ -137,6 +145,7 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(80, 163), dilation_rates=(1, 2), documents="some", batch=2, seed=6),
     replace(_LONGER, is_causal=True, dropout_p=0.3, num_kv_heads=2, seed=7),
     replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, num_kv_heads=2, seed=8),
+    replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, sinks=True, seed=10),
     replace(_LONGER, segment_lengths=(None, None), dilation_rates=(1, 4), window_lengths=(24, 101), batch=2, seed=9),
 )
 
@@ -161,7 +170,7 @@ def attend_once(adapter: str, layout: LayoutKind, case: AttentionCase, how: str)
 def bits_differ(adapter: str, layout: LayoutKind, case: AttentionCase) -> list[str]:
     """Make a call twice. Returns the names of the results of this rank that are not bitwise equal."""
     first, second = (call_here(adapter, case, layout=layout).results() for _ in range(2))
-    return [name for name in Results._fields if not torch.equal(getattr(first, name), getattr(second, name))]
+    return [name for name, tensor in first.computed().items() if not torch.equal(tensor, getattr(second, name))]
 
 
 @core

@@ -69,6 +69,7 @@ DIFFERENCES = {
     "is_causal": Difference("is_causal", "False", "True", {"is_causal": True}),
     "scale": Difference("scale", str(8**-0.5), "0.5", {"scale": 0.5}),
     "mask": Difference("key_padding_mask", "none", "given", {"masked": "random"}),
+    "sinks": Difference("sinks", "none", "given", {"sinks": True}),
     "documents": Difference("document_ids", "none", "given, torch.int64", {"documents": "some"}),
     "dropout": Difference("dropout_p", "0.0", "0.5", {"dropout_p": 0.5}),
     "gradients": Difference("gradients", "needed", "not needed", gradients=False),

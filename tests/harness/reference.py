@@ -43,6 +43,7 @@ def reference_attention(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     weight_factors: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
@@ -61,6 +62,7 @@ def reference_attention(
         key_padding_mask: bool ``[B, n]``, True = ignore this key.
         document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
         weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
+        sinks: ``[H]``, the score of one more key of each head. Every query sees it, and its value is 0.
         dtype: dtype of the computation, as in :func:`dense_attention`. None means fp64.
 
     Returns:
@@ -89,6 +91,7 @@ def reference_attention(
         key_padding_mask=key_padding_mask,
         document_ids=document_ids,
         weight_factors=weight_factors,
+        sinks=sinks,
         dtype=dtype,
     )
 
@@ -172,6 +175,7 @@ def dense_attention(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     weight_factors: Tensor | None = None,
+    sinks: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over a multiset of keys, by one dense score matrix.
@@ -180,7 +184,8 @@ def dense_attention(
     statistics at least fp32. Its error against fp64 bounds the error of kernels with that dtype.
 
     Args:
-        query, key, value, scale, key_padding_mask, document_ids, weight_factors: as in :func:`reference_attention`.
+        query, key, value, scale, key_padding_mask, document_ids, weight_factors, sinks: as in
+            :func:`reference_attention`.
         counts: int ``[H, n, n]``, the number of times that query t sees key u.
         phantom_counts: int ``[H, n]``, the number of phantom keys that query t sees. Their score and value are 0.
             key_padding_mask does not remove them.
@@ -218,13 +223,21 @@ def dense_attention(
 
     scores = torch.einsum("bthd,buhd->bhtu", query, key) * scale
     scores = scores.to(statistics_dtype) + counts.to(statistics_dtype).log()
+    if sinks is not None:
+        sink_scores = sinks.to(statistics_dtype)[:, None, None].expand(batch, num_heads, seq_len, 1)
+        scores = torch.cat([scores, sink_scores], dim=3)
+        value = torch.cat([value, value.new_zeros(batch, 1, num_heads, head_dim)], dim=1)
+        counts = torch.cat([counts, counts.new_ones(batch, num_heads, seq_len, 1)], dim=3)
     # A row with only -inf has no softmax. It is replaced before the softmax, so that no NaN enters the gradient.
     sees_a_key = (counts > 0).any(dim=-1, keepdim=True)
     scores = scores.masked_fill(~sees_a_key, 0)
     weights = torch.softmax(scores, dim=-1).masked_fill(~sees_a_key, 0)
     lse = torch.logsumexp(scores, dim=-1).masked_fill(~sees_a_key[..., 0], float("-inf"))
     if weight_factors is not None:
-        weights = weights * torch.cat([weight_factors, weight_factors.new_ones(batch, num_heads, seq_len, 1)], dim=3)
+        others = weights.shape[3] - seq_len  # phantom keys and sinks are not dropped
+        weights = weights * torch.cat(
+            [weight_factors, weight_factors.new_ones(batch, num_heads, seq_len, others)], dim=3
+        )
     out = torch.einsum("bhtu,buhd->bthd", weights.to(dtype), value)
     return out, lse.detach()
 

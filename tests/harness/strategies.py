@@ -34,6 +34,7 @@ class AttentionCase:
             every key.
         spoiled: (tensor, position, number). This number replaces all heads and components of that row of ``"query"``,
             ``"key"``, ``"value"`` or ``"grad_out"``.
+        sinks: whether every head has a sink.
         documents: the packed documents. None: there are no document ids. ``"some"``: consecutive documents of random
             lengths, and a run of rows without a document. ``"shuffled"``: each row has a random id, or none.
         replica: the index of the ring in the world. The dropout mask depends on it.
@@ -54,6 +55,7 @@ class AttentionCase:
     scale: float | None = None
     masked: str | None = None
     documents: str | None = None
+    sinks: bool = False
     dropout_p: float = 0.0
     replica: int = 0
     dtype: torch.dtype = torch.float32
@@ -111,6 +113,13 @@ class AttentionCase:
         if self.documents == "some":
             return ids.sort(dim=1).values.roll(self.seq_len // 5, 1)
         raise ValueError(f'documents = {self.documents!r}: it must be None, "some" or "shuffled".')
+
+    def sink_scores(self) -> Tensor | None:
+        """The scores of the sinks, fp64 ``[num_heads]``, or None. Every call returns equal tensors."""
+        if not self.sinks:
+            return None
+        generator = torch.Generator().manual_seed(self.seed + 2)
+        return torch.randn(self.num_heads, generator=generator, dtype=torch.float64)
 
     def weight_factors(self) -> Tensor | None:
         """The dropout factors of the attention weights, ``[batch, num_heads, seq_len, seq_len]``, or None."""
@@ -196,6 +205,7 @@ def attention_cases(
     causal: Sequence[bool] = (False, True),
     masks: Sequence[str | None] = (None, "random", "rows", "all"),
     documents: Sequence[str | None] = (None, "some", "shuffled"),
+    sinks: Sequence[bool] = (False, False, True),
     dropout_ps: Sequence[float] = (0.0, 0.0, 0.3),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> AttentionCase:
@@ -228,6 +238,7 @@ def attention_cases(
         scale=draw(st.sampled_from([None, 1.0, 0.1, -0.3])),
         masked=draw(st.sampled_from(masks)),
         documents=draw(st.sampled_from(documents)) if padding == "masked" else None,
+        sinks=draw(st.sampled_from(sinks)),
         dropout_p=draw(st.sampled_from(dropout_ps)),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
