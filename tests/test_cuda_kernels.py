@@ -196,18 +196,19 @@ def pairs_outside(q: Tensor, k: Tensor, *, window_size_left: int, window_size_ri
     return hidden | outside
 
 
-CUDA_CASES = {kernel.name: cases(head_dims=st.sampled_from([8, 16, 24]), masks=False) for kernel in CUDA_KERNELS}
-
-
-CUDA_CASES["aten_cuda_efficient"] = cases(head_dims=st.sampled_from([8, 16, 24]))
+def cases_of(kernel: Kernel) -> st.SearchStrategy[Case]:
+    """Tiles that a kernel takes on a GPU."""
+    head_dims = st.integers(1, 20) if isinstance(kernel, MathKernel) else st.sampled_from([8, 16, 24])
+    has_masks = not isinstance(kernel, aten_cuda.AtenCudaPartsKernel)
+    options: dict[str, Any] = {"head_dims": head_dims, "masks": has_masks}
+    return cases(**options) if not kernel.takes_bands else st.one_of(cases(**options), cases(**options, banded=True))
 
 
 @pytest.mark.parametrize("kernel", CUDA_KERNELS, ids=kernel_id)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_cuda_kernels_on_a_model_of_the_operators(kernel: Kernel, data: st.DataObject) -> None:
-    banded = cases(head_dims=st.sampled_from([8, 16, 24]), masks=False, banded=True)
-    case = data.draw(st.one_of(CUDA_CASES[kernel.name], banded) if kernel.takes_bands else CUDA_CASES[kernel.name])
+    case = data.draw(cases_of(kernel))
     dtype = data.draw(st.sampled_from(kernel.dtypes))
     release = TorchVersion(data.draw(st.sampled_from(["2.13.0", "2.14.0"])))
     with (
@@ -328,5 +329,4 @@ def test_kernels_on_a_gpu(kernel: Kernel, data: st.DataObject) -> None:
     dtypes = [x for x in kernel.dtypes if not kernel.not_supported_reasons(KernelInputs(CUDA, x, head_dim=8))]
     if not dtypes:
         pytest.skip(f"{kernel.name}: {available_kernels()[kernel.name]}")
-    case = data.draw(CUDA_CASES.get(kernel.name, cases(head_dims=st.integers(1, 20))))
-    check(kernel, case, data.draw(st.sampled_from(dtypes)), device="cuda")
+    check(kernel, data.draw(cases_of(kernel)), data.draw(st.sampled_from(dtypes)), device="cuda")
