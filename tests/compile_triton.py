@@ -1,7 +1,8 @@
 """Compiles the Triton kernels for GPUs that need not be there, and prints what each one uses, as JSON.
 
-Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM [DTYPE]``. The launches of a
-forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would compile them.
+Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM full|window [DTYPE]``. The
+launches of a forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would
+compile them.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
-_ATTENTION = ("plain", "packed", "key mask, packed", "documents, dropout")
-VARIANTS = (*_ATTENTION, *(f"{variant}, window" for variant in _ATTENTION), "rows")
+ATTENTION = ("plain", "packed", "key mask, packed", "documents, dropout")
+VARIANTS = {"full": (*ATTENTION, "rows"), "window": tuple(f"{variant}, window" for variant in ATTENTION)}
 
 
 @dataclass
@@ -155,9 +156,9 @@ def inner_loops(assembly: str) -> list[str]:
     ]
 
 
-def main(capability: int, head_dim: int, dtype: str = "bfloat16") -> None:
+def main(capability: int, head_dim: int, variants: str, dtype: str = "bfloat16") -> None:
     results = []
-    for variant in VARIANTS:
+    for variant in VARIANTS[variants]:
         for kernel, args, kwargs in recorded(variant, capability, head_dim, getattr(torch, dtype)):
             results.append({"variant": variant, **resources(kernel, args, kwargs, capability)})
     print(json.dumps(results))

@@ -358,6 +358,20 @@ SPILLED = {
         (90, 128, "grad_key_value_kernel", "plain"): 140,
         (90, 128, "grad_key_value_kernel", "packed"): 124,
         (90, 128, "grad_key_value_kernel", "key mask, packed"): 100,
+        (80, 64, "forward_kernel", "plain, window"): 32,
+        (80, 64, "forward_kernel", "packed, window"): 32,
+        (80, 64, "forward_kernel", "documents, dropout, window"): 56,
+        (80, 64, "grad_query_kernel", "plain, window"): 24,
+        (80, 128, "forward_kernel", "documents, dropout, window"): 16,
+        (86, 64, "grad_query_kernel", "plain, window"): 24,
+        (86, 64, "grad_query_kernel", "key mask, packed, window"): 28,
+        (86, 64, "grad_query_kernel", "documents, dropout, window"): 12,
+        (86, 128, "grad_key_value_kernel", "plain, window"): 8,
+        (86, 128, "grad_key_value_kernel", "packed, window"): 28,
+        (86, 128, "grad_key_value_kernel", "documents, dropout, window"): 20,
+        (90, 128, "grad_key_value_kernel", "plain, window"): 212,
+        (90, 128, "grad_key_value_kernel", "packed, window"): 188,
+        (90, 128, "grad_key_value_kernel", "key mask, packed, window"): 164,
     },
     "3.9": {
         (80, 64, "forward_kernel", "plain"): 8,
@@ -378,16 +392,16 @@ SPILLED = {
 
 None of them is stored or loaded in an innermost loop. Most are loaded once per run of rows, or after all of them. With
 196 such bytes, dK and dV with head_dim 128 took 2.65 ms on an H100, and 3.16 ms with the fastest blocks that need none
-(Triton 3.6). The limits of other releases are not known.
+(Triton 3.6). The limits of other releases are not known, nor those of Triton 3.9 with windows.
 """
 
 
-def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
+def compiled(capability: int, head_dim: int, variants: str) -> list[dict[str, Any]]:
     """What each kernel uses. It runs in a process without the interpreter, which replaces Triton's compiler."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as in later releases, where a launch has to ask for it
     script = Path(__file__).with_name("compile_triton.py")
-    command = [sys.executable, str(script), str(capability), str(head_dim)]
+    command = [sys.executable, str(script), str(capability), str(head_dim), variants]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
@@ -398,13 +412,15 @@ def compiled(capability: int, head_dim: int) -> list[dict[str, Any]]:
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for NVIDIA GPUs runs on Linux only")
 @pytest.mark.parametrize("capability", CAPABILITIES)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_compiled_kernels_fit_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
-    known = SPILLED.get(version("triton").rpartition(".")[0])
-    for kernel in compiled(capability, head_dim):
+@pytest.mark.parametrize("variants", ["full", "window"])
+def test_compiled_kernels_fit_into_registers_and_shared_memory(variants: str, head_dim: int, capability: int) -> None:
+    release = version("triton").rpartition(".")[0]
+    for kernel in compiled(capability, head_dim, variants):
         assert kernel["registers"] <= 255, kernel
         assert kernel["inner_loops"] == (2 if "rows" not in kernel["kernel"] else 0), kernel
         launch = capability, head_dim, kernel["kernel"], kernel["variant"]
-        assert known is None or kernel["spilled"] <= known.get(launch, 0), kernel
+        is_known = release == "3.6" or (release in SPILLED and variants == "full")
+        assert not is_known or kernel["spilled"] <= SPILLED[release].get(launch, 0), kernel
         assert kernel["spills_in_inner_loops"] == 0, kernel
         assert kernel["fuses"], kernel
         assert kernel["shared"] <= CAPABILITIES[capability] * 1024, kernel

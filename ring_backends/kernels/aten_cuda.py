@@ -146,9 +146,8 @@ class AtenCudaPartsKernel(AtenCudaKernel):
 class AtenCudaFlashKernel(AtenCudaPartsKernel):
     """``aten::_scaled_dot_product_flash_attention``. It supports grouped heads, but no key mask.
 
-    Tiles with other bands than a causal one go to ``aten::_flash_attention_forward``, which the same kernels of
-    FlashAttention stand behind, and which takes a window. No GPU has run these calls yet: the tests run them with a
-    model of the operator, which follows flash_api.cpp.
+    Tiles that are neither full nor causal go to ``aten::_flash_attention_forward``, which runs the same kernels and
+    takes a window. No GPU has run these calls yet: the tests replace the operator by a model of flash_api.cpp.
     """
 
     name = "aten_cuda_flash"
