@@ -163,7 +163,7 @@ def test_operators_keep_the_rules_of_torch(kernel: str, pattern: Any, dtype: tor
     """No result shares memory with another or with an input, and fake results have the strides of real ones."""
     attention = RingDilatedAttention(*pattern, kernel=kernel)
     query, key, value = tensors(batch=2, dtype=dtype)
-    inputs = [query, key, value, None, None, None]
+    inputs = [query, key, value, None, None, None, None]
     options = json.dumps({"is_causal": True, "seq_len": SEQ_LEN, "return_lse": False, "dropout_p": 0.0})
     constants = json.dumps(compiled.constants(attention.pattern, attention.ring, None, kernel))
     checks = "test_schema", "test_faketensor"

@@ -110,7 +110,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
         for _ in range(4):
-            step = check_step(query, key, value, ignored, cache, pattern, None, kernel.name)
+            step = check_step(query, key, value, ignored, None, cache, pattern, None, kernel.name)
             out, lse = step.local_result()
             cache.append(key, value, ignored)
     assert out.shape == (2, 12, 1, 16)

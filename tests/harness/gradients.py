@@ -115,7 +115,7 @@ class GradientTests(AdapterSuite):
     )
     def test_only_some_inputs_need_gradients(self, world: World, needed: tuple[str, ...]) -> None:
         by_input = zip(*world.run(gradients_in_part, self.adapter, needed), strict=True)
-        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:], by_input, strict=True):
+        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:5], by_input, strict=True):
             if name in needed:
                 assert difference(torch.cat(parts, 1), wanted) <= FP64_TOLERANCE, name
             else:
@@ -133,7 +133,7 @@ class GradientTests(AdapterSuite):
     @core
     def test_gradients_accumulate(self, world: World) -> None:
         by_input = zip(*world.run(accumulated_gradients, self.adapter), strict=True)
-        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:], by_input, strict=True):
+        for name, wanted, parts in zip(_NAMES, expected(CASE)[2:5], by_input, strict=True):
             assert difference(torch.cat(parts, 1) / 2, wanted) <= FP64_TOLERANCE, name
 
     @core
