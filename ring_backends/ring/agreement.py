@@ -173,9 +173,13 @@ class Agreement:
     def _forget(self, error: RingMismatchError) -> None:
         """Forget the calls before ``error``, which all ranks raise, so that they may continue."""
         self._raised_by_all = error
+        self._latest.clear()
+        self._forget_events()
+
+    def _forget_events(self) -> None:
         self._event, self._event_of_another_name, self._history = None, b"", b""
-        for calls in (self._latest, self._next_events, self._with_values):
-            calls.clear()
+        self._next_events.clear()
+        self._with_values.clear()
 
     def is_raised_by_all(self, error: BaseException) -> bool:
         """Whether all ranks raise this error, as after a comparison, so that none has to be told."""
@@ -242,6 +246,7 @@ class Agreement:
         number = self._num_calls
         self._num_calls += 1  # a refused call is counted, as on the ranks that make it
         self._notices.refuse(number, f"refused its arguments with {type(error).__name__}: {str(error).rstrip(chr(46))}")
+        self._forget_events()  # as the ranks do that are told
 
     def _refuse_capture(self) -> None:
         # Before CUDA is initialized, the question would initialize it on GPU 0.

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.collectives import agree
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core
@@ -136,12 +137,14 @@ def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ende
     return ending(other_call if odd else call), ending(call)
 
 
-def refuse_alone(adapter: str) -> tuple[Ended, Ended]:
-    """One rank passes a bad argument in the first call. Then all ranks call."""
+def refuse_alone(adapter: str) -> tuple[Ended, Ended, Ended]:
+    """One rank passes a bad argument in the first call. Then all ranks call, and compare earlier values."""
     ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
     assert ring is not None
     call = local_call(adapter, ring, SMALL_CASE)
-    return ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True)), ending(call)
+    agree(ring, "first", values={"number": 1})
+    refused = ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True))
+    return refused, ending(call), ending(lambda: agree(ring, "last"))
 
 
 def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
@@ -234,9 +237,9 @@ class MismatchTests(AdapterSuite):
 
     @core
     def test_a_refusal_on_one_rank_is_reported_to_the_others(self, world: World) -> None:
-        for rank, (ended, ended_next) in enumerate(world.run(refuse_alone, self.adapter)):
+        for rank, (ended, *next_calls) in enumerate(world.run(refuse_alone, self.adapter)):
             assert ended.seconds < AT_ONCE, ended
-            assert ended_next.error == "no error", ended_next
+            assert [ended_next.error for ended_next in next_calls] == ["no error"] * 2, next_calls
             if rank == ODD_RANK:
                 assert ended.is_a(TypeError), ended
             else:
