@@ -62,11 +62,11 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("is_causal", [False, True], ids=["not causal", "causal"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_calls_equal_the_reference(kind: str, is_causal: bool, head_mode: str, part: int) -> None:
-    sizes: dict[str, Any] = {"max_n": 20, "max_heads": 3, "head_dims": (4, 1, 3, 16), "dtypes": [torch.float32]}
+    sizes: dict[str, Any] = {"max_n": 20, "max_heads": 2, "head_dims": (4, 1, 3, 16), "dtypes": [torch.float32]}
 
     # Without a seed of its own, every test would draw the same lengths and rates.
     @seed(crc32(repr((kind, is_causal, head_mode, part)).encode()))
-    @fixed_examples(11)
+    @fixed_examples(6)
     @given(case=attention_cases(**sizes, causal=[is_causal], head_modes=[head_mode], **KINDS[kind]))
     def check_cases(case: AttentionCase) -> None:
         case = replace(case, batch=min(case.batch, 2))
@@ -164,6 +164,10 @@ def test_head_dims(head_dim: int) -> None:
     check(case, results(case))
 
 
+def assert_same_bits(first: Results, second: Results) -> None:
+    assert all(map(torch.equal, first.computed().values(), second.computed().values()))
+
+
 @interpreted
 @pytest.mark.parametrize("spoiled", ["key", "value"])
 def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
@@ -172,7 +176,7 @@ def test_nan_in_an_ignored_key_reaches_nothing(spoiled: str) -> None:
     assert mask is not None
     position = int(mask.all(0).nonzero()[-1])
     broken = replace(case, spoiled=((spoiled, position, math.nan),))
-    assert all(map(torch.equal, results(broken), results(case)))
+    assert_same_bits(results(broken), results(case))
 
 
 @interpreted
@@ -183,14 +187,14 @@ def test_nan_in_rows_without_a_document_reaches_nothing() -> None:
     position = int((ids[0] < 0).nonzero()[-1])
     names = ("query", "key", "value", "grad_out")
     broken = replace(case, spoiled=tuple((name, position, math.nan) for name in names))
-    assert all(map(torch.equal, results(broken), results(case)))
+    assert_same_bits(results(broken), results(case))
 
 
 @interpreted
 def test_two_runs_are_bitwise_equal_and_inputs_unchanged() -> None:
     case = replace(LONGER, seq_len=40, segment_lengths=(16, 40), dilation_rates=(1, 2), dropout_p=0.2)
     before = case.tensors()
-    assert all(map(torch.equal, results(case), results(case)))
+    assert_same_bits(results(case), results(case))
     assert all(map(torch.equal, before[:4], case.tensors()[:4]))
 
 
