@@ -96,10 +96,9 @@ class _Attend(torch.autograd.Function):
             depends_on = inputs.query, inputs.key, inputs.value, grad_out
             grads = tuple(_RefuseSecondDerivative.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
         by_name = dict(zip(TENSORS, grads, strict=False))
-        *_, needs_sinks = ctx.needs_input_grad
-        if needs_sinks and inputs.sinks is not None:
-            by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
         needed = dict(zip(TENSORS, ctx.needs_input_grad[2:], strict=True))
+        if needed["sinks"] and inputs.sinks is not None:
+            by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
         return None, None, *(by_name[name] if needed[name] else None for name in TENSORS)
 
 

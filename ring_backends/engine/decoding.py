@@ -25,7 +25,7 @@ from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
-from ring_backends.schedule.bands import ANTICAUSAL, Band, Blocks, Part, cut_band
+from ring_backends.schedule.bands import ANTICAUSAL, Band, Blocks, Part, as_slice, cut_band
 from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20
@@ -117,8 +117,8 @@ class Step:
         lse = torch.full_like(out[..., 0], -math.inf)
         ring = cache.ring
         for number, group in enumerate(groups(self.pattern, query.shape[1], cache.seq_len, query.shape[2])):
-            heads = _as_slice(group.heads)
-            place = slice(None), heads, _as_slice(group.rows)
+            heads = as_slice(group.heads)
+            place = slice(None), heads, as_slice(group.rows)
             kv_heads = _kv_heads(group.heads, query.shape[1] // self.key.shape[1])
             rate, start = self.pattern.dilation_rates[group.branch], cache.seq_len + group.rows.start
             queries = _Queries(signed[place], out[place], lse[place])
@@ -128,7 +128,7 @@ class Step:
                 blocks = blocks_of_cached(len(group.rows), len(positions), positions.step // rate, band)
                 self._attend(queries, keys, blocks, scale)
             if number % ring.size == ring.rank:  # every rank has the keys of the new tokens
-                keys = _Keys.of(self.key, self.value, ignored, _as_slice(group.rows), kv_heads)
+                keys = _Keys.of(self.key, self.value, ignored, as_slice(group.rows), kv_heads)
                 blocks = _blocks(len(group.rows), len(group.rows), Band(below=group.band, above=0))
                 self._attend(queries, keys, blocks, scale)
         return out, lse
@@ -331,7 +331,7 @@ def blocks_of_cached(num_queries: int, num_keys: int, stride: int, below: int | 
         assert below is not None
         queries = range(first, num_queries, stride)
         for blocks in _blocks(len(queries), partly, Band(below=(below - first) // stride)):
-            parts = (part._replace(queries=queries[_as_slice(part.queries)]) for part in blocks.parts)
+            parts = (part._replace(queries=queries[as_slice(part.queries)]) for part in blocks.parts)
             yield blocks._replace(parts=tuple(parts))
 
 
@@ -347,7 +347,7 @@ def _blocks(num_queries: int, num_keys: int, band: Band) -> Iterator[Blocks]:
 def _rows_of(tensor: Tensor, rows: range, blocks: Blocks) -> Tensor:
     """A view of rows of a tensor [batch, heads, rows, …]; of several blocks, [batch, blocks, heads, rows, …]."""
     if blocks.repeats == 1:
-        return tensor[:, :, _as_slice(rows)]
+        return tensor[:, :, as_slice(rows)]
     stop = rows.stop + (blocks.repeats - 1) * blocks.step
     found = tensor[:, :, rows.start : stop].unfold(2, len(rows), blocks.step).transpose(1, 2)
     return found if tensor.dim() == 3 else found.transpose(3, 4)
@@ -369,10 +369,6 @@ def _as_range(numbers: Sequence[int]) -> range:
     return found
 
 
-def _as_slice(numbers: range) -> slice:
-    return slice(numbers.start, numbers.stop, numbers.step)
-
-
 def _kv_heads(heads: range, group_size: int) -> slice | tuple[int, ...]:
     """The key/value heads of some heads, so that their order fits a kernel's grouped heads."""
     of_heads = tuple(head // group_size for head in heads)
@@ -382,7 +378,7 @@ def _kv_heads(heads: range, group_size: int) -> slice | tuple[int, ...]:
         return of_heads
     step = distinct[1] - distinct[0] if len(distinct) > 1 else 1
     found = range(distinct[0], distinct[-1] + 1, step)
-    return _as_slice(found) if [*found] == distinct else tuple(distinct)
+    return as_slice(found) if [*found] == distinct else tuple(distinct)
 
 
 def _heads_of(tensor: Tensor, heads: slice | tuple[int, ...]) -> Tensor:

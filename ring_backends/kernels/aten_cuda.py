@@ -31,7 +31,7 @@ from ring_backends.kernels.base import (
     sum_heads,
 )
 from ring_backends.kernels.parts import MAX_ENTRIES, in_parts
-from ring_backends.schedule.bands import Band, trimmed
+from ring_backends.schedule.bands import Band, as_slice, trimmed
 
 HALF = (torch.bfloat16, torch.float16)
 _MAX_OFFSET = 2**31
@@ -291,7 +291,7 @@ def _windows(num_queries: int, num_keys: int, band: Band) -> list[tuple[slice, s
         queries, keys, (below, above) = part.queries, part.keys, astuple(part.band or Band())
         longer = len(keys) - len(queries)
         window = -1 if below is None else below + longer, -1 if above is None else above - longer
-        windows.append((slice(queries.start, queries.stop), slice(keys.start, keys.stop), window))
+        windows.append((as_slice(queries), as_slice(keys), window))
     return windows
 
 

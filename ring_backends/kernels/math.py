@@ -20,7 +20,7 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel, PairRule, check_tile
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.schedule.bands import CAUSAL, Band, trimmed
+from ring_backends.schedule.bands import CAUSAL, Band, as_slice, trimmed
 from ring_backends.torch_internals import has_values
 
 
@@ -106,12 +106,8 @@ class MathKernel(Kernel):
             for first_key in range(keys.start // self.block * self.block, keys.stop, self.block):
                 block = range(max(first_key, keys.start), min(first_key + self.block, keys.stop))
                 of_block = band and band.shifted(queries.start, block.start).limits(len(queries), len(block))
-                pairs.append(_BlockPair(_slice(queries), _slice(block), of_block))
-            yield _slice(queries), pairs
-
-
-def _slice(rows: range) -> slice:
-    return slice(rows.start, rows.stop)
+                pairs.append(_BlockPair(as_slice(queries), as_slice(block), of_block))
+            yield as_slice(queries), pairs
 
 
 def _forward_rows(

@@ -155,6 +155,11 @@ def _triangle(part: Part | None) -> tuple[Part, ...]:
     return (Part(queries[below:], own, ANTICAUSAL), Part(rest, own, None), Part(queries, others, None))
 
 
+def as_slice(rows: range) -> slice:
+    """The slice of a tensor's rows with these numbers."""
+    return slice(rows.start, rows.stop, rows.step)
+
+
 def ranges(whole: range, at_most: int) -> list[range]:
     """Cut a range into the smallest number of ranges of at most ``at_most``, of nearly equal sizes."""
     total = len(whole)

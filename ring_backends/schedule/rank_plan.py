@@ -80,10 +80,6 @@ class ParcelRows:
 
     parts: tuple[ParcelPart, ...]
 
-    @classmethod
-    def whole(cls, parcel: Parcel) -> ParcelRows:
-        return cls((ParcelPart(parcel, tuple(range(parcel.num_streams)), range(parcel.rows)),))
-
     @property
     def num_heads(self) -> int:
         return len(self.parts[0].streams)

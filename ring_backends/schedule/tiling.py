@@ -80,9 +80,9 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
     """
     num_queries, num_keys = tile.queries.rows, tile.keys.rows
     rows = min(max(num_queries, num_keys), size.rows_of_part)
-    has_window = tile.band is not None and not tile.is_causal
-    if tile.band is not None and has_window and not (size.takes_bands and max(num_queries, num_keys) <= rows):
-        cuts: Iterable[Blocks] = cut_band(num_queries, num_keys, tile.band, rows)
+    window = None if tile.is_causal else tile.band
+    if window is not None and not (size.takes_bands and max(num_queries, num_keys) <= rows):
+        cuts: Iterable[Blocks] = cut_band(num_queries, num_keys, window, rows)
     else:
         cells = product(ranges(range(num_queries), rows), ranges(range(num_keys), rows))
         found = (trimmed(*cell, tile.band) for cell in cells)
@@ -97,7 +97,7 @@ def cut(tile: Tile, size: TileSize, *, keeps_streams: bool) -> Iterator[Tile]:
                         queries=some_heads.queries.part_of_rows(queries),
                         keys=some_heads.keys.part_of_rows(keys),
                         band=band,
-                        opens_queries=tile.opens_queries and (is_own if has_window else keys.start == 0),
+                        opens_queries=tile.opens_queries and (is_own if window is not None else keys.start == 0),
                         opens_keys=tile.opens_keys and (is_own if tile.band is not None else queries.start == 0),
                     )
 
