@@ -80,7 +80,7 @@ def test_errors_of_the_parser(arguments: str) -> None:
         ("--segment-lengths 64,x --dilation-rates 1,2", "--segment-lengths: .* 'x' is not an integer or none; "),
         ("--segment-lengths none --dilation-rates none", "--dilation-rates: .* 'none' is not an integer; write"),
         ("--window-lengths 64,some,8", "--window-lengths: .* 'some' is not an integer or none; write for .* 2048,none"),
-        ("--window-lengths 64 none", "--window-lengths: window_lengths has 2 entries, and there are 3 branches: give"),
+        ("--window-lengths 64 none", "--window-lengths: window_lengths has 2 entries and segment_lengths has 3: give"),
         ("--window-lengths none 0 none", r"--window-lengths: window_lengths\[1\] = 0: must be at least 1"),
         ("--window-lengths 8,8,8 --padding zeros", "--window-lengths: .* with padding='zeros': .* padding='masked'"),
         ("--offset some", "--offset: offset = 'some': .*'every'"),

@@ -94,8 +94,8 @@ def trimmed(queries: range, keys: range, band: Band | None) -> Part | None:
 def cut_band(num_queries: int, num_keys: int, band: Band, max_rows: int) -> Iterator[Blocks]:
     """Cut a tile into triangles and rectangles of at most ``max_rows`` rows.
 
-    If query and key rows with the same number see each other, exactly one part has both, for every number. These parts
-    come before those that add to the same rows.
+    In a window around the diagonal, each row lies in exactly one part both as a query and as a key. This part comes
+    before the others that have the row.
     """
     below, above = band.below, band.above
     size, first, last = max_rows, 0, 0  # the blocks first … last − 1 have equal parts

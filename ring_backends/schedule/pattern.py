@@ -72,7 +72,7 @@ class DilatedPattern:
             windows = _positive_ints("window_lengths", self.window_lengths, (None,))
             if len(windows) != len(self.segment_lengths):
                 raise ValueError(
-                    f"window_lengths has {len(windows)} entries, and there are {len(self.segment_lengths)} branches: "
+                    f"window_lengths has {len(windows)} entries and segment_lengths has {len(self.segment_lengths)}: "
                     "give one entry per branch, None for a branch without a window."
                 )
             object.__setattr__(self, "window_lengths", None if set(windows) == {None} else windows)

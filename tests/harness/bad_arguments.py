@@ -72,7 +72,7 @@ BAD_CALLS = {
     "W alone": _made(TypeError, "window_lengths = 4", window_lengths=4),
     "W a string": _made(TypeError, "window_lengths = '4'", window_lengths="4"),
     "a window without a branch": _made(
-        ValueError, "window_lengths has 2 entries", "1 branches", "None", window_lengths=[4, None]
+        ValueError, "window_lengths has 2 entries", "segment_lengths has 1", "None", window_lengths=[4, None]
     ),
     "no window of a branch": _made(ValueError, "window_lengths is empty", window_lengths=[]),
     "windows with zero padding": _made(
