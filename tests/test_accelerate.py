@@ -26,7 +26,8 @@ PRELOAD = ["accelerate", "transformers.models.llama.modeling_llama", "ring_backe
 two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
 
-@pytest.mark.parametrize("name", ["llama", pytest.param("lora", marks=LONG)])
+@LONG
+@pytest.mark.parametrize("name", ["llama", "lora"])
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     expected = run_accelerate(name, None)

@@ -196,8 +196,8 @@ def _largest(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-@in_parts(6, pytest.mark.slow)
-@settings(max_examples=25, deadline=None)
+@in_parts(15, pytest.mark.slow)
+@settings(max_examples=10, deadline=None)
 @given(
     attention_cases(dtypes=[torch.float64], max_n=100),
     st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]),
@@ -231,8 +231,8 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
         assert ring.traffic.bytes == expected
 
 
-@in_parts(4)
-@settings(max_examples=10, deadline=None)
+@in_parts(8)
+@settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4]),
@@ -246,8 +246,8 @@ def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
     check_exact(actual, reference_results(case))
 
 
-@in_parts(2)
-@settings(max_examples=10, deadline=None)
+@in_parts(4)
+@settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4]),
@@ -262,8 +262,8 @@ def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_s
         assert error_norm(fine[name], exact[name]) <= 2 * error_norm(coarse[name], exact[name]) + tolerance, name
 
 
-@in_parts(4)
-@settings(max_examples=15, deadline=None)
+@in_parts(8)
+@settings(max_examples=8, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),
     ring_size=st.sampled_from([2, 3, 4, 7]),
@@ -280,8 +280,8 @@ def test_spread_branches_equal_the_reference(
         check_bytes(case, rings)
 
 
-@in_parts(2)
-@settings(max_examples=10, deadline=None)
+@in_parts(4)
+@settings(max_examples=5, deadline=None)
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([2, 3, 5]),

@@ -13,7 +13,7 @@ from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, 
 
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
-from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention
+from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention, precision
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 pytestmark = [
@@ -37,7 +37,7 @@ def check(got: Results, case: AttentionCase) -> None:
     query with a single key is the difference of two such sums.
     """
     terms = 4 * max(map(largest, expected(case).computed().values())) * case.head_dim**0.5
-    check_bounded(got, case, lambda name, tensor, wanted: terms * torch.finfo(tensor.dtype).eps)
+    check_bounded(got, case, lambda name, tensor, wanted: terms * precision(case, name, tensor))
 
 
 @each_dtype

@@ -159,7 +159,10 @@ def load_missing_checkpoint(path: str) -> Ended:
 
 
 class TestCheckpoints:
-    @pytest.mark.parametrize(("stage", "files"), [(0, "*model_states.pt"), (2, "*optim_states.pt")])
+    @pytest.mark.parametrize(
+        ("stage", "files"),
+        [pytest.param(0, "*model_states.pt", marks=pytest.mark.matrix(reason="another file")), (2, "*optim_states.pt")],
+    )
     def test_code_in_a_checkpoint_is_not_run(self, world: World, stage: int, files: str, tmp_path: Path) -> None:
         """DeepSpeed's own loader would run this code."""
         mark = tmp_path / "mark"
@@ -190,6 +193,7 @@ print(state.divisor, sorted(state.full_state_dict()))
 """
 
 
+@pytest.mark.matrix(reason="starts a process that imports the framework")
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     """The process also needs no compiler. Its PATH has only Python."""
     keep = ("HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")

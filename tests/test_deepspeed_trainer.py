@@ -12,7 +12,8 @@ from trainer_cases import PLAIN, SIZES, VOCABULARY, assert_equal, run
 from ring_backends.testing.world import World
 
 
-@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.matrix(reason="trains two models")), 3])
+@pytest.mark.matrix(reason="trains two models")
+@pytest.mark.parametrize("stage", [2, 3])
 def test_zero(stage: int) -> None:
     expected = run("llama", None)
     with World(2) as ranks:

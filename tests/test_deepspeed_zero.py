@@ -161,13 +161,14 @@ class TestZeRO:
             for name, tensor in after.items():
                 assert torch.equal(tensor, before[name]) == ("layers.1" in name), name
 
-    @pytest.mark.parametrize("stage", range(4))
+    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=OTHER_STAGES) for stage in range(3)), 3])
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
     def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
         for moved, default in world.run(train_under_default_dtype, zero(stage), dtype):
             assert moved == 3.0
             assert default == dtype
 
+    @pytest.mark.matrix(reason="several stages")
     def test_training_resumes_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
         path = str(tmp_path / "checkpoint")

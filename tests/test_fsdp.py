@@ -228,6 +228,7 @@ for strategy in ("fsdp2", "hsdp", "fsdp1"):
 """
 
 
+@pytest.mark.matrix(reason="starts a process that imports the framework")
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     keep = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
     environment = {name: os.environ[name] for name in keep if name in os.environ}

@@ -61,6 +61,7 @@ def save_after_two_steps(path: str, strategy: str) -> Stretch:
 ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 
 
+@pytest.mark.matrix(reason="another strategy")
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), pytest.param("fsdp1", "hsdp", marks=pytest.mark.slow)]
 )
@@ -109,6 +110,7 @@ def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float
     return go_on(states[0], 3), go_on(states[1], 3)
 
 
+@pytest.mark.matrix(reason="the suite tests fsdp2 and used parameters")
 @every_strategy
 def test_training_resumes_with_an_unused_parameter(world: World, tmp_path: Path, strategy: Strategy) -> None:
     for wanted, resumed in world.run(save_and_load_partly_used, str(tmp_path / "checkpoint"), strategy):
@@ -161,6 +163,7 @@ def save_before_the_first_step(path: str) -> tuple[list[float], list[float]]:
     return five_steps(trainer).losses, load_and_resume(ADAPTER, TWO, replace(ADAM, seed=9), path, {}).losses
 
 
+@pytest.mark.matrix(reason="a rare state")
 def test_a_checkpoint_from_before_the_first_step(world: World, tmp_path: Path) -> None:
     for uninterrupted, resumed in world.run(save_before_the_first_step, str(tmp_path / "checkpoint")):
         assert resumed == uninterrupted

@@ -17,6 +17,7 @@ ADAPTER = "ring_backends.adapters.fsdp"
 two = world_of(2, ADAPTER)
 
 
+@pytest.mark.matrix(reason="test_gigapath.py trains on a ring; here the wrapper is another one")
 def test_training(two: World) -> None:
     losses, parameters = cases.train(cases.ClassificationHead(cases.make_model()), Ring())
     for found, after in two.run(cases.train_here, TWO_OF_TWO, ADAPTER):

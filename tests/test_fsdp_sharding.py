@@ -126,7 +126,12 @@ def initialise_differently(strategy: str) -> list[State]:
         return train(ADAPTER, TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02, steps=2), options)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"])
+OTHERS = pytest.mark.matrix(reason="other strategies")
+
+
+@pytest.mark.parametrize(
+    "strategy", ["fsdp2", *(pytest.param(x, marks=OTHERS) for x in ("hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"))]
+)
 def test_replicas_with_different_initial_parameters_become_equal(world: World, strategy: str) -> None:
     by_rank = world.run(initialise_differently, strategy)
     for states in by_rank[1:]:

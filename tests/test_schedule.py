@@ -202,8 +202,8 @@ def check_bytes(schedule: RingSchedule) -> None:
             assert sum(parcel.rows * parcel.num_streams for parcel in parcels) == int(rows[plan.rank])
 
 
-@in_parts(2)
-@settings(max_examples=40, deadline=None)
+@in_parts(4)
+@settings(max_examples=20, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
 def test_receives_match_sends(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
@@ -212,15 +212,18 @@ def test_receives_match_sends(part: int, case: AttentionCase, ring_size: int, la
     check_bytes(schedule)
 
 
-@settings(max_examples=50, deadline=None)
-@given(CASES, RING_SIZES, LAYOUTS)
-def test_every_visible_pair_is_computed_exactly_once(case: AttentionCase, ring_size: int, layout: str) -> None:
+@in_parts(3)
+@settings(max_examples=20, deadline=None)
+@given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
+def test_every_visible_pair_is_computed_exactly_once(
+    part: int, case: AttentionCase, ring_size: int, layout: str
+) -> None:
     check_completeness(schedule_of(case, ring_size, layout), case)
     check_openings(schedule_of(case, ring_size, layout))
 
 
-@in_parts(2)
-@settings(max_examples=20, deadline=None)
+@in_parts(4)
+@settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=st.integers(1, 8), layout=LAYOUTS)
 def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     schedule = schedule_of(case, ring_size, layout)
@@ -232,8 +235,8 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
         check_openings(schedule)
 
 
-@in_parts(2)
-@settings(max_examples=25, deadline=None)
+@in_parts(5)
+@settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS, message_cost=st.sampled_from([0.0, 0.3, 5.0]))
 def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
     """All branches are spread, in one hop or in several."""
@@ -251,8 +254,8 @@ def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout:
             check_openings(schedule)
 
 
-@in_parts(2)
-@settings(max_examples=25, deadline=None)
+@in_parts(5)
+@settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
 def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""

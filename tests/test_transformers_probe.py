@@ -118,6 +118,7 @@ def test_models_that_are_refused(name: str, options: dict[str, Any], message: st
     assert torch.equal(model(**batch)[0], before)
 
 
+@pytest.mark.matrix(reason="makes models of many classes")
 def test_parts_of_a_composite_are_refused() -> None:
     """The configuration of the whole says nothing about the layers of its text model."""
     if not hasattr(transformers, "Qwen3_5ForTokenClassification"):

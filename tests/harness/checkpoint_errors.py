@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import TWO
 from ring_backends.testing.training_checkpoints import ADAM, ODD_RANK
@@ -188,6 +188,7 @@ def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tup
     return saved, ending(lambda: trainer.state.load(Path(folder, "0", "checkpoint"))), trainer.state.step_count
 
 
+@core
 class CheckpointErrorTests(AdapterSuite):
     @requires("training", "save and load")
     @pytest.mark.parametrize("what", ["spoiled", "damaged"])

@@ -22,7 +22,7 @@ from ring_backends.testing.calls import (
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
-from ring_backends.testing.rings import RingSpec, every_ring_and_layout, every_size_and_layout
+from ring_backends.testing.rings import FOUR, RingSpec, every_ring_and_layout, every_size_and_layout
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -103,11 +103,15 @@ class GradientTests(AdapterSuite):
     ) -> None:
         check_exact(world, self.adapter, rings, layout, [case])
 
+    @core
     @every_size_and_layout
     def test_gradients_of_edge_cases_match_the_definition(
         self, world: World, rings: RingSpec, layout: LayoutKind
     ) -> None:
         check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()))
+
+    def test_gradients_of_some_edge_cases_match_the_definition(self, world: World) -> None:
+        check_exact(world, self.adapter, FOUR, "zigzag", [*EDGE_CASES.values()][::4])
 
     @core
     @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, every_precision
@@ -138,6 +138,7 @@ class TrainingCheckpointTests(AdapterSuite):
             assert "load() after 1 backward calls" in refused.message
             assert restored
 
+    @core
     @requires("training", "save and load", "another ring size")
     def test_a_checkpoint_resumes_with_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
