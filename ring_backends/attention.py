@@ -32,6 +32,7 @@ from ring_backends.engine.validation import (
     draw_seed,
 )
 from ring_backends.kernels.merge import merge_zero_value_
+from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
@@ -54,7 +55,7 @@ class RingDilatedAttention(nn.Module, ABC):
         scale: factor on the scores; None means 1 / sqrt(head_dim).
         kernel: name of a kernel. ``"auto"`` chooses one that can run the call.
         dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
-            ``triton_dilated`` support dropout.
+            ``triton_dilated`` support dropout, and ``math`` a score_mod.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
             their bytes. Every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, an
             element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values of the
@@ -170,6 +171,7 @@ class RingDilatedAttention(nn.Module, ABC):
         document_ids: Tensor | None = None,
         dropout_seed: int | None = None,
         sinks: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend from the local queries to the keys of the whole sequence.
@@ -193,6 +195,12 @@ class RingDilatedAttention(nn.Module, ABC):
             sinks: floating point [heads], the score of one more key of each head (the learned sinks of gpt-oss). Every
                 query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. The
                 gradient of ``sinks`` is that of this rank's rows, like that of any parameter. None means no sinks.
+            score_mod: a function (score, batch, head, q_idx, kv_idx) -> score, as that of ``flex_attention`` of torch.
+                It is applied to the scaled score of each pair that the query sees, and gradients go through it. The
+                five arguments are tensors without dimensions: batch counts the batch, head the query heads, q_idx and
+                kv_idx are global positions. A result of −inf hides the pair. Tensors that the function captures are
+                whole on every rank, and do not require a gradient. See :mod:`ring_backends.score_mods` for functions of
+                the literature. The kernel ``math`` supports it. Under ``torch.compile``, such a call breaks the graph.
             return_lse: whether to return the LSE too.
 
         Returns:
@@ -210,7 +218,12 @@ class RingDilatedAttention(nn.Module, ABC):
         dropout_p = self.dropout_p if self.training else 0.0
         seed = self._draw_seed(dropout_seed, dropout_p)
         tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
-        return self.attend(AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p))
+        inputs = AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p, score_mod)
+        return self.attend(inputs) if score_mod is None else self._attend_outside_graphs(inputs)
+
+    @torch.compiler.disable(reason="a score_mod is a function, and a graph takes tensors")  # type: ignore[untyped-decorator]
+    def _attend_outside_graphs(self, inputs: AttentionInputs) -> Any:
+        return self.attend(inputs)
 
     def attend(self, inputs: AttentionInputs) -> Any:
         """Compute one call. An adapter overrides this method if its calls need communication besides hops.
@@ -246,13 +259,14 @@ class RingDilatedAttention(nn.Module, ABC):
         seq_len: int | None = None,
         key_padding_mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend causally over a prompt, and keep its keys and values. Every rank passes its rows of the prompt.
 
         Args:
             cache: an empty cache of this module.
-            query, key, value, seq_len, key_padding_mask, sinks, return_lse: as in :meth:`forward`.
+            query, key, value, seq_len, key_padding_mask, sinks, score_mod, return_lse: as in :meth:`forward`.
 
         Returns:
             As :meth:`forward`. There is no gradient.
@@ -269,8 +283,8 @@ class RingDilatedAttention(nn.Module, ABC):
             seq_len = check_layout(query.shape[1], seq_len, self.ring).seq_len
             if cache.max_len is not None and seq_len > cache.max_len:
                 raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
-        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "sinks": sinks, "return_lse": return_lse}
-        results = self(query, key, value, is_causal=True, seq_len=seq_len, **options)
+        options: dict[str, Any] = {"key_padding_mask": key_padding_mask, "sinks": sinks, "score_mod": score_mod}
+        results = self(query, key, value, is_causal=True, seq_len=seq_len, return_lse=return_lse, **options)
         cache.fill(autocast(key), autocast(value), key_padding_mask, seq_len)
         return results
 
@@ -285,6 +299,7 @@ class RingDilatedAttention(nn.Module, ABC):
         *,
         key_padding_mask: Tensor | None = None,
         sinks: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         return_lse: bool = False,
     ) -> Any:
         """Attend from new tokens to the cache and to each other, causally, and add them to the cache.
@@ -298,7 +313,7 @@ class RingDilatedAttention(nn.Module, ABC):
             key, value: [batch, new tokens, key/value heads, head_dim].
             cache: a cache of this module. If it is empty, the sequence begins with these tokens.
             key_padding_mask: bool [batch, new tokens], True where a key is to be ignored.
-            sinks: as in :meth:`forward`, the same in every step.
+            sinks, score_mod: as in :meth:`forward`, the same in every step.
             return_lse: whether to return the LSE too.
 
         Returns:
@@ -313,7 +328,7 @@ class RingDilatedAttention(nn.Module, ABC):
         with self.ring.report_refusals():
             self._check_cache(cache)
             settings = cache, self.pattern, self.scale, self.kernel
-            step = check_step(query, key, value, key_padding_mask, sinks, *settings)
+            step = check_step(query, key, value, key_padding_mask, sinks, score_mod, *settings)
         out, lse = step.exchange(*step.local_result(), configuration_of(step, self._module_number))
         if sinks is not None:
             merge_zero_value_(out, lse, sinks[:, None])
@@ -403,6 +418,7 @@ def dilated_attention(
     document_ids: Tensor | None = None,
     dropout_seed: int | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Dilated attention on a single device: the same result as :class:`RingDilatedAttention` on a ring of one.
@@ -413,7 +429,7 @@ def dilated_attention(
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
         key, value: [batch, seq, key/value heads, head_dim]. Their number of heads divides the number of query heads.
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
-        is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, sinks, return_lse: as in
+        is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, sinks, score_mod, return_lse: as in
             :class:`RingDilatedAttention`.
         dropout_p: probability that an attention weight is dropped in this call; below 1.
 
@@ -430,6 +446,6 @@ def dilated_attention(
     dropout_p = check_dropout(dropout_p)
     seed = draw_seed(dropout_seed, dropout_p)
     tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
-    inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p)
+    inputs = AttentionInputs(*tensors, is_causal, None, return_lse, dropout_p, score_mod)
     inputs, call = look_up(inputs, pattern, Ring(), check_scale(scale), kernel)
     return attend(inputs, RingExecutor(call))

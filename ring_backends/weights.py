@@ -19,6 +19,7 @@ from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.score_mod import PairScores, ScoreMod
 from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -37,6 +38,7 @@ def attention_weights(
     key_padding_mask: Tensor | None = None,
     document_ids: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
 ) -> Tensor:
     """Return the attention weights that ``attention`` gives the queries at some positions, without gradients.
 
@@ -47,8 +49,8 @@ def attention_weights(
         query: [batch, local seq, heads, head_dim].
         key: [batch, local seq, key/value heads, head_dim].
         positions: global positions of the chosen queries, the same on every rank.
-        is_causal, seq_len, key_padding_mask, document_ids, sinks: as in a call of ``attention``; dropout does not
-            apply.
+        is_causal, seq_len, key_padding_mask, document_ids, sinks, score_mod: as in a call of ``attention``; dropout
+            does not apply.
 
     Returns:
         [batch, heads, len(positions), local seq], in the statistics dtype (fp32; fp64 for fp64): the weight of each of
@@ -71,7 +73,7 @@ def attention_weights(
     ring = attention.ring
     ring.check_connected()
     tensors = (query, key, key, key_padding_mask, document_ids)
-    options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len}
+    options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len, "score_mod": score_mod}
     inputs, call = attention.check_call(AttentionInputs(*tensors, **options))
     layout = call.layout
     with ring.report_refusals():
@@ -82,6 +84,9 @@ def attention_weights(
         rows = gather(_rows_here(inputs.query.to(dtype), here, chosen)).sum(0)
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
         scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale
+        if score_mod is not None:
+            pairs = PairScores.of_rows(score_mod, chosen, here, *scores.shape[:2])
+            scores = pairs.modified(scores)
         counts = _counts(attention.pattern, query.shape[2], chosen, here, layout.seq_len, is_causal).to(scores)
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)
         if key_padding_mask is not None:

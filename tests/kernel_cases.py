@@ -50,7 +50,7 @@ class CountOperators(TorchDispatchMode):
 
 def kernel_id(value: object) -> str | None:
     if isinstance(value, MathKernel):
-        return f"math-block{value.block}"
+        return f"math-block{value.block}" if value.block else "math"
     return value.name if isinstance(value, Kernel) else None
 
 

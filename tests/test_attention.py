@@ -45,8 +45,9 @@ def reference_results(case: AttentionCase) -> Results:
     return results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves + sinks, grad_out.double()))
 
 
-def marks_of_reference(case: AttentionCase) -> dict[str, Tensor | None]:
-    return {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
+def marks_of_reference(case: AttentionCase) -> dict[str, Any]:
+    marks = {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
+    return {**marks, "modified_scores": case.modified_scores()}
 
 
 def plain_results(case: AttentionCase) -> Results:
@@ -102,6 +103,7 @@ def single_device_results(case: AttentionCase, **options: Any) -> Results:
     options |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
     sinks = sink_leaves(case)
     options |= {"sinks": sinks[0]} if sinks else {}
+    options |= {} if case.score_mod is None else {"score_mod": case.score_function()}
     out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
     assert not lse.requires_grad
     return results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
@@ -135,6 +137,7 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
             document_ids=local_ids,
             dropout_seed=case.seed,
             sinks=sinks[0] if sinks else None,
+            score_mod=case.score_function(),
             return_lse=True,
         )
         grads = torch.autograd.grad(out, leaves + sinks, ring.shard(grad_out))
@@ -175,7 +178,11 @@ def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
 
 # These cases are large, so that the ratio of two error norms depends little on chance.
 LOW_PRECISION_CASES = attention_cases(
-    dtypes=[torch.float32, torch.bfloat16, torch.float16], head_dims=[16, 8, 32], dropout_ps=[0.0], sinks=[False]
+    dtypes=[torch.float32, torch.bfloat16, torch.float16],
+    head_dims=[16, 8, 32],
+    dropout_ps=[0.0],
+    sinks=[False],
+    score_mods=[None],
 ).filter(lambda case: case.batch * case.seq_len * case.num_kv_heads * case.head_dim >= 2048)
 
 

@@ -14,6 +14,7 @@ from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, 
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
 from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention, precision
+from ring_backends.testing.score_functions import NAMES
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
 pytestmark = [
@@ -27,6 +28,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "documents": {"documents": ["some", "shuffled"], "paddings": ["masked"], "dropout_ps": [0.0]},
     "dropout": {"masks": [None], "documents": [None], "dropout_ps": [0.3]},
     "all": {"masks": ["random"], "documents": ["some"], "paddings": ["masked"], "dropout_ps": [0.3]},
+    "score_mod": {"documents": [None], "score_mods": NAMES, "dropout_ps": [0.0]},
 }
 
 
@@ -45,14 +47,18 @@ def check(got: Results, case: AttentionCase) -> None:
 @each_kernel
 def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torch.dtype) -> None:
     names = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
-    marks = {name: kind in (option, "all") for name, option in names.items()}
+    marks = {name: kind in (option, "all") for name, option in names.items()} | {"has_score_mod": kind == "score_mod"}
     reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, 64, **marks))
     if reasons:
         pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
 
     @seed(crc32(repr((kernel.name, kind, dtype)).encode()))
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(case=attention_cases(max_n=400, head_dims=(64, 16, 128), dtypes=[dtype], **KINDS[kind]))
+    @given(
+        case=attention_cases(
+            max_n=400, head_dims=(64, 16, 128), dtypes=[dtype], **{"score_mods": [None], **KINDS[kind]}
+        )
+    )
     def check_case(case: AttentionCase) -> None:
         case = replace(case, batch=min(case.batch, 2))
         attention = new_attention(ADAPTER, None, case, kernel=kernel.name)

@@ -62,7 +62,7 @@ JUNK = st.one_of(
 ARGUMENTS = (
     *("query", "key", "value", "segment_lengths", "dilation_rates"),
     *("is_causal", "head_mode", "offset", "padding", "window_lengths", "scale", "kernel"),
-    *("key_padding_mask", "return_lse", "document_ids", "dropout_p", "dropout_seed", "sinks"),
+    *("key_padding_mask", "return_lse", "document_ids", "dropout_p", "dropout_seed", "sinks", "score_mod"),
 )
 
 

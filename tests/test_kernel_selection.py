@@ -136,6 +136,13 @@ def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(
         select_kernel("aten_cuda_cudnn", inputs_of())
 
 
+def test_only_math_calls_a_score_mod(gpu_of: Callable[..., None]) -> None:
+    gpu_of((9, 0))
+    assert select_kernel("auto", inputs_of(has_score_mod=True)).name == "math"
+    with pytest.raises(ValueError, match=r"aten_cuda_flash.* it cannot call a score_mod"):
+        select_kernel("aten_cuda_flash", inputs_of(has_score_mod=True))
+
+
 @pytest.mark.parametrize("option", [None, "has_key_mask", "has_documents", "has_dropout"])
 def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., None], option: str | None) -> None:
     gpu_of((9, 0), triton="Triton is not installed")

@@ -9,6 +9,7 @@ import ast
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     query, key, value, _, mask = case.tensors()
     ids, factors, sinks = case.document_ids(), case.weight_factors(), case.sink_scores()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    score_mod = case.score_function()
     out = torch.zeros(query.shape, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
     for b in range(case.batch):
@@ -75,6 +77,11 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
                     if not ignored and not elsewhere:
                         products = zip(query[b, t, h].tolist(), key[b, u, kv_head].tolist(), strict=True)
                         score = scale * sum(x * y for x, y in products)
+                        if score_mod is not None:
+                            pair = (torch.tensor(x) for x in (b, h, t, u))
+                            score = float(score_mod(torch.tensor(score, dtype=torch.float64), *pair))
+                            if score == -math.inf:
+                                continue
                         factor = 1.0 if factors is None else float(factors[b, h, t, u])
                         pairs.append((score, factor, value[b, u, kv_head].tolist()))
                 if sinks is not None:
@@ -93,8 +100,9 @@ def leaves(case: AttentionCase) -> tuple[list[Tensor], Tensor, Tensor | None]:
     return [x.requires_grad_() for x in inputs], grad_out, mask
 
 
-def marks(case: AttentionCase) -> dict[str, Tensor | None]:
-    others = {"weight_factors": case.weight_factors(), "sinks": case.sink_scores()}
+def marks(case: AttentionCase) -> dict[str, Any]:
+    others: dict[str, Any] = {"weight_factors": case.weight_factors(), "sinks": case.sink_scores()}
+    others["modified_scores"] = case.modified_scores()
     return {"document_ids": case.document_ids(), **others}
 
 

@@ -68,11 +68,12 @@ def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tupl
 
 
 @pytest.mark.parametrize("ring_size", [pytest.param(1, marks=pytest.mark.matrix(reason="a ring does the same")), 4])
-@pytest.mark.parametrize("option", ["plain", "key mask", "documents", "dropout", "zero keys"])
+@pytest.mark.parametrize("option", ["plain", "key mask", "documents", "dropout", "zero keys", "score_mod"])
 @pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
 def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
     named = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
+    named["has_score_mod"] = "score_mod"
     needs = KernelInputs(torch.device("meta"), dtype, 16, **{name: option == which for name, which in named.items()})
     if kernel.not_supported_reasons(needs):
         pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
@@ -87,6 +88,8 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
             inputs = replace(inputs, document_ids=torch.empty(marks, dtype=torch.int64, device="meta"))
         if option == "dropout":
             inputs = replace(inputs, dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="cpu"))
+        if option == "score_mod":
+            inputs = replace(inputs, score_mod=lambda score, batch, head, q, k: torch.tanh(score) - head * (q - k))
         if option == "zero keys":
             inputs = replace(inputs, is_causal=False)
         with mock.patch("ring_backends.engine.call.select_kernel", return_value=kernel):
@@ -110,7 +113,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
         for _ in range(4):
-            step = check_step(query, key, value, ignored, None, cache, pattern, None, kernel.name)
+            step = check_step(query, key, value, ignored, None, None, cache, pattern, None, kernel.name)
             out, lse = step.local_result()
             cache.append(key, value, ignored)
     assert out.shape == (2, 12, 1, 16)

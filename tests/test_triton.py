@@ -63,6 +63,7 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_calls_equal_the_reference(kind: str, is_causal: bool, head_mode: str, part: int) -> None:
     sizes: dict[str, Any] = {"max_n": 20, "max_heads": 2, "head_dims": (4, 1, 3, 16), "dtypes": [torch.float32]}
+    sizes["score_mods"] = [None]
 
     # Without a seed of its own, every test would draw the same lengths and rates.
     @seed(crc32(repr((kind, is_causal, head_mode, part)).encode()))

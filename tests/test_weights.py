@@ -34,7 +34,8 @@ def weights_of(ring: Ring, case: AttentionCase = CASE, positions: Any = CHOSEN) 
     marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
     marks = {name: None if x is None else ring.shard(x) for name, x in marks.items()}
     rows = ring.shard(query), ring.shard(key)
-    return attention_weights(attention, *rows, positions, **marks, **call, sinks=case.sink_scores())
+    scores = {"sinks": case.sink_scores(), "score_mod": case.score_function()}
+    return attention_weights(attention, *rows, positions, **marks, **call, **scores)
 
 
 def check(weights: Tensor, case: AttentionCase, positions: Any) -> None:

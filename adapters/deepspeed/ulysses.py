@@ -18,6 +18,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as comm
@@ -29,6 +30,7 @@ from torch import Tensor
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.calls import Call
 from ring_backends.ring.rendezvous import connect
 from ring_backends.ring.ring import Ring
@@ -177,6 +179,7 @@ class UlyssesAttention:
         )
         call = ring.agreement.begin(configuration)
         statistics: list[Tensor] = []
+        first_head = query.shape[2] // ring.ulysses_size * ring.ulysses_rank
         with self._trading(call):
             others = replace(
                 inputs,
@@ -184,6 +187,7 @@ class UlyssesAttention:
                 key_padding_mask=self._of_group(inputs.key_padding_mask),
                 document_ids=self._of_group(inputs.document_ids),
                 sinks=None if inputs.sinks is None else inputs.sinks.chunk(ring.ulysses_size)[ring.ulysses_rank],
+                score_mod=None if inputs.score_mod is None else partial(_of_share, inputs.score_mod, first_head),
             )
             # Built for each call: it holds a process group, and a module that keeps one cannot be copied.
             trade = DistributedAttention(self._attend_share, ring.ulysses_group, scatter_idx=2, gather_idx=1)
@@ -243,6 +247,13 @@ class UlyssesAttention:
         gathered = [torch.empty_like(own) for _ in range(self.ring.ulysses_size)]
         comm.all_gather(gathered, own, group=self.ring.ulysses_group)
         return torch.cat([part.view(marks.dtype) for part in gathered], 1)
+
+
+def _of_share(
+    score_mod: ScoreMod, first: int, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor
+) -> Tensor:
+    """A score_mod for the share of the heads that begins with head ``first``."""
+    return score_mod(score, batch, head + first, q_idx, kv_idx)
 
 
 def _check_no_dropout(dropout_p: float) -> None:

@@ -85,11 +85,15 @@ def choices(device_name: str) -> list[dict[str, str]]:
         (torch.bfloat16, 128, ("has_key_mask",)),
         (torch.bfloat16, 128, ("has_documents",)),
         (torch.bfloat16, 128, ("has_dropout",)),
+        (torch.bfloat16, 128, ("has_score_mod",)),
     ):
         inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(flags, True))
         name, why = explain_choice(inputs)
         call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
-        call += "".join(f", {flag.partition('_')[2].replace('_', ' ')}" for flag in flags)
+        call += "".join(
+            f", {flag.partition('_')[2].replace('_', ' ') if flag != 'has_score_mod' else 'score_mod'}"
+            for flag in flags
+        )
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 

@@ -22,6 +22,7 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.score_mod import check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
@@ -123,6 +124,7 @@ class AttentionCall:
                 "scale": self.scale,
                 "key_padding_mask": "none" if mask is None else "given",
                 "sinks": "none" if inputs.sinks is None else "given",
+                "score_mod": "none" if inputs.score_mod is None else identity(inputs.score_mod),
                 "document_ids": "none" if documents is None else f"given, {documents.dtype}",
                 "dropout_p": 0.0 if self.dropout is None else self.dropout.p,
                 "grad_wire_dtype": "none" if self.grad_wire_dtype is None else str(self.grad_wire_dtype),
@@ -150,6 +152,8 @@ def look_up(
     key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
+        if inputs.score_mod is not None:  # what it captures may have changed
+            check_score_mod(inputs.score_mod, inputs.query)
         device = inputs.query.device.type
         return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
@@ -174,6 +178,7 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
     query, key, value = inputs.query, inputs.key, inputs.value
     marks = inputs.key_padding_mask, inputs.document_ids, inputs.sinks
     options = inputs.is_causal, inputs.return_lse, inputs.seq_len
+    score_mod = None if inputs.score_mod is None else identity(inputs.score_mod)
     types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
     if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
         return None
@@ -195,6 +200,7 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
         () if device.type == "cpu" and "auto" in settings else tuple(map(os.environ.get, ENVIRONMENT)),
         tuple(None if x is None else (x.shape, x.dtype, x.device) for x in marks),
         options,
+        score_mod,
         inputs.dropout_p if inputs.dropout_seed is not None else None,
     )
 
@@ -213,6 +219,8 @@ def check_call(
     query, key, value = inputs.query, inputs.key, inputs.value
     check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
     check_sinks(inputs.sinks, query)
+    if inputs.score_mod is not None:
+        check_score_mod(inputs.score_mod, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
@@ -226,6 +234,7 @@ def check_call(
         has_key_mask=inputs.key_padding_mask is not None,
         has_dropout=dropout is not None,
         has_documents=inputs.document_ids is not None,
+        has_score_mod=inputs.score_mod is not None,
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
     chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -19,10 +19,11 @@ from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
-from ring_backends.kernels import Kernel, KernelInputs, select_kernel
+from ring_backends.kernels import Kernel, KernelInputs, PairRule, pairwise, select_kernel
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
+from ring_backends.kernels.score_mod import PairScores, ScoreMod, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
 from ring_backends.schedule.bands import ANTICAUSAL, Band, Blocks, Part, as_slice, cut_band
@@ -95,6 +96,7 @@ class Step:
         key, value: [batch, key/value heads, new tokens, head_dim].
         ignored: bool [batch, new tokens], True for a key to ignore; None for none.
         has_sinks: whether the call has sinks. They are merged after the exchange.
+        score_mod: changes the score of each pair; None for no change.
     """
 
     pattern: DilatedPattern
@@ -106,6 +108,7 @@ class Step:
     value: Tensor
     ignored: Tensor | None
     has_sinks: bool
+    score_mod: ScoreMod | None = None
 
     def local_result(self) -> tuple[Tensor, Tensor]:
         """out and LSE of the new tokens over this rank's keys, in the statistics dtype."""
@@ -122,18 +125,31 @@ class Step:
             kv_heads = _kv_heads(group.heads, query.shape[1] // self.key.shape[1])
             rate, start = self.pattern.dilation_rates[group.branch], cache.seq_len + group.rows.start
             queries = _Queries(signed[place], out[place], lse[place])
+            of_queries = range(start, start + len(group.rows) * rate, rate)
             for rows, positions in cache.rows(group.begin, cache.seq_len, rate):
                 band = None if group.band is None else group.band - (start - positions.start) // rate
                 keys = _Keys.of(cache.key, cache.value, cache.ignored, rows, kv_heads)
                 blocks = blocks_of_cached(len(group.rows), len(positions), positions.step // rate, band)
-                self._attend(queries, keys, blocks, scale)
+                self._attend(queries, keys, blocks, scale, self._pair_scores(group.heads, of_queries, positions))
             if number % ring.size == ring.rank:  # every rank has the keys of the new tokens
                 keys = _Keys.of(self.key, self.value, ignored, as_slice(group.rows), kv_heads)
                 blocks = _blocks(len(group.rows), len(group.rows), Band(below=group.band, above=0))
-                self._attend(queries, keys, blocks, scale)
+                self._attend(queries, keys, blocks, scale, self._pair_scores(group.heads, of_queries, of_queries))
         return out, lse
 
-    def _attend(self, queries: _Queries, keys: _Keys, blocks: Iterator[Blocks], scale: float) -> None:
+    def _pair_scores(self, heads: range, queries: range, keys: range) -> PairScores | None:
+        """The score_mod of some heads, queries and keys, given by their positions; None without."""
+        if self.score_mod is None:
+            return None
+        entries, numbers, of_queries, of_keys = (
+            torch.arange(x.start, x.stop, x.step, device=self.query.device)
+            for x in (range(self.query.shape[0]), heads, queries, keys)
+        )
+        return PairScores(self.score_mod, entries, numbers, of_queries[None, None], of_keys[None, None])
+
+    def _attend(
+        self, queries: _Queries, keys: _Keys, blocks: Iterator[Blocks], scale: float, pairs: PairScores | None
+    ) -> None:
         """Attend from the queries to the keys, and merge the results into those so far."""
         for block in blocks:
             for part in block.parts:
@@ -146,7 +162,11 @@ class Step:
                     tensors = [None if x is None else x.flip(2) for x in tensors]
                 *rows, mask = tensors
                 options = {"is_causal": part.band is not None, "scale": scale, "key_mask": mask}
-                out, lse = self.kernel.forward(*rows, **options)  # type: ignore[arg-type]
+                if pairs is None:
+                    out, lse = self.kernel.forward(*rows, **options)  # type: ignore[arg-type]
+                else:
+                    rule = PairRule(scores=_of_part(pairs, part, block, is_reversed))
+                    out, lse = pairwise.forward(self.kernel, rule, *rows, **options)  # type: ignore[arg-type]
                 if is_reversed:
                     out, lse = out.flip(2), lse.flip(2)
                 if block.repeats > 1:
@@ -222,6 +242,7 @@ def check_step(
     value: Tensor,
     ignored: Tensor | None,
     sinks: Tensor | None,
+    score_mod: ScoreMod | None,
     cache: KeyValueCache,
     pattern: DilatedPattern,
     scale: float | None,
@@ -235,6 +256,8 @@ def check_step(
     query, key, value = map(autocast, (query, key, value))
     check_tensors(query, key, value, ignored)
     check_sinks(sinks, query)
+    if score_mod is not None:
+        check_score_mod(score_mod, query)
     check_cache(cache, key)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")
@@ -247,14 +270,20 @@ def check_step(
     pattern.check(seq_len=seq_len, num_heads=query.shape[2])
     has_mask = ignored is not None or cache.ignored is not None
     needs = KernelInputs(
-        query.device, query.dtype, query.shape[3], has_key_mask=has_mask, needs_grad=False, is_step=True
+        query.device,
+        query.dtype,
+        query.shape[3],
+        has_key_mask=has_mask,
+        needs_grad=False,
+        is_step=True,
+        has_score_mod=score_mod is not None,
     )
     chosen = select_kernel(kernel, needs)
     if isinstance(chosen, StepKernel):
         chosen = select_kernel("math", needs)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return Step(pattern, cache, chosen, scale, query, key, value, ignored, sinks is not None)
+    return Step(pattern, cache, chosen, scale, query, key, value, ignored, sinks is not None, score_mod)
 
 
 def check_cache(cache: KeyValueCache, key: Tensor) -> None:
@@ -290,6 +319,7 @@ def configuration_of(step: Step, module_number: str) -> Configuration:
             ("scale", step.scale),
             ("key_padding_mask", "none" if ignored is None else "given"),
             ("sinks", "given" if step.has_sinks else "none"),
+            ("score_mod", "none" if step.score_mod is None else identity(step.score_mod)),
         ),
     )
 
@@ -351,6 +381,21 @@ def _rows_of(tensor: Tensor, rows: range, blocks: Blocks) -> Tensor:
     stop = rows.stop + (blocks.repeats - 1) * blocks.step
     found = tensor[:, :, rows.start : stop].unfold(2, len(rows), blocks.step).transpose(1, 2)
     return found if tensor.dim() == 3 else found.transpose(3, 4)
+
+
+def _of_part(pairs: PairScores, part: Part, blocks: Blocks, is_reversed: bool) -> PairScores:
+    """The score_mod of a part of the queries and keys."""
+    batch, positions = len(pairs.batch), (pairs.query_positions, pairs.key_positions)
+    of_queries, of_keys = (_rows_of(x, y, blocks) for x, y in zip(positions, (part.queries, part.keys), strict=True))
+    if blocks.repeats > 1:
+        of_queries, of_keys = (x.flatten(0, 1).repeat(batch, 1, 1) for x in (of_queries, of_keys))
+    found = replace(
+        pairs,
+        batch=pairs.batch.repeat_interleave(blocks.repeats),
+        query_positions=of_queries,
+        key_positions=of_keys,
+    )
+    return found.reversed() if is_reversed else found
 
 
 @lru_cache(maxsize=256)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_backends.kernels.score_mod import ScoreMod
+
 
 @dataclass(frozen=True)
 class AttentionInputs:
@@ -28,6 +30,7 @@ class AttentionInputs:
         seq_len: length of the global sequence; None means local length × ring size.
         return_lse: whether the caller wants the LSE too.
         dropout_p: probability that an attention weight is dropped in this call; 0 without dropout.
+        score_mod: changes the score of each pair; None for no change. Compiled graphs have none.
     """
 
     query: Tensor
@@ -41,6 +44,7 @@ class AttentionInputs:
     seq_len: int | None = None
     return_lse: bool = False
     dropout_p: float = 0.0
+    score_mod: ScoreMod | None = None
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:

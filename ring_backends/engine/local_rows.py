@@ -1,6 +1,9 @@
-"""This rank's rows of query, key and value in one call, with their masks, documents and dropout."""
+"""This rank's rows of query, key and value in one call, with their masks, documents, dropout and score_mod."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
@@ -24,13 +27,21 @@ def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
         documents = ids.masked_fill(ids < 0, -2).unsqueeze(2).expand(-1, -1, query.shape[2])
     if marks is not None:
         marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
+    rows = StepRows(query, key, value, marks, documents)
     dropout = call.dropout
-    if dropout is None:
-        return StepRows(query, key, value, marks, documents)
-    assert inputs.dropout_seed is not None
-    seed = int(inputs.dropout_seed) if has_values(inputs.dropout_seed) else 0  # it is on the CPU
+    if dropout is None and inputs.score_mod is None:
+        return rows
+    seed = 0
+    if inputs.dropout_seed is not None and has_values(inputs.dropout_seed):
+        seed = int(inputs.dropout_seed)  # it is on the CPU
     with mode_of(query):
         positions = call.layout.positions(call.rank, query.device)
-        query_words = dropout.query_words(seed, positions, query.shape[0], query.shape[2])
-        key_words = dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3])
-    return StepRows(query, key, value, marks, documents, dropout, seed, query_words, key_words)
+        if inputs.score_mod is not None:
+            rows = replace(rows, score_mod=inputs.score_mod, positions=positions)
+        if dropout is None:
+            return rows
+        words: dict[str, Any] = {
+            "query_words": dropout.query_words(seed, positions, query.shape[0], query.shape[2]),
+            "key_words": dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3]),
+        }
+    return replace(rows, dropout=dropout, dropout_seed=seed, **words)

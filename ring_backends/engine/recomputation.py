@@ -2,7 +2,7 @@
 
 A policy of selective activation checkpointing decides for each operator whether to keep its result. While a policy is
 active, every forward runs as the operator ``ring_backends::attend``. So the policy can keep the result, and the forward
-is not computed again.
+is not computed again. A call with a score_mod is always computed again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
     Returns:
         out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
     """
-    if not in_dispatch_mode() or not has_values(inputs.query):  # no policy is active
+    is_active = in_dispatch_mode() and has_values(inputs.query)
+    if not is_active or inputs.score_mod is not None:  # torch.vmap, which evaluates it, does not work in an operator
         return *forward(inputs), inputs
     number = next(_numbers)
     _forwards[number] = forward, inputs

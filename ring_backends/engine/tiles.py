@@ -21,11 +21,12 @@ from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
 from ring_backends.kernels.merge import statistics_dtype
-from ring_backends.kernels.steps import StepKernel, StepRows, parcel_key_words
+from ring_backends.kernels.score_mod import PairScores, ScoreMod
+from ring_backends.kernels.steps import StepKernel, StepRows, parcel_key_words, parcel_positions
 from ring_backends.schedule.bands import ANTICAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, ParcelRows, Tile
 from ring_backends.schedule.rows import DilatedRows
-from ring_backends.torch_internals import span
+from ring_backends.torch_internals import mode_of, span
 
 TILE_SPAN = "ring_backends::tile"
 """The name under which torch.profiler shows the computation of one tile, including its merge.
@@ -67,7 +68,7 @@ class _TileRows(NamedTuple):
 
     Attributes:
         others: further rows of the queries.
-        rule: documents and dropout; None without.
+        rule: documents, dropout and score_mod; None without.
         is_reversed: whether all rows are in reverse order, so that an anticausal tile is a causal one.
     """
 
@@ -238,13 +239,14 @@ class TileRunner:
             key, value = key.index_select(1, index), value.index_select(1, index)
             marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
         query, *others = gathered
-        if here.query_documents is None and here.dropout is None:
+        if here.query_documents is None and here.dropout is None and here.score_mod is None:
             return _TileRows(query, key, value, marks, None, others)
         documents, query_words = (
             None if x is None else gather(x, queries) for x in (here.query_documents, here.query_words)
         )
         mask, key_documents = (marks, None) if documents is None else (None, marks)
-        rule = PairRule(documents, key_documents, here.dropout, query_words, words)
+        scores = None if here.score_mod is None else _pair_scores(here, tile, here.score_mod)
+        rule = PairRule(documents, key_documents, here.dropout, query_words, words, scores)
         return _TileRows(query, key, value, mask, rule, others)
 
     def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]], *, in_place: bool) -> list[Tensor]:
@@ -289,3 +291,31 @@ def _key_words(here: StepRows, rows: ParcelRows) -> Tensor:
     """The dropout words of keys from other ranks, computed from the keys' positions: [B, streams, rows]."""
     words = [of_part(parcel_key_words(here, part.parcel)[None], part) for part in rows.parts]
     return torch.cat(words, 2).expand(here.key.shape[0], -1, -1)
+
+
+def _pair_scores(here: StepRows, tile: Tile, function: ScoreMod) -> PairScores:
+    """The score_mod of the call, with the batch, heads and positions of the tile's rows."""
+    queries, keys, batch = tile.queries, tile.keys, here.query.shape[0]
+    query_positions = _positions(here, queries)
+    if isinstance(keys, DilatedRows):
+        key_positions = _positions(here, keys)
+    else:
+        key_positions = torch.cat([of_part(parcel_positions(x.parcel, here.key)[None], x) for x in keys.parts], 2)
+    if key_positions.shape[1] > 1:
+        key_positions = key_positions.index_select(1, constant(tile.stream_of_head, here.key))
+    heads = constant(tuple(here.first_head + head for head, _ in queries.heads_and_phases), here.query)
+    entries = constant(tuple(entry for entry in range(batch) for _ in range(queries.segments)), here.query)
+    if queries.segments > 1:
+        query_positions, key_positions = (x.repeat(batch, 1, 1) for x in (query_positions, key_positions))
+    return PairScores(function, entries, heads, query_positions, key_positions)
+
+
+def _positions(here: StepRows, rows: DilatedRows) -> Tensor:
+    """The global positions of dilated rows: int64 [segments, heads, rows]; one head if they are the same for all."""
+    assert here.positions is not None
+    phases = tuple(phase for _, phase in rows.heads_and_phases)
+    phases = phases[:1] if len(set(phases)) == 1 else phases
+    starts = tuple(rows.start + segment * rows.segment_stride for segment in range(rows.segments))
+    first = constant(starts, here.query)[:, None] + constant(phases, here.query)
+    with mode_of(first):
+        return here.positions.take(first[:, :, None] + rows.rate * torch.arange(rows.rows, device=first.device))

@@ -20,6 +20,7 @@ from torch import Tensor
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.operators import operator_reasons
+from ring_backends.kernels.score_mod import PairScores
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class KernelInputs:
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
         has_documents: whether the call has document ids.
+        has_score_mod: whether the call has a score_mod.
         rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It decides which
             kernel is fastest, and not which can run.
         is_dilated: whether the kernel is for branches with a dilation rate above 1. It decides the same.
@@ -49,6 +51,7 @@ class KernelInputs:
     needs_grad: bool = True
     has_dropout: bool = False
     has_documents: bool = False
+    has_score_mod: bool = False
     rows: int | None = None
     is_dilated: bool = False
     has_window: bool = False
@@ -59,15 +62,16 @@ class KernelInputs:
         grad = "with" if self.needs_grad else "without"
         documents = ", documents" if self.has_documents else ""
         dropout = ", dropout" if self.has_dropout else ""
+        score_mod = ", score_mod" if self.has_score_mod else ""
         return (
             f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {mask} key mask, {grad} gradient"
-            f"{documents}{dropout}"
+            f"{documents}{dropout}{score_mod}"
         )
 
 
 @dataclass(frozen=True)
 class PairRule:
-    """Documents and dropout, which depend on a query row and a key together.
+    """Documents, dropout and score_mod, which depend on a query row and a key together.
 
     Attributes:
         query_documents: int [B, Hq, Sq]; a query sees the keys of its own document. None means one document.
@@ -75,6 +79,7 @@ class PairRule:
         dropout: the dropout of the call; None without dropout.
         query_words: int32 [B, Hq, Sq, 2], the two 32-bit words of each query that ``dropout`` hashes.
         key_words: int32 [B, Hk, Sk], the 32-bit word of each key that ``dropout`` hashes.
+        scores: the score_mod of the call and its arguments; None without.
     """
 
     query_documents: Tensor | None = None
@@ -82,6 +87,12 @@ class PairRule:
     dropout: Dropout | None = None
     query_words: Tensor | None = None
     key_words: Tensor | None = None
+    scores: PairScores | None = None
+
+    @property
+    def needs_pairs(self) -> bool:
+        """Whether something besides documents depends on the pair, so that the math kernel computes the whole tile."""
+        return self.dropout is not None or self.scores is not None
 
     def part(self, batch: slice, rows: slice, keys: slice) -> PairRule:
         """The rule for a part of the batch, of the query rows and of the keys."""
@@ -94,7 +105,8 @@ class PairRule:
         """The rule for the query rows and keys in reverse order."""
         tensors = (self.query_documents, self.key_documents, self.query_words, self.key_words)
         query_documents, key_documents, query_words, key_words = (None if x is None else x.flip(2) for x in tensors)
-        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words)
+        scores = None if self.scores is None else self.scores.reversed()
+        return PairRule(query_documents, key_documents, self.dropout, query_words, key_words, scores)
 
 
 class Kernel(ABC):
@@ -112,6 +124,7 @@ class Kernel(ABC):
             contiguous ones. The rows of out and grad_out then always have it.
         reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
         has_dropout: whether it can run calls with dropout.
+        has_score_mod: whether it can run calls with a score_mod.
         takes_bands: whether :meth:`forward` and :meth:`backward` have the argument ``band``, and run tiles with any
             band. Other kernels run full and causal tiles.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
@@ -127,6 +140,7 @@ class Kernel(ABC):
     gathers_rows_outermost: ClassVar[bool] = False
     reads_strided_rows: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
+    has_score_mod: ClassVar[bool] = False
     takes_bands: ClassVar[bool] = False
     reads_ignored_keys: ClassVar[bool] = False
 
@@ -142,6 +156,8 @@ class Kernel(ABC):
             reasons.append(f"it supports {', '.join(str(dtype) for dtype in self.dtypes)} only")
         if inputs.has_dropout and not self.has_dropout:
             reasons.append("its dropout would depend on how the sequence is sharded")
+        if inputs.has_score_mod and not self.has_score_mod:
+            reasons.append("it cannot call a score_mod")
         return reasons
 
     def auto_order(self, inputs: KernelInputs) -> int | None:

@@ -6,11 +6,13 @@ sums and statistics are in fp32 (fp64 for fp64 inputs), also under autocast.
 A NaN or inf in a key never reaches a row that does not see the key. Scores are masked by ``masked_fill``, and masked
 keys and values are set to 0. If the rows of one block see different keys (on a causal diagonal, between documents), a
 matrix product would turn 0 × NaN into NaN. There :func:`_product` adds NaN and inf separately. In the backward, a NaN
-in a query or gradient row likewise never reaches a key that the row does not see.
+in a query or gradient row likewise never reaches a key that the row does not see. A score_mod is evaluated for hidden
+pairs too, and its results and gradients there are dropped.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -20,8 +22,12 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel, PairRule, check_tile
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.kernels.score_mod import PairScores
 from ring_backends.schedule.bands import CAUSAL, Band, as_slice, trimmed
 from ring_backends.torch_internals import has_values
+
+BLOCK_PAIRS = 2**20
+"""How many scores are computed at a time."""
 
 
 class _BlockPair(NamedTuple):
@@ -33,15 +39,20 @@ class _BlockPair(NamedTuple):
 
 
 class MathKernel(Kernel):
-    """Blockwise attention from torch matrix products, ``block`` rows and keys at a time."""
+    """Blockwise attention from torch matrix products.
+
+    Args:
+        block: number of rows and keys at a time; None chooses it so that a block has about ``BLOCK_PAIRS`` pairs.
+    """
 
     name = "math"
     device_types = None
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     has_dropout = True
+    has_score_mod = True
     takes_bands = True
 
-    def __init__(self, block: int = 256) -> None:
+    def __init__(self, block: int | None = None) -> None:
         self.block = block
 
     def forward(
@@ -56,12 +67,12 @@ class MathKernel(Kernel):
         rule: PairRule | None = None,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`. ``rule`` adds documents and dropout."""
+        """As :meth:`Kernel.forward`. ``rule`` adds documents, dropout and a score_mod."""
         check_tile(query, key, value, is_causal, key_mask)
         out = query.new_empty(query.shape)
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], CAUSAL if is_causal else band):
+            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
                 out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, rows, pairs)
         return out, lse
 
@@ -80,14 +91,14 @@ class MathKernel(Kernel):
         rule: PairRule | None = None,
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`. ``rule`` adds documents and dropout. Gradients are in the statistics dtype."""
+        """As :meth:`Kernel.backward`, with gradients in the statistics dtype. ``rule`` is as in the forward."""
         check_tile(query, key, value, is_causal, key_mask)
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
         grad_key = torch.zeros_like(key, dtype=stats)
         grad_value = torch.zeros_like(value, dtype=stats)
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query.shape[2], key.shape[2], CAUSAL if is_causal else band):
+            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
                 grad_query[:, :, rows] = _backward_rows(
                     grad_out, query, key, value, out, lse, scale, key_mask, rule, rows, pairs, grad_key, grad_value
                 )
@@ -96,18 +107,26 @@ class MathKernel(Kernel):
             grad_value.masked_fill_(key_mask.unsqueeze(-1), 0.0)
         return grad_query, grad_key, grad_value
 
-    def _row_blocks(self, seq_q: int, seq_k: int, band: Band | None) -> Iterator[tuple[slice, list[_BlockPair]]]:
+    def _row_blocks(self, query: Tensor, seq_k: int, band: Band | None) -> Iterator[tuple[slice, list[_BlockPair]]]:
         """For each block of rows that sees a key, the blocks of keys that it sees."""
-        for first_row in range(0, seq_q, self.block):
-            queries = range(first_row, min(first_row + self.block, seq_q))
+        batch, num_heads, seq_q, _ = query.shape
+        size = self.block or block_size(batch * num_heads)
+        for first_row in range(0, seq_q, size):
+            queries = range(first_row, min(first_row + size, seq_q))
             seen = trimmed(queries, range(seq_k), band)
             keys = range(0) if seen is None else seen.keys
             pairs = []
-            for first_key in range(keys.start // self.block * self.block, keys.stop, self.block):
-                block = range(max(first_key, keys.start), min(first_key + self.block, keys.stop))
+            for first_key in range(keys.start // size * size, keys.stop, size):
+                block = range(max(first_key, keys.start), min(first_key + size, keys.stop))
                 of_block = band and band.shifted(queries.start, block.start).limits(len(queries), len(block))
                 pairs.append(_BlockPair(as_slice(queries), as_slice(block), of_block))
             yield as_slice(queries), pairs
+
+
+def block_size(num_heads: int) -> int:
+    """How many rows and keys to compute at a time in ``num_heads`` heads, of all sequences of the batch."""
+    size = math.isqrt(BLOCK_PAIRS // num_heads)
+    return min(max(size // 64 * 64, 64), 1024)
 
 
 def _forward_rows(
@@ -130,18 +149,21 @@ def _forward_rows(
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         scores = q @ k.transpose(-1, -2)
+        of_pair = _pair_scores(pair, rule)
+        if of_pair is not None:
+            scores = _fold(of_pair.modified(_unfold(scores, repeats)), num_kv_heads, scores.dtype)
         hidden = _hidden(pair, repeats, key_mask, rule, scores)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         # For a row that has seen no key yet, exp(−inf − 0) is 0, but exp(−inf + inf) would be NaN.
         shift = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
-        weights = torch.exp(scores - shift)
+        weights = (scores - shift).exp_()
         rescale = torch.exp(maximum - shift)
         total = total * rescale + weights.sum(-1, keepdim=True)
         dropout = _dropout(pair, num_kv_heads, rule, weights.dtype)
         if dropout is not None:
-            weights = weights * dropout
+            weights *= dropout
         weighted = weighted * rescale + _product(weights, v, hidden if _is_pairwise(pair, rule) else None)
         maximum = new_maximum
     blind = maximum == -torch.inf
@@ -182,12 +204,20 @@ def _backward_rows(
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         masked = _hidden(pair, repeats, key_mask, rule, q)
         hidden = blind if masked is None else masked | blind
-        p = torch.exp((q * scale) @ k.transpose(-1, -2) - row_lse).masked_fill(hidden, 0.0)
+        scores, of_pair, gradient = (q * scale) @ k.transpose(-1, -2), _pair_scores(pair, rule), None
+        if of_pair is not None:
+            modified, gradient = of_pair.modified_with_gradient(_unfold(scores, repeats))
+            scores = _fold(modified, num_kv_heads, stats)
+            hidden = hidden | (scores == -torch.inf)
+        p = (scores - row_lse).exp_().masked_fill_(hidden, 0.0)
         grad_p = do @ v.transpose(-1, -2)
         dropout = _dropout(pair, num_kv_heads, rule, p.dtype)
         if dropout is not None:
-            grad_p = grad_p * dropout
-        ds = (p * (grad_p - delta) * scale).masked_fill(hidden, 0.0)
+            grad_p *= dropout
+        ds = grad_p.sub_(delta).mul_(p)
+        if gradient is not None:
+            ds = _fold(gradient(_unfold(ds.masked_fill_(hidden, 0.0), repeats)), num_kv_heads, stats)
+        ds = (ds * scale).masked_fill_(hidden, 0.0)
         weights = p if dropout is None else p * dropout
         # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the
         # band or the documents hide are left.
@@ -248,6 +278,11 @@ def _dropout(pair: _BlockPair, num_kv_heads: int, rule: PairRule | None, dtype: 
     assert rule.key_words is not None
     rows = _fold(rule.query_words[:, :, pair.rows], num_kv_heads, torch.int32)
     return rule.dropout.weights(rows, rule.key_words[:, :, pair.keys], dtype)
+
+
+def _pair_scores(pair: _BlockPair, rule: PairRule | None) -> PairScores | None:
+    """The score_mod of the pair's rows and keys; None without."""
+    return None if rule is None or rule.scores is None else rule.scores.part(pair.rows, pair.keys)
 
 
 def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:

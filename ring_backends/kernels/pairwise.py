@@ -1,9 +1,9 @@
-"""Tiles with packed documents or dropout, where visibility depends on a query row and a key together.
+"""Tiles with packed documents, dropout or a score_mod, where visibility depends on a query row and a key together.
 
 With documents, a tile is cut at the ends of documents. A part within one document goes to the selected kernel. A part
 whose queries and keys have no document in common is skipped. A part with several documents goes to the math kernel. So
-the other kernels need not support documents, and hidden parts cost nothing. With dropout, or a
-band other than a causal one, the whole tile goes to the math kernel.
+the other kernels need not support documents, and hidden parts cost nothing. With dropout, a score_mod, or a band other
+than a causal one, the whole tile goes to the math kernel.
 
 Cuts depend on the values of the document numbers. To read them on a GPU, the host would have to wait for it at every
 tile, and on device "meta" they have no values. So only tensors on the CPU are cut. Elsewhere the whole tile goes to the
@@ -29,7 +29,7 @@ from ring_backends.torch_internals import has_values
 _MATH = MathKernel()
 
 BLOCK = 256
-"""Rows and keys per block if documents are too short to cut at their ends. It is the block size of the math kernel."""
+"""Rows and keys per block if documents are too short to cut at their ends."""
 
 MIN_MEAN_RUN = 32
 """A tile is cut at the ends of documents if they have at least this many rows on average."""
@@ -49,9 +49,9 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """As :meth:`Kernel.forward`, for the pairs that ``rule`` allows.
 
-    Without dropout, out of a full or causal tile is in the statistics dtype.
+    Without dropout and score_mod, out of a full or causal tile is in the statistics dtype.
     """
-    if rule.dropout is not None or band is not None:
+    if rule.needs_pairs or band is not None:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         return _MATH.forward(query, key, value, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)
@@ -82,7 +82,7 @@ def backward(
     band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
-    if rule.dropout is not None or band is not None:
+    if rule.needs_pairs or band is not None:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         return _MATH.backward(grad_out, query, key, value, out, lse, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
+from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, Tile
 from ring_backends.torch_internals import mode_of
 
@@ -35,6 +36,9 @@ class StepRows:
         query_documents: [batch, local seq, heads], the document number of each query, or −2 for none.
         dropout_seed: seed of this call's dropout.
         query_words, key_words: the 32-bit words of each query and key that ``dropout`` hashes.
+        score_mod: the score_mod of the call; None without.
+        positions: int64 [local seq], the global positions of the rows; None without a score_mod.
+        first_head: the first query head of the block.
     """
 
     query: Tensor
@@ -46,6 +50,9 @@ class StepRows:
     dropout_seed: int = 0
     query_words: Tensor | None = None
     key_words: Tensor | None = None
+    score_mod: ScoreMod | None = None
+    positions: Tensor | None = None
+    first_head: int = 0
 
     def block(self, block: HeadBlock) -> StepRows:
         """The rows of the heads of one block."""
@@ -61,6 +68,7 @@ class StepRows:
             query_documents=_heads(self.query_documents, heads),
             query_words=_heads(self.query_words, heads),
             key_words=_heads(self.key_words, kv_heads),
+            first_head=heads.start,
         )
 
 
@@ -147,7 +155,11 @@ class StepKernel(Kernel):
 def parcel_key_words(rows: StepRows, parcel: Parcel) -> Tensor:
     """Compute the words of a parcel's keys that dropout hashes, from their positions: int32 [streams, rows]."""
     assert rows.dropout is not None
-    first = constant(parcel.first_positions, rows.key)[:, None]
+    return rows.dropout.key_words(rows.dropout_seed, parcel_positions(parcel, rows.key))
+
+
+def parcel_positions(parcel: Parcel, like: Tensor) -> Tensor:
+    """The global positions of a parcel's keys: int64 [streams, rows], on the device of ``like``."""
+    first = constant(parcel.first_positions, like)[:, None]
     with mode_of(first):
-        positions = first + parcel.source.rate * torch.arange(parcel.rows, device=first.device)
-    return rows.dropout.key_words(rows.dropout_seed, positions)
+        return first + parcel.source.rate * torch.arange(parcel.rows, device=first.device)

@@ -84,10 +84,11 @@ class DilatedRows:
     def part_of_heads(self, heads: range) -> DilatedRows:
         if len(heads) == self.num_heads:
             return self
-        return replace(self, runs=head_runs(*zip(*self._heads_and_phases[heads.start : heads.stop], strict=True)))
+        return replace(self, runs=head_runs(*zip(*self.heads_and_phases[heads.start : heads.stop], strict=True)))
 
     @cached_property
-    def _heads_and_phases(self) -> list[tuple[int, int]]:
+    def heads_and_phases(self) -> list[tuple[int, int]]:
+        """Every head with the position of its first row relative to ``start``."""
         return [pair for run in self.runs for pair in run.heads_and_phases()]
 
     def part_of_rows(self, rows: range) -> DilatedRows:

@@ -101,6 +101,8 @@ def local_call(
     options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len, "dropout_seed": case.seed}
     options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
     sinks = case.sink_scores()
+    if case.score_mod is not None:
+        options["score_mod"] = case.score_function(device)
     if sinks is not None:
         options["sinks"] = sinks.to(device).requires_grad_(gradients)
     if attention is None:
@@ -217,6 +219,7 @@ def _dense(case: AttentionCase, dtype: torch.dtype, gradients: bool) -> Results:
         document_ids=case.document_ids(),
         weight_factors=case.weight_factors(),
         sinks=sinks,
+        modified_scores=case.modified_scores(),
         dtype=dtype,
     )
     grads = torch.autograd.grad(out, leaves, grad_out.to(dtype)) if gradients else ()

@@ -127,6 +127,16 @@ EDGE_CASES = {
     "sinks in a window, as in gpt-oss": replace(
         _CASE, sinks=True, segment_lengths=(None,), window_lengths=(8,), is_causal=True, num_kv_heads=2, dropout_p=0.2
     ),
+    "a soft cap": replace(_CASE, score_mod="softcap", num_kv_heads=2, is_causal=True, masked="random"),
+    "ALiBi in a window": replace(
+        _CASE, score_mod="alibi", segment_lengths=(None, 12), dilation_rates=(2, 3), window_lengths=(9, None), batch=2
+    ),
+    "distances on a slide": replace(
+        _CASE, score_mod="distance", segment_lengths=(12, 40), dilation_rates=(4, 3), padding="zeros", num_kv_heads=2
+    ),
+    "even distances with dropout and sinks": replace(
+        _CASE, score_mod="parity", dropout_p=0.3, sinks=True, documents="some", batch=2, offset="every", num_kv_heads=4
+    ),
     "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
 }
 
@@ -146,6 +156,7 @@ ROUNDED_CASES = (
     replace(_LONGER, is_causal=True, dropout_p=0.3, num_kv_heads=2, seed=7),
     replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, num_kv_heads=2, seed=8),
     replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, sinks=True, seed=10),
+    replace(_LONGER, segment_lengths=(None,), is_causal=True, score_mod="softcap", seed=11),
     replace(_LONGER, segment_lengths=(None, None), dilation_rates=(1, 4), window_lengths=(24, 101), batch=2, seed=9),
 )
 

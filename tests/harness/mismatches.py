@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.kernels.score_mod import identity
 from ring_backends.ring.collectives import agree
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
@@ -28,6 +29,7 @@ from ring_backends.testing.failing_calls import (
     ending,
 )
 from ring_backends.testing.rings import FOUR, get_ready, new_ring, ring_here
+from ring_backends.testing.score_functions import see_even_distances
 from ring_backends.testing.world import World
 
 
@@ -71,6 +73,9 @@ DIFFERENCES = {
     "scale": Difference("scale", str(8**-0.5), "0.5", {"scale": 0.5}),
     "mask": Difference("key_padding_mask", "none", "given", {"masked": "random"}),
     "sinks": Difference("sinks", "none", "given", {"sinks": True}),
+    "score_mod": Difference(
+        "score_mod", "none", "see_even_distances #" + identity(see_even_distances)[-8:], {"score_mod": "parity"}
+    ),
     "documents": Difference("document_ids", "none", "given, torch.int64", {"documents": "some"}),
     "dropout": Difference("dropout_p", "0.0", "0.5", {"dropout_p": 0.5}),
     "gradients": Difference("gradients", "needed", "not needed", gradients=False),

@@ -20,7 +20,7 @@ t query position, u key position.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ def reference_attention(
     document_ids: Tensor | None = None,
     weight_factors: Tensor | None = None,
     sinks: Tensor | None = None,
+    modified_scores: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Dilated attention of a whole sequence in fp64, differentiable by plain autograd.
@@ -63,6 +64,7 @@ def reference_attention(
         document_ids: int ``[B, n]``. A query sees only keys with its own id. With a negative id it sees no key.
         weight_factors: ``[B, H, n, n]``, factors of the attention weights after the softmax, for dropout.
         sinks: ``[H]``, the score of one more key of each head. Every query sees it, and its value is 0.
+        modified_scores: a function of the scaled scores ``[B, H, n, n]``. A result of -inf hides the pair.
         dtype: dtype of the computation, as in :func:`dense_attention`. None means fp64.
 
     Returns:
@@ -92,6 +94,7 @@ def reference_attention(
         document_ids=document_ids,
         weight_factors=weight_factors,
         sinks=sinks,
+        modified_scores=modified_scores,
         dtype=dtype,
     )
 
@@ -176,6 +179,7 @@ def dense_attention(
     document_ids: Tensor | None = None,
     weight_factors: Tensor | None = None,
     sinks: Tensor | None = None,
+    modified_scores: Callable[[Tensor], Tensor] | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Softmax attention over a multiset of keys, by one dense score matrix.
@@ -184,8 +188,8 @@ def dense_attention(
     statistics at least fp32. Its error against fp64 bounds the error of kernels with that dtype.
 
     Args:
-        query, key, value, scale, key_padding_mask, document_ids, weight_factors, sinks: as in
-            :func:`reference_attention`.
+        query, key, value, scale, key_padding_mask, document_ids, weight_factors, sinks, modified_scores:
+            as in :func:`reference_attention`.
         counts: int ``[H, n, n]``, the number of times that query t sees key u.
         phantom_counts: int ``[H, n]``, the number of phantom keys that query t sees. Their score and value are 0.
             key_padding_mask does not remove them.
@@ -222,7 +226,13 @@ def dense_attention(
         counts = counts.masked_fill(~together[:, None], 0)
 
     scores = torch.einsum("bthd,buhd->bhtu", query, key) * scale
-    scores = scores.to(statistics_dtype) + counts.to(statistics_dtype).log()
+    scores = scores.to(statistics_dtype)
+    if modified_scores is not None:
+        modified = modified_scores(scores[..., :seq_len]).to(statistics_dtype)
+        hidden = torch.cat([modified == -torch.inf, modified.new_zeros(batch, num_heads, seq_len, 1).bool()], dim=3)
+        scores = torch.cat([modified, scores[..., seq_len:]], dim=3).masked_fill(hidden, 0)
+        counts = counts.masked_fill(hidden, 0)
+    scores = scores + counts.to(statistics_dtype).log()
     if sinks is not None:
         sink_scores = sinks.to(statistics_dtype)[:, None, None].expand(batch, num_heads, seq_len, 1)
         scores = torch.cat([scores, sink_scores], dim=3)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ring_backends.testing.reference import reference_dropout
+from ring_backends.testing.score_functions import NAMES, modified_scores, score_function
 
 # Small numbers, primes, powers of two and their neighbours tend to reveal errors in index arithmetic.
 _CRITICAL_NUMBERS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 17, 24, 31, 32, 33, 48, 61, 64, 96, 101, 127, 128)
@@ -35,6 +37,7 @@ class AttentionCase:
         spoiled: (tensor, position, number). This number replaces all heads and components of that row of ``"query"``,
             ``"key"``, ``"value"`` or ``"grad_out"``.
         sinks: whether every head has a sink.
+        score_mod: name of a function of :mod:`ring_backends.testing.score_functions`.
         documents: the packed documents. None: there are no document ids. ``"some"``: consecutive documents of random
             lengths, and a run of rows without a document. ``"shuffled"``: each row has a random id, or none.
         replica: the index of the ring in the world. The dropout mask depends on it.
@@ -56,6 +59,7 @@ class AttentionCase:
     masked: str | None = None
     documents: str | None = None
     sinks: bool = False
+    score_mod: str | None = None
     dropout_p: float = 0.0
     replica: int = 0
     dtype: torch.dtype = torch.float32
@@ -120,6 +124,16 @@ class AttentionCase:
             return None
         generator = torch.Generator().manual_seed(self.seed + 2)
         return torch.randn(self.num_heads, generator=generator, dtype=torch.float64)
+
+    def score_function(self, device: str = "cpu") -> Any:
+        """The score_mod for tensors on a device, or None."""
+        if self.score_mod is None:
+            return None
+        return score_function(self.score_mod, self.batch, self.seq_len, self.num_heads, self.seed, device)
+
+    def modified_scores(self) -> Callable[[Tensor], Tensor] | None:
+        """The score_mod as a function of all scores, for the reference, or None."""
+        return None if self.score_mod is None else partial(modified_scores, self.score_mod, seed=self.seed)
 
     def weight_factors(self) -> Tensor | None:
         """The dropout factors of the attention weights, ``[batch, num_heads, seq_len, seq_len]``, or None."""
@@ -206,6 +220,7 @@ def attention_cases(
     masks: Sequence[str | None] = (None, "random", "rows", "all"),
     documents: Sequence[str | None] = (None, "some", "shuffled"),
     sinks: Sequence[bool] = (False, False, True),
+    score_mods: Sequence[str | None] = (None, None, None, *NAMES),
     dropout_ps: Sequence[float] = (0.0, 0.0, 0.3),
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> AttentionCase:
@@ -239,6 +254,7 @@ def attention_cases(
         masked=draw(st.sampled_from(masks)),
         documents=draw(st.sampled_from(documents)) if padding == "masked" else None,
         sinks=draw(st.sampled_from(sinks)),
+        score_mod=draw(st.sampled_from(score_mods)),
         dropout_p=draw(st.sampled_from(dropout_ps)),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),

@@ -1,0 +1,219 @@
+"""A user's function of scores, evaluated for blocks of pairs: the ``score_mod`` of ``flex_attention`` of torch.
+
+The function gets the score of one pair, the index in the batch, the query head, and the global positions of query and
+key, each as a tensor without dimensions. :func:`torch.vmap` evaluates it for a block of pairs at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ring_backends.kernels.merge import statistics_dtype
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(score, batch, head, q_idx, kv_idx) -> score."""
+
+
+@dataclass(frozen=True)
+class PairScores:
+    """A score_mod, and the pairs of a tile.
+
+    Attributes:
+        function: the score_mod.
+        batch: int64 [B], the index in the batch of each entry of the tile.
+        heads: int64 [Hq], the query heads.
+        query_positions: int64 [B or 1, Hq or 1, Sq], global positions.
+        key_positions: int64 [B or 1, Hq or 1, Sk].
+    """
+
+    function: ScoreMod
+    batch: Tensor
+    heads: Tensor
+    query_positions: Tensor
+    key_positions: Tensor
+
+    @classmethod
+    def of_rows(cls, function: ScoreMod, queries: Tensor, keys: Tensor, batch: int, num_heads: int) -> PairScores:
+        """The pairs of all heads. ``queries`` and ``keys`` are int64 [rows], their global positions."""
+        entries, heads = (torch.arange(size, device=queries.device) for size in (batch, num_heads))
+        return cls(function, entries, heads, queries[None, None], keys[None, None])
+
+    def part(self, rows: slice, keys: slice) -> PairScores:
+        """Some query rows and keys of the tile."""
+        positions = self.query_positions[:, :, rows], self.key_positions[:, :, keys]
+        return replace(self, query_positions=positions[0], key_positions=positions[1])
+
+    def reversed(self) -> PairScores:
+        """The query rows and keys in reverse order."""
+        positions = self.query_positions.flip(2), self.key_positions.flip(2)
+        return replace(self, query_positions=positions[0], key_positions=positions[1])
+
+    def modified(self, scores: Tensor) -> Tensor:
+        """The modified scores, in the shape and dtype of ``scores`` [B, Hq, Sq, Sk]."""
+        queries, query_dims = _without_ones(self.query_positions)
+        keys, key_dims = _without_ones(self.key_positions)
+
+        def function(*pair: Tensor) -> Tensor:
+            with _IndexByTensors():
+                return self.function(*pair)
+
+        of_keys = torch.vmap(function, (0, None, None, None, 0))
+        of_queries = torch.vmap(of_keys, (0, None, None, 0, None))
+        of_heads = torch.vmap(of_queries, (0, None, 0, query_dims[1], key_dims[1]))
+        if len(self.batch) == 1:
+            found: Tensor = of_heads(scores[0], self.batch[0], self.heads, queries, keys).unsqueeze(0)
+        else:
+            of_batch = torch.vmap(of_heads, (0, 0, None, query_dims[0], key_dims[0]))
+            found = of_batch(scores, self.batch, self.heads, queries, keys)
+        return found.to(scores.dtype)
+
+    def modified_with_gradient(self, scores: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """The modified scores, and a function from their gradient to that of ``scores``."""
+        with torch.enable_grad():
+            scores = scores.detach().requires_grad_()
+            modified = self.modified(scores)
+
+        def gradient(of_modified: Tensor) -> Tensor:
+            if not modified.requires_grad:  # the function does not depend on the score
+                return torch.zeros_like(of_modified)
+            (found,) = torch.autograd.grad(modified, scores, of_modified)
+            return found
+
+        return modified.detach(), gradient
+
+
+def _without_ones(positions: Tensor) -> tuple[Tensor, Sequence[int | None]]:
+    """The positions without dimensions of size 1 for batch and heads, and over which of these two vmap maps."""
+    sizes = positions.shape[:2]
+    shape = *(size for size in sizes if size != 1), positions.shape[2]
+    return positions.reshape(shape), [None if size == 1 else 0 for size in sizes]
+
+
+class _IndexByTensors(TorchFunctionMode):
+    """Within it, an index that is a tensor without dimensions stays a tensor. torch would read its number."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            parts = index if isinstance(index, tuple) else (index,)
+            if any(_is_scalar(part) for part in parts) and all(_is_scalar(part) or type(part) is int for part in parts):
+                return tensor[tuple(part[None] if _is_scalar(part) else part for part in parts)].squeeze(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_scalar(index: object) -> bool:
+    return isinstance(index, Tensor) and not index.dim()
+
+
+def check_score_mod(function: object, query: Tensor) -> None:
+    """Check that ``function`` is a score_mod, by a call for the first query and key.
+
+    Raises:
+        TypeError: it is not callable.
+        ValueError: it fails, does not return a floating-point tensor without dimensions, or reads a tensor that
+            requires a gradient.
+    """
+    if not callable(function):
+        raise TypeError(f"score_mod = {function!r}: expected a function (score, batch, head, q_idx, kv_idx), or None.")
+    name = _name(function)
+    returned: list[object] = []
+
+    def call(*pair: Tensor) -> Tensor:
+        with _IndexByTensors():
+            returned[:] = [function(*pair)]
+        (found,) = returned
+        return found if isinstance(found, Tensor) and not found.dim() else pair[0]
+
+    score = query.new_zeros(1, dtype=statistics_dtype(query.dtype))
+    index = query.new_zeros(1, dtype=torch.int64)
+    try:
+        with torch.enable_grad():
+            found_by_vmap: Tensor = torch.vmap(call)(score, index, index, index, index)
+    except Exception as error:
+        raise ValueError(
+            f"score_mod = {name}: failed for query 0 and key 0 with {type(error).__name__}: {error} It gets tensors "
+            f"without dimensions on {query.device}, and is evaluated by torch.vmap: captured tensors must be on this "
+            "device, and torch.where takes the place of `if`."
+        ) from error
+    (found,) = returned
+    if not isinstance(found, Tensor):
+        raise ValueError(f"score_mod = {name}: returned {found!r}; it must return the score as a tensor.")
+    if found.dim():
+        raise ValueError(
+            f"score_mod = {name}: returned shape {[*found.shape]} for one pair; it gets tensors without dimensions and "
+            "must return one: index captured tensors by batch, head, q_idx or kv_idx."
+        )
+    if not found.is_floating_point():
+        raise ValueError(
+            f"score_mod = {name}: returned {found.dtype}; it must return a floating-point score: for a mask, return "
+            'torch.where(mask, score, -float("inf")).'
+        )
+    if found_by_vmap.requires_grad:
+        tensors = [key for key, x in _captured(function).items() if isinstance(x, Tensor) and x.requires_grad]
+        raise ValueError(
+            f"score_mod = {name}: reads {', '.join(tensors) or 'a tensor'}, which requires a gradient; this gradient "
+            "is not computed: pass the tensor's detach()."
+        )
+
+
+def _captured(function: Any) -> dict[str, object]:
+    """What a function reads besides its arguments, by name."""
+    if isinstance(function, partial):
+        return {
+            **_captured(function.func),
+            **function.keywords,
+            **{f"argument {i}": x for i, x in enumerate(function.args)},
+        }
+    if isinstance(function, nn.Module):
+        return dict(function.named_parameters())
+    if inspect.isfunction(function) or inspect.ismethod(function):
+        found = inspect.getclosurevars(function)
+        return {**found.globals, **found.nonlocals}
+    return dict(getattr(function, "__dict__", {}))
+
+
+def identity(function: object) -> str:
+    """The name of a function, and a hash of its code. It is the same on ranks that run the same program."""
+    return f"{_name(function)} #{zlib.crc32(''.join(_codes(function)).encode()):08x}"
+
+
+def _name(function: Any) -> str:
+    if isinstance(function, partial):
+        return _name(function.func)
+    return str(getattr(function, "__qualname__", type(function).__qualname__))
+
+
+def _codes(function: Any) -> Iterator[str]:
+    """The code of a function, and of the functions that it is made of by ``partial``."""
+    if isinstance(function, partial):
+        for part in (function.func, *function.args, *function.keywords.values()):
+            yield from _codes(part) if callable(part) else ()
+        return
+    inner = getattr(function, "__func__", function)
+    if not hasattr(inner, "__code__"):
+        inner = getattr(type(inner), "forward" if isinstance(inner, nn.Module) else "__call__", None)
+    code = getattr(inner, "__code__", None)
+    yield _name(function) if code is None else _text(code)
+
+
+@lru_cache(maxsize=256)
+def _text(code: CodeType) -> str:
+    """What a code object computes, without where its file lies."""
+    constants = [_text(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
+    return repr((code.co_code, code.co_names, constants))

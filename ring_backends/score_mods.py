@@ -1,0 +1,139 @@
+"""Functions of scores from the literature, for the argument ``score_mod`` of an attention.
+
+Each of them returns a function (score, batch, head, q_idx, kv_idx) -> score, as that of
+``torch.nn.attention.flex_attention``, and works there too. Positions are those of the whole sequence, so a ring of any
+size and layout gives the same result. Tensors are the same on every rank, on the device of the query, and have no
+gradient. Attention computes the scores block by block, so no memory grows with the square of the sequence.
+
+>>> import torch
+>>> from ring_backends import dilated_attention, score_mods
+>>> x = torch.randn(1, 100, 4, 16)
+>>> out = dilated_attention(x, x, x, [50], [1], score_mod=score_mods.softcap(20.0))
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.schedule.checks import check_integer
+
+__all__ = ["alibi", "distance", "relative", "softcap"]
+
+
+def softcap(cap: float) -> ScoreMod:
+    """Limit scores softly to −cap … cap, as Gemma 2 does (arXiv 2408.00118): cap · tanh(score / cap).
+
+    Args:
+        cap: the limit, above 0.
+
+    Raises:
+        ValueError, TypeError: ``cap`` is invalid.
+    """
+    if not isinstance(cap, (int, float)) or isinstance(cap, bool):
+        raise TypeError(f"cap = {cap!r}: expected a number; convert it with float().")
+    if not 0 < cap < math.inf:
+        raise ValueError(f"cap = {cap}: must be above 0 and finite; leave score_mod out for no cap.")
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return score_mod
+
+
+def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:
+    """Subtract a multiple of the distance of query and key, another one in each head (ALiBi, arXiv 2108.12409).
+
+    The slopes are those of the paper: 2^(−8 · 1/H), 2^(−8 · 2/H), … for a number of heads H that is a power of two. For
+    another number, they are the slopes of the next lower power of two, and then every other slope of the next higher
+    one, as in BLOOM. In attention that is not causal, the distance has no sign, as in Long-MIL (arXiv 2311.12885).
+
+    Args:
+        num_heads: number of query heads.
+        device: device of the queries; None means torch's default.
+    """
+    check_integer("num_heads", num_heads, 1)
+    power = 2 ** int(math.log2(num_heads))
+    lower, higher = ([2 ** (-8 * (i + 1) / size) for i in range(size)] for size in (power, 2 * power))
+    slopes = torch.tensor((lower + higher[::2])[:num_heads], device=device)
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - slopes[head] * (q_idx - kv_idx).abs().to(slopes.dtype)
+
+    return score_mod
+
+
+def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
+    """Subtract a multiple of the Euclidean distance of two tiles on a slide (TITAN, arXiv 2411.19666).
+
+    Args:
+        coords: float [batch, n, 2], the place of each tile of the whole sequence, on every rank.
+        slopes: float [heads], the factor of each query head; for example 2^(−8 · 1/H), 2^(−8 · 2/H), … over the
+            distance of neighbouring tiles.
+
+    Raises:
+        ValueError, TypeError: a tensor has another shape or dtype.
+    """
+    for name, tensor, dims, shape in (("coords", coords, 3, "[batch, n, 2]"), ("slopes", slopes, 1, "[heads]")):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name} = {tensor!r}: expected a floating-point tensor {shape}.")
+        if tensor.dim() != dims or not tensor.is_floating_point() or (dims == 3 and tensor.shape[2] != 2):
+            raise ValueError(
+                f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; convert it with .to()."
+            )
+    first, second = coords.unbind(2)
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        across = first[batch, q_idx] - first[batch, kv_idx]
+        down = second[batch, q_idx] - second[batch, kv_idx]
+        return score - slopes[head] * torch.hypot(across, down)
+
+    return score_mod
+
+
+def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
+    """Add a number that depends on the head and on the relative position, as T5 does (arXiv 1910.10683).
+
+    Half of the buckets, per direction, are for single distances, and the others for ranges that grow up to
+    ``max_distance``. T5 does not scale its scores: give its attention ``scale=1.0``.
+
+    Args:
+        table: float [buckets, heads], the ``relative_attention_bias.weight`` of a model; it gets no gradient.
+        bidirectional: whether keys after the query have buckets of their own, as in T5's encoder. In its decoder, which
+            is causal, all buckets are for keys before the query.
+        max_distance: from this distance on, in tokens, all keys are in one bucket.
+
+    Raises:
+        ValueError, TypeError: an argument is invalid.
+    """
+    if not isinstance(table, Tensor):
+        raise TypeError(f"table = {table!r}: expected a floating-point tensor [buckets, heads].")
+    if table.dim() != 2 or not table.is_floating_point():
+        raise ValueError(f"table is {table.dtype} {[*table.shape]}: expected floating point [buckets, heads].")
+    check_integer("max_distance", max_distance, 1)
+    per_direction = table.shape[0] // 2 if bidirectional else table.shape[0]
+    single = per_direction // 2
+    if single < 1 or max_distance <= single:
+        raise ValueError(
+            f"table has {table.shape[0]} buckets with max_distance = {max_distance}: each direction needs at least 2 "
+            f"buckets, and max_distance must be above the {single} single distances."
+        )
+    # The bias of each relative position from −max_distance to max_distance. Beyond them it does not change.
+    positions = torch.arange(-max_distance, max_distance + 1, device=table.device)
+    behind = positions.abs() if bidirectional else (-positions).clamp(min=0)
+    # In fp32, as in T5: in fp64, a distance at the end of a range could fall into another bucket.
+    ratio = torch.log(behind.clamp(min=1).float() / single) / math.log(max_distance / single)
+    ranges = (single + (ratio * (per_direction - single)).to(torch.int64)).clamp(max=per_direction - 1)
+    buckets = torch.where(behind < single, behind, ranges)
+    if bidirectional:
+        buckets = buckets + per_direction * (positions > 0)
+    biases = table.detach()[buckets].T.contiguous()
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + biases[head, (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance]
+
+    return cast(ScoreMod, score_mod)

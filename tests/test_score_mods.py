@@ -1,0 +1,319 @@
+"""Functions of scores: those of the package against others' code, and what happens with invalid ones.
+
+The random cases of all other tests contain them too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from native_ranks import on_ring
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ring_backends import Ring, RingMismatchError, dilated_attention, score_mods
+from ring_backends.adapters import native
+from ring_backends.kernels.score_mod import identity
+from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.world import World
+
+HEADS, LENGTH = 4, 40
+
+
+def make(length: int = LENGTH, batch: int = 2) -> list[Tensor]:
+    """query, key, value and the gradient of out."""
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(batch, length, HEADS, 8, generator=generator, dtype=torch.float64) for _ in range(4)]
+
+
+def attend(score_mod: Any, **options: Any) -> Any:
+    return dilated_attention(*make()[:3], [None], [1], score_mod=score_mod, **options)
+
+
+COORDS, SLOPES = torch.rand(2, LENGTH, 2).double(), torch.rand(HEADS).double()
+TABLE = torch.randn(12, HEADS).double()
+
+
+def by_vectors(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    """It reads vectors, and an index is a number."""
+    gap = COORDS[batch, q_idx] - COORDS[batch, kv_idx]
+    return score - gap.square().sum().sqrt() * SLOPES[head] + TABLE[q_idx % 12, 2] * TABLE[3, head]
+
+
+FUNCTIONS = {
+    "softcap": score_mods.softcap(2.0),
+    "alibi": score_mods.alibi(HEADS),
+    "distance": score_mods.distance(COORDS, SLOPES),
+    "relative": score_mods.relative(TABLE, max_distance=9),
+    "vectors": by_vectors,
+    "constant": lambda score, batch, head, q_idx, kv_idx: SLOPES[head] * (q_idx < kv_idx),
+    "partial": functools.partial(lambda cap, score, *pair: torch.tanh(score) * cap, 2.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_equals_flex_attention(name: str) -> None:
+    query, key, value, grad_out = make()
+    heads_first = [x.transpose(1, 2) for x in (query, key, value)]
+    wanted = flex_attention(*heads_first, score_mod=FUNCTIONS[name]).transpose(1, 2)
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    out = dilated_attention(*leaves, [None], [1], score_mod=FUNCTIONS[name])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=1e-12)
+    # flex_attention has no backward on the CPU. This is the derivative of what it computes.
+    scores = torch.einsum("bthd,buhd->bhtu", *leaves[:2]) * 8**-0.5
+    indices = [
+        torch.arange(size)[(..., *[None] * after)] for size, after in zip(scores.shape, (3, 2, 1, 0), strict=True)
+    ]
+    each = [x.expand_as(scores).flatten() for x in indices]
+    modified = torch.stack([FUNCTIONS[name](*pair) for pair in zip(scores.flatten(), *each, strict=True)])
+    dense = torch.einsum("bhtu,buhd->bthd", modified.view_as(scores).softmax(3), leaves[2])
+    grads, wanted_grads = (
+        torch.autograd.grad(x, leaves, grad_out, allow_unused=True, materialize_grads=True) for x in (out, dense)
+    )
+    for ours, other in zip(grads, wanted_grads, strict=True):
+        torch.testing.assert_close(ours, other, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (12, 9), (4, 1000)])
+def test_relative_has_the_buckets_of_t5(bidirectional: bool, buckets: int, max_distance: int) -> None:
+    t5 = pytest.importorskip("transformers.models.t5.modeling_t5")
+    positions = torch.arange(-3000, 3001)
+    options = {"bidirectional": bidirectional, "num_buckets": buckets, "max_distance": max_distance}
+    wanted = t5.T5Attention._relative_position_bucket(positions, **options)
+    table = torch.arange(buckets).double()[:, None]
+    score_mod = score_mods.relative(table, bidirectional=bidirectional, max_distance=max_distance)
+    zeros = torch.zeros(len(positions), dtype=torch.int64)
+    assert torch.equal(score_mod(zeros.double(), zeros, zeros, zeros, positions), wanted.double())
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 8, 12, 20, 32])
+def test_alibi_has_the_slopes_of_bloom(num_heads: int) -> None:
+    bloom = pytest.importorskip("transformers.models.bloom.modeling_bloom")
+    wanted = bloom.build_alibi_tensor(torch.ones(1, 5), num_heads, torch.float32)[:, 0]  # slopes times key positions
+    heads, zero = torch.arange(num_heads), torch.tensor(0)
+    found = -score_mods.alibi(num_heads)(torch.tensor(0.0), zero, heads, zero, torch.tensor(4))
+    torch.testing.assert_close(found, wanted[:, 4])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the size of the largest result of an operator."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.numel = max(self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)), 0)
+        return result
+
+
+def test_no_tensor_has_all_pairs() -> None:
+    """Between 2,000 and 4,000 tokens, the largest tensor does not grow: it has the pairs of one block."""
+    sizes = []
+    for length in (2000, 4000):
+        query, key, value, grad_out = (x[:, :, :1].float().requires_grad_() for x in make(length, 1))
+        coords = torch.rand(1, length, 2)
+        with LargestTensor() as largest:
+            out = dilated_attention(
+                query, key, value, [None], [1], score_mod=score_mods.distance(coords, torch.ones(1))
+            )
+            out.backward(grad_out)
+        sizes.append(largest.numel)
+    assert sizes[0] == sizes[1] < 2000 * 2000
+
+
+def test_minus_infinity_hides_a_pair() -> None:
+    leaves = [x.requires_grad_() for x in make()[:3]]
+
+    def mask(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where((kv_idx <= q_idx) & (q_idx > 4), score, -float("inf"))
+
+    out, lse = dilated_attention(*leaves, [None], [1], score_mod=mask, return_lse=True)
+    causal = dilated_attention(*leaves, [None], [1], is_causal=True)
+    torch.testing.assert_close(out[:, 5:], causal[:, 5:])
+    assert (out[:, :5] == 0).all()
+    assert (lse[:, :, :5] == -torch.inf).all()
+    grads = torch.autograd.grad(out.sum(), leaves)
+    assert all(grad.isfinite().all() for grad in grads)
+    assert (grads[0][:, :5] == 0).all()
+
+
+def test_nan_reaches_the_queries_that_see_the_pair() -> None:
+    def spoiled(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where((q_idx == 7) & (head == 1) & (kv_idx < 20), float("nan"), score)
+
+    out = attend(spoiled)
+    is_nan = torch.zeros(out.shape, dtype=torch.bool)
+    is_nan[:, 7, 1] = True
+    assert torch.equal(out.isnan(), is_nan)
+    hidden = attend(spoiled, key_padding_mask=(torch.arange(LENGTH) < 20).expand(2, -1))
+    assert hidden.isfinite().all()
+
+
+def test_infinite_derivatives_of_hidden_pairs_are_dropped() -> None:
+    """The derivative of a square root is infinite at 0, where a masked key has its score."""
+    leaves = [x.abs().requires_grad_() for x in make()[:3]]
+    mask = (torch.arange(LENGTH) % 3 == 0).expand(2, -1)
+
+    def root(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score.sqrt()
+
+    out = dilated_attention(*leaves, [None], [1], score_mod=root, key_padding_mask=mask)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), leaves))
+
+
+LEARNED = nn.Parameter(torch.ones(HEADS))
+
+
+class Learned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slopes = nn.Parameter(torch.ones(HEADS))
+
+    def forward(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - self.slopes[head] * (q_idx - kv_idx)
+
+
+@pytest.mark.parametrize(
+    ("score_mod", "error", "message"),
+    [
+        (
+            "alibi",
+            TypeError,
+            r"score_mod = 'alibi': expected a function \(score, batch, head, q_idx, kv_idx\), or None",
+        ),
+        (lambda score, b, h, q, k: 1.0, ValueError, r"<lambda>: returned 1\.0; it must return the score as a tensor"),
+        (lambda score, b, h, q, k: score + SLOPES, ValueError, r"returned shape \[4\] for one pair; .*index captured"),
+        (lambda score, b, h, q, k: k <= q, ValueError, r"returned torch\.bool; .*torch\.where\(mask, score"),
+        (
+            lambda score, b, h, q, k: score + LEARNED[h],
+            ValueError,
+            r"reads LEARNED, which requires a gradient; .*detach",
+        ),
+        (Learned(), ValueError, r"score_mod = Learned: reads slopes, which requires a gradient"),
+        (
+            functools.partial(lambda t, s, b, h, q, k: s + t[h], LEARNED),
+            ValueError,
+            r"reads argument 0, which requires",
+        ),
+        (lambda score, b, h, q, k: score if q >= k else -score, ValueError, r"failed .*torch\.where takes the place"),
+        (lambda score, b: score, ValueError, r"failed for query 0 and key 0 with TypeError: .*positional arguments"),
+        (lambda score, b, h, q, k: score + torch.rand(()), ValueError, r"failed .*randomness"),
+    ],
+    ids=["text", "number", "shape", "mask", "global", "module", "partial", "if", "arguments", "random"],
+)
+def test_invalid_functions_are_refused_by_name(score_mod: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        attend(score_mod)
+
+
+def test_a_tensor_of_the_closure_is_named() -> None:
+    learned_bias = torch.ones(HEADS, requires_grad=True)
+    with pytest.raises(ValueError, match="reads learned_bias, which requires a gradient"):
+        attend(lambda score, b, h, q, k: score + learned_bias[h])
+    learned_bias.requires_grad_(False)
+    attend(lambda score, b, h, q, k: score + learned_bias[h])
+
+
+def test_a_captured_tensor_that_starts_to_need_a_gradient_is_refused() -> None:
+    bias = torch.zeros(HEADS)
+
+    def add(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + bias[head]
+
+    attend(add)
+    bias.requires_grad_()
+    with pytest.raises(ValueError, match="reads bias, which requires a gradient"):
+        attend(add)
+
+
+@pytest.mark.parametrize(
+    ("make_it", "error", "message"),
+    [
+        (lambda: score_mods.softcap(0), ValueError, "cap = 0: must be above 0 and finite"),
+        (lambda: score_mods.softcap("30"), TypeError, "cap = '30': expected a number"),
+        (lambda: score_mods.alibi(0), ValueError, "num_heads = 0"),
+        (lambda: score_mods.distance(torch.zeros(3, 2), SLOPES), ValueError, r"coords is torch.float32 \[3, 2\]"),
+        (lambda: score_mods.distance(torch.zeros(1, 3, 2).long(), SLOPES), ValueError, "coords is torch.int64"),
+        (lambda: score_mods.distance(COORDS, 1.0), TypeError, r"slopes = 1\.0"),
+        (lambda: score_mods.relative(torch.zeros(3)), ValueError, r"table is torch.float32 \[3\]"),
+        (lambda: score_mods.relative(torch.zeros(2, 4)), ValueError, "at least 2 buckets"),
+        (lambda: score_mods.relative(TABLE, max_distance=3), ValueError, "above the 3 single distances"),
+    ],
+)
+def test_arguments_of_the_functions_are_checked(make_it: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make_it()
+
+
+def test_another_floating_dtype_is_converted() -> None:
+    wanted = attend(lambda score, b, h, q, k: torch.tanh(score.float()).double())
+    torch.testing.assert_close(attend(lambda score, b, h, q, k: torch.tanh(score.float())), wanted)
+
+
+def test_a_kernel_that_cannot_call_it_refuses() -> None:
+    with pytest.raises(ValueError, match=r"aten_cpu_flash.*it cannot call a score_mod"):
+        attend(FUNCTIONS["softcap"], kernel="aten_cpu_flash")
+
+
+def test_a_compiled_module_gives_the_same() -> None:
+    query, key, value, grad_out = (x.requires_grad_() for x in make())
+    module = native.RingDilatedAttention([20, None], [1, 2])
+
+    def call(*rows: Tensor) -> Tensor:
+        out: Tensor = module(*rows, score_mod=FUNCTIONS["distance"]) * 2
+        return out
+
+    plain, compiled = (f(query, key, value) for f in (call, torch.compile(call, backend="aot_eager")))
+    assert torch.equal(plain, compiled)
+    for ours, other in zip(
+        *(torch.autograd.grad(x, (query, key, value), grad_out) for x in (plain, compiled)), strict=True
+    ):
+        assert torch.equal(ours, other)
+
+
+def test_identities_are_of_code() -> None:
+    one, two = (score_mods.softcap(cap) for cap in (1.0, 2.0))
+    assert identity(one) == identity(two) != identity(score_mods.alibi(2))
+    assert re.fullmatch(r"softcap\.<locals>\.score_mod #[0-9a-f]{8}", identity(one))
+    here, there = (functools.partial(x, 1) for x in (by_vectors, FUNCTIONS["constant"]))
+    assert identity(here) != identity(there)
+    assert identity(Learned()).startswith("Learned #")
+    assert identity(math.hypot).startswith("hypot #")
+
+
+def other_functions(ring: Ring) -> Ended:
+    rows = [ring.shard(x) for x in make()[:3]]
+    module = native.RingDilatedAttention([None], [1], ring=ring)
+    function = FUNCTIONS["softcap" if ring.rank else "distance"]
+    return ending(lambda: module(*rows, score_mod=function, seq_len=LENGTH))
+
+
+def test_different_functions_of_ranks_are_reported(pair: World) -> None:
+    for ended in pair.run(on_ring, other_functions):
+        assert ended.is_a(RingMismatchError), ended
+        assert "score_mod (rank 0: distance.<locals>.score_mod #" in ended.message
+        assert "rank 1: softcap.<locals>.score_mod #" in ended.message
+
+
+def one_that_fails(ring: Ring) -> Ended:
+    rows = [ring.shard(x) for x in make()[:3]]
+    module = native.RingDilatedAttention([None], [1], ring=ring)
+    short = COORDS[:, : LENGTH if ring.rank else 0]
+    return ending(lambda: module(*rows, score_mod=score_mods.distance(short, SLOPES), seq_len=LENGTH))
+
+
+def test_a_function_that_fails_on_one_rank_is_reported_on_all(pair: World) -> None:
+    first, second = pair.run(on_ring, one_that_fails)
+    assert first.is_a(ValueError), first
+    assert "failed for query 0 and key 0 with IndexError" in first.message
+    assert second.is_a(RingMismatchError), second
+    assert "rank 0 refused its arguments with ValueError" in second.message
