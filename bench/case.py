@@ -26,6 +26,7 @@ class Case:
         contestant: the name of an adapter, or a constant of this module.
         seq_len: length of the global sequence.
         window: the window of every branch, in tokens. None: there is none.
+        score_mod: a function of :mod:`ring_backends.score_mods`: "softcap", "alibi" or "distance". None: there is none.
         ring_size: number of ranks. Each rank is a process with one thread.
         dtype: ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
         device: ``"cpu"`` or ``"cuda"``. With fewer GPUs than ranks, ranks share a GPU.
@@ -43,6 +44,7 @@ class Case:
     head_dim: int = 64
     device: str = "cpu"
     window: int | None = None
+    score_mod: str | None = None
 
     @property
     def adapter(self) -> str:

@@ -16,7 +16,7 @@ import rank
 import typer
 from blocks import blocks_command
 from calls import latency_command, tiny_calls_command
-from case import BARE_KERNELS, FLEX, MASKED_SDPA, ONE_DEVICE, STANDARD, Case
+from case import BARE_KERNELS, FLEX, MASKED_SDPA, ONE_DEVICE, STANDARD, Branches, Case
 from options import Dtype, Json, JsonRequired, Repeats, RingSize, Shrink
 from report import Row, ratios, report
 from setups import DILATED_RING, ONE_DEVICE_BRANCHES, PLAIN, as_segments, ring_setups, setup, shortened, window_setup
@@ -27,6 +27,11 @@ LONGEST_KERNELS = 16384
 """The largest number of tokens of the bare kernel calls that `scaling` compares with."""
 
 SEGMENTS = "two calls with segments"
+
+SCORE_MODS = ("softcap", "alibi", "distance")
+
+TILES: Branches = ((2048, 1), (20480, 8), (102400, 64))
+"""The branches of `score-memory`."""
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
@@ -179,6 +184,69 @@ def windows(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
                 }
             )
         worlds.forget()
+    return rows
+
+
+@app.command("scores")
+def scores_command(repeats: Repeats = 5, shrink: Shrink = 1, json: Json = None) -> None:
+    """Measure a soft cap, ALiBi and distances of tiles, relative to the same call without a score_mod.
+
+    The calls have 8,192 tokens without dilation, on one device with one thread, in fp32.
+    """
+    with Worlds() as worlds:
+        report("scores", {"repeats": repeats, "shrink": shrink}, scores(worlds, repeats, shrink), json)
+
+
+def scores(worlds: Worlds, repeats: int, shrink: int) -> list[Row]:
+    plain = setup(shrink, 8192, ((8192, 1),), contestant=ONE_DEVICE, causal=False)
+    cases = [plain, *(dataclasses.replace(plain, score_mod=name) for name in SCORE_MODS)]
+    rows = []
+    directions: tuple[rank.Direction, ...] = ("forward", "backward")
+    for direction in directions:
+        without, *others = in_turns(worlds, cases, direction, repeats)
+        for name, seconds in zip(SCORE_MODS, others, strict=True):
+            rows.append(
+                {
+                    "score_mod": name,
+                    "direction": direction,
+                    "seconds": statistics.median(seconds),
+                    "without": statistics.median(without),
+                    **ratios(seconds, without),
+                    "calls": {"with": seconds, "without": without},
+                }
+            )
+    return rows
+
+
+@app.command("score-memory")
+def score_memory_command(shrink: Shrink = 1, json: Json = None) -> None:
+    """Measure the peak memory of each rank with a bias by the distance of tiles, relative to the same call without.
+
+    A call is forward and backward at 102,400 tiles in fp32, on one rank and on two. The peak includes the inputs.
+    """
+    with Worlds() as worlds:
+        report("score memory", {"shrink": shrink}, score_memory(worlds, shrink), json)
+
+
+def score_memory(worlds: Worlds, shrink: int) -> list[Row]:
+    rows: list[Row] = []
+    for ring_size in (1, 2):
+        plain = setup(shrink, 102400, TILES, contestant="native", causal=False, ring_size=ring_size)
+        without, peak = (
+            max(worlds.peak_memory(dataclasses.replace(plain, score_mod=name))["peak_bytes"])
+            for name in (None, "distance")
+        )
+        first = rows[0]["peak_bytes"] if rows else peak
+        rows.append(
+            {
+                "tiles": plain.seq_len,
+                "ranks": ring_size,
+                "peak_bytes": peak,
+                "without_bytes": without,
+                "over_without": peak / without,
+                "over_1_rank": peak / first,
+            }
+        )
     return rows
 
 

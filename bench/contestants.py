@@ -6,6 +6,7 @@ the whole sequence. It shows the cost without dilation.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from gpu_replay import Finished
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from ring_backends import available_adapters, dilated_attention
+from ring_backends import available_adapters, dilated_attention, score_mods
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.comparison.all_gather import AllGatherExecutor, all_gather_attention
 from ring_backends.comparison.rank import local_inputs
@@ -86,9 +87,10 @@ def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
 
 def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
     lengths, rates, windows = (getattr(case.pattern, name) for name in _BRANCHES)
+    score_mod = _score_mod(case)
     sharded: dict[str, Any] = {"is_causal": case.causal, "seq_len": case.seq_len}
     if case.contestant == ONE_DEVICE:
-        options: dict[str, Any] = {"is_causal": case.causal, "window_lengths": windows}
+        options: dict[str, Any] = {"is_causal": case.causal, "window_lengths": windows, "score_mod": score_mod}
         return lambda q, k, v: dilated_attention(q, k, v, lengths, rates, **options), None
     if case.contestant == SDPA:
         return _sdpa(case.causal), None
@@ -105,7 +107,22 @@ def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
     else:
         backend = load_adapter(case.contestant)
         attention = backend.RingDilatedAttention(lengths, rates, ring=ring, window_lengths=windows)
-    return lambda q, k, v: attention(q, k, v, **sharded), attention
+    return lambda q, k, v: attention(q, k, v, **sharded, score_mod=score_mod), attention
+
+
+def _score_mod(case: Case) -> Any:
+    """The function of scores of the case; None without."""
+    if case.score_mod is None:
+        return None
+    if case.score_mod == "softcap":
+        return score_mods.softcap(30.0)
+    if case.score_mod == "alibi":
+        return score_mods.alibi(case.num_heads, device=case.device)
+    assert case.score_mod == "distance", case.score_mod
+    side = math.isqrt(case.seq_len) + 1
+    tiles = torch.arange(case.seq_len, device=case.device)
+    coords = torch.stack([tiles // side, tiles % side], 1).float()[None]
+    return score_mods.distance(coords, torch.linspace(0.5, 0.01, case.num_heads, device=case.device))
 
 
 def _sdpa(is_causal: bool, mask: Tensor | None = None) -> Attend:

@@ -13,7 +13,7 @@ ONE_DEVICE_BRANCHES: Branches = ((2048, 1), (8192, 4), (32768, 16))
 
 
 def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case:
-    """Make a case without a contestant. All its lengths are divided by ``shrink``.
+    """Make a case, without a contestant unless ``options`` have one. All its lengths are divided by ``shrink``.
 
     Raises:
         ValueError: a segment length is not a multiple of ``shrink`` times its dilation rate.
@@ -25,7 +25,7 @@ def setup(shrink: int, seq_len: int, branches: Branches, **options: Any) -> Case
                 f"use a divisor of {length // rate}."
             )
     branches = tuple((length // shrink, rate) for length, rate in branches)
-    return Case("", seq_len // shrink, branches=branches, **options)
+    return Case(seq_len=seq_len // shrink, branches=branches, **{"contestant": "", **options})
 
 
 def window_setup(shrink: int, seq_len: int, **options: Any) -> Case:

@@ -52,6 +52,23 @@ def test_windows(worlds: Worlds, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row["ratio_of_medians"] == pytest.approx(ours / others)
 
 
+def test_scores(worlds: Worlds) -> None:
+    rows = claims.scores(worlds, 1, SHRINK)
+    assert [(row["direction"], row["score_mod"]) for row in rows] == [
+        *itertools.product(("forward", "backward"), claims.SCORE_MODS)
+    ]
+    for row in rows:
+        ((ours,), (without,)) = row["calls"].values()
+        assert row["ratio_of_medians"] == pytest.approx(ours / without)
+
+
+def test_score_memory(worlds: Worlds) -> None:
+    one, two = claims.score_memory(worlds, 32)
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert one["over_1_rank"] == 1
+    assert one["peak_bytes"] > two["peak_bytes"] > 0
+
+
 def test_memory(worlds: Worlds) -> None:
     rows = claims.memory(worlds, [1, 2], SHRINK, "fp32")
     for row in rows:
