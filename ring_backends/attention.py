@@ -47,15 +47,16 @@ class RingDilatedAttention(nn.Module, ABC):
     """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
 
     An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
-    graph. It becomes one operator in the forward and one in the backward (:mod:`ring_backends.engine.compiled`).
+    graph, unless it has a ``score_mod``. It becomes one operator in the forward and one in the backward
+    (:mod:`ring_backends.engine.compiled`).
 
     Args:
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
-        kernel: name of a kernel. ``"auto"`` chooses one that can run the call.
+        kernel: name of a kernel. ``"auto"`` chooses one that can run the call. With a ``score_mod``, only ``math`` can.
         dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
-            ``triton_dilated`` support dropout, and ``math`` a score_mod.
+            ``triton_dilated`` support dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
             their bytes. Every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, an
             element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values of the
@@ -195,12 +196,13 @@ class RingDilatedAttention(nn.Module, ABC):
             sinks: floating point [heads], the score of one more key of each head (the learned sinks of gpt-oss). Every
                 query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. The
                 gradient of ``sinks`` is that of this rank's rows, like that of any parameter. None means no sinks.
-            score_mod: a function (score, batch, head, q_idx, kv_idx) -> score, as that of ``flex_attention`` of torch.
-                It is applied to the scaled score of each pair that the query sees, and gradients go through it. The
-                five arguments are tensors without dimensions: batch counts the batch, head the query heads, q_idx and
-                kv_idx are global positions. A result of −inf hides the pair. Tensors that the function captures are
-                whole on every rank, and do not require a gradient. See :mod:`ring_backends.score_mods` for functions of
-                the literature. The kernel ``math`` supports it. Under ``torch.compile``, such a call breaks the graph.
+            score_mod: a function (score, batch, head, q_idx, kv_idx) -> score, with the interface of torch's
+                ``flex_attention``. It replaces the scaled score of each pair of a query and a key that it sees, and
+                gradients go through it. The arguments are tensors without dimensions: the index in the batch, the query
+                head, and global positions. A result of −inf hides the pair. Sinks and the zero keys of
+                ``padding="zeros"`` keep their scores. Tensors that the function captures are whole on every rank, and
+                do not require a gradient. :mod:`ring_backends.score_mods` has ready-made functions from papers. Under
+                ``torch.compile``, such a call breaks the graph, and ``fullgraph=True`` raises an error.
             return_lse: whether to return the LSE too.
 
         Returns:

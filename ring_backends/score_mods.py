@@ -1,4 +1,4 @@
-"""Functions of scores from the literature, for the argument ``score_mod`` of an attention.
+"""Ready-made functions from papers for the argument ``score_mod`` of an attention.
 
 Each of them returns a function (score, batch, head, q_idx, kv_idx) -> score, as that of
 ``torch.nn.attention.flex_attention``, and works there too. Positions are those of the whole sequence, so a ring of any
@@ -59,10 +59,10 @@ def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreM
     check_integer("num_heads", num_heads, 1)
     power = 2 ** int(math.log2(num_heads))
     lower, higher = ([2 ** (-8 * (i + 1) / size) for i in range(size)] for size in (power, 2 * power))
-    slopes = torch.tensor((lower + higher[::2])[:num_heads], device=device)
+    slopes = torch.tensor((lower + higher[::2])[:num_heads], dtype=torch.float32, device=device)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return score - slopes[head] * (q_idx - kv_idx).abs().to(slopes.dtype)
+        return score - slopes[head] * (q_idx - kv_idx).abs().to(score.dtype)
 
     return score_mod
 
@@ -76,7 +76,7 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
             distance of neighbouring tiles.
 
     Raises:
-        ValueError, TypeError: a tensor has another shape or dtype.
+        ValueError, TypeError: a tensor has another shape or dtype, or requires a gradient.
     """
     for name, tensor, dims, shape in (("coords", coords, 3, "[batch, n, 2]"), ("slopes", slopes, 1, "[heads]")):
         if not isinstance(tensor, Tensor):
@@ -85,6 +85,7 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
             raise ValueError(
                 f"{name} is {tensor.dtype} {[*tensor.shape]}: expected floating point {shape}; convert it with .to()."
             )
+        _check_has_no_gradient(name, tensor)
     first, second = coords.unbind(2)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -102,7 +103,8 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     ``max_distance``. T5 does not scale its scores: give its attention ``scale=1.0``.
 
     Args:
-        table: float [buckets, heads], the ``relative_attention_bias.weight`` of a model; it gets no gradient.
+        table: float [buckets, heads], ``relative_attention_bias.weight.detach()`` of a model. It is read now: later
+            changes of the weight have no effect.
         bidirectional: whether keys after the query have buckets of their own, as in T5's encoder. In its decoder, which
             is causal, all buckets are for keys before the query.
         max_distance: from this distance on, in tokens, all keys are in one bucket.
@@ -114,6 +116,7 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
         raise TypeError(f"table = {table!r}: expected a floating-point tensor [buckets, heads].")
     if table.dim() != 2 or not table.is_floating_point():
         raise ValueError(f"table is {table.dtype} {[*table.shape]}: expected floating point [buckets, heads].")
+    _check_has_no_gradient("table", table)
     check_integer("max_distance", max_distance, 1)
     per_direction = table.shape[0] // 2 if bidirectional else table.shape[0]
     single = per_direction // 2
@@ -131,9 +134,14 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     buckets = torch.where(behind < single, behind, ranges)
     if bidirectional:
         buckets = buckets + per_direction * (positions > 0)
-    biases = table.detach()[buckets].T.contiguous()
+    biases = table[buckets].T.contiguous()
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + biases[head, (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance]
 
     return cast(ScoreMod, score_mod)
+
+
+def _check_has_no_gradient(name: str, tensor: Tensor) -> None:
+    if tensor.requires_grad:
+        raise ValueError(f"{name} requires a gradient, which is not computed: pass {name}.detach().")

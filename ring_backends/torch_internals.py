@@ -69,6 +69,12 @@ in_dispatch_mode: Callable[[], bool] = getattr(_python_dispatch, "is_in_torch_di
 """Whether a mode such as FakeTensorMode intercepts the operators that this thread calls."""
 
 
+without_dispatch_modes: Callable[[], contextlib.AbstractContextManager[object]] = getattr(
+    _python_dispatch, "_disable_current_modes", contextlib.nullcontext
+)
+"""Switches off the modes of this thread. Without the private function, the modes see what is called."""
+
+
 def span(name: str) -> contextlib.AbstractContextManager[object]:
     """Shows what is computed within it to torch.profiler, if that is running."""
     is_running = internal(torch._C._autograd, "_profiler_enabled", "a span of the profiler")()

@@ -85,7 +85,7 @@ def attention_weights(
         grouped = rows.unflatten(2, (inputs.key.shape[2], -1))
         scores = torch.einsum("bmkgd,bnkd->bkgmn", grouped, inputs.key.to(dtype)).flatten(1, 2) * call.scale
         if score_mod is not None:
-            pairs = PairScores.of_rows(score_mod, chosen, here, *scores.shape[:2])
+            pairs = PairScores.of_rows(score_mod, chosen.to(scores.device), here.to(scores.device), *scores.shape[:2])
             scores = pairs.modified(scores)
         counts = _counts(attention.pattern, query.shape[2], chosen, here, layout.seq_len, is_causal).to(scores)
         scores = (scores + counts.clamp(min=1).log()).masked_fill(counts == 0, -torch.inf)

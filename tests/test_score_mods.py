@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -17,9 +20,14 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from ring_backends import Ring, RingMismatchError, dilated_attention, score_mods
+from ring_backends import DilatedPattern, Ring, RingMismatchError, dilated_attention, score_mods
 from ring_backends.adapters import native
+from ring_backends.engine.backward import backward
+from ring_backends.engine.call import check_call
+from ring_backends.engine.forward import forward
+from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.score_mod import identity
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.world import World
@@ -119,15 +127,39 @@ def test_no_tensor_has_all_pairs() -> None:
     """Between 2,000 and 4,000 tokens, the largest tensor does not grow: it has the pairs of one block."""
     sizes = []
     for length in (2000, 4000):
-        query, key, value, grad_out = (x[:, :, :1].float().requires_grad_() for x in make(length, 1))
-        coords = torch.rand(1, length, 2)
+        query, key, value, grad_out = (x[:, :, :1].float() for x in make(length, 1))
+        score_mod = score_mods.distance(torch.rand(1, length, 2), torch.ones(1))
+        inputs = AttentionInputs(query, key, value, score_mod=score_mod)
+        inputs, call = check_call(inputs, DilatedPattern([None], [1]), Ring(), None, "auto")
         with LargestTensor() as largest:
-            out = dilated_attention(
-                query, key, value, [None], [1], score_mod=score_mods.distance(coords, torch.ones(1))
-            )
-            out.backward(grad_out)
+            out, lse = forward(call, inputs, None)
+            backward(call, inputs, out, lse, grad_out, None)
         sizes.append(largest.numel)
-    assert sizes[0] == sizes[1] < 2000 * 2000
+    assert 1000 * 1000 < sizes[0] == sizes[1] < 2000 * 2000
+
+
+@pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])
+def test_selective_checkpointing_keeps_no_pairs(policy: CheckpointPolicy) -> None:
+    query, key, value, grad_out = (x.requires_grad_() for x in make())
+    kept = []
+
+    def remember(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept.append(str(op))
+        return policy
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, remember)
+    module = native.RingDilatedAttention([20, None], [1, 2])
+    grads = []
+
+    def scaled(query: Tensor, key: Tensor, value: Tensor) -> Any:
+        return module(query * 2, key, value, score_mod=FUNCTIONS["distance"])
+
+    for call in (scaled, functools.partial(checkpoint, scaled, use_reentrant=False, context_fn=contexts)):
+        out = call(query, key, value)
+        grads.append(torch.autograd.grad(out, (query, key, value), grad_out))
+    assert all(torch.equal(x, y) for x, y in zip(*grads, strict=True))
+    assert any("mul" in op for op in kept)
+    assert not any("bmm" in op for op in kept)
 
 
 def test_minus_infinity_hides_a_pair() -> None:
@@ -144,6 +176,50 @@ def test_minus_infinity_hides_a_pair() -> None:
     grads = torch.autograd.grad(out.sum(), leaves)
     assert all(grad.isfinite().all() for grad in grads)
     assert (grads[0][:, :5] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
+def test_nan_does_not_pass_a_hidden_pair(name: str) -> None:
+    """Keys 0 … 19 and queries 20 … 39 do not see each other."""
+    tensors = dict(zip(("query", "key", "value", "grad_out"), make(), strict=True))
+    tensors[name][:, 30] = float("nan")
+    leaves = [tensors[x].requires_grad_() for x in ("query", "key", "value")]
+
+    def halves(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.where((q_idx < 20) == (kv_idx < 20), score, -float("inf"))
+
+    out = dilated_attention(*leaves, [None], [1], score_mod=halves)
+    grads = torch.autograd.grad(out, leaves, tensors["grad_out"])
+    assert all(x[:, :20].isfinite().all() for x in (out, *grads))
+    assert any(x[:, 20:].isnan().any() for x in (out, *grads))
+
+
+def test_a_function_may_change_its_indices() -> None:
+    """They are copies. Later calls read other ones."""
+
+    def change(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        head *= 0
+        q_idx -= 5
+        return score - SLOPES[head] * (q_idx - kv_idx)
+
+    def keep(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - SLOPES[head * 0] * (q_idx - 5 - kv_idx)
+
+    first, second = attend(change), attend(change)
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, attend(keep))
+
+
+def change_the_score(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    score += 1
+    return score
+
+
+def test_a_function_that_changes_the_score_is_refused_before_the_backward() -> None:
+    leaves = [x.requires_grad_() for x in make()[:3]]
+    with pytest.raises(ValueError, match=r"score_mod = change_the_score: failed with RuntimeError: .*in-place"):
+        dilated_attention(*leaves, [None], [1], score_mod=change_the_score)
+    torch.testing.assert_close(attend(change_the_score), attend(lambda score, b, h, q, k: score + 1))
 
 
 def test_nan_reaches_the_queries_that_see_the_pair() -> None:
@@ -182,6 +258,14 @@ class Learned(nn.Module):
         return score - self.slopes[head] * (q_idx - kv_idx)
 
 
+class Biased:
+    def __init__(self) -> None:
+        self.bias = nn.Parameter(torch.ones(HEADS))
+
+    def score_mod(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score - self.bias[head]
+
+
 @pytest.mark.parametrize(
     ("score_mod", "error", "message"),
     [
@@ -196,19 +280,38 @@ class Learned(nn.Module):
         (
             lambda score, b, h, q, k: score + LEARNED[h],
             ValueError,
-            r"reads LEARNED, which requires a gradient; .*detach",
+            r"reads LEARNED with requires_grad=True; .*detach",
         ),
-        (Learned(), ValueError, r"score_mod = Learned: reads slopes, which requires a gradient"),
+        (Learned(), ValueError, r"score_mod = Learned: reads slopes with requires_grad=True"),
         (
             functools.partial(lambda t, s, b, h, q, k: s + t[h], LEARNED),
             ValueError,
-            r"reads argument 0, which requires",
+            r"reads argument 0 with requires_grad=True",
         ),
         (lambda score, b, h, q, k: score if q >= k else -score, ValueError, r"failed .*torch\.where takes the place"),
-        (lambda score, b: score, ValueError, r"failed for query 0 and key 0 with TypeError: .*positional arguments"),
+        (
+            lambda score, b: score,
+            ValueError,
+            r"failed with TypeError: .*positional arguments.* It is called as score_mod\(score, batch",
+        ),
         (lambda score, b, h, q, k: score + torch.rand(()), ValueError, r"failed .*randomness"),
+        (Biased().score_mod, ValueError, r"score_mod = Biased\.score_mod: reads bias with requires_grad=True"),
+        (lambda score, b, h, q, k: score + COORDS[b, q + 1, 0], ValueError, r"IndexError.*whole sequence of 40"),
     ],
-    ids=["text", "number", "shape", "mask", "global", "module", "partial", "if", "arguments", "random"],
+    ids=[
+        "text",
+        "number",
+        "shape",
+        "mask",
+        "global",
+        "module",
+        "partial",
+        "if",
+        "arguments",
+        "random",
+        "method",
+        "short",
+    ],
 )
 def test_invalid_functions_are_refused_by_name(score_mod: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
@@ -217,7 +320,7 @@ def test_invalid_functions_are_refused_by_name(score_mod: Any, error: type[Excep
 
 def test_a_tensor_of_the_closure_is_named() -> None:
     learned_bias = torch.ones(HEADS, requires_grad=True)
-    with pytest.raises(ValueError, match="reads learned_bias, which requires a gradient"):
+    with pytest.raises(ValueError, match="reads learned_bias with requires_grad=True"):
         attend(lambda score, b, h, q, k: score + learned_bias[h])
     learned_bias.requires_grad_(False)
     attend(lambda score, b, h, q, k: score + learned_bias[h])
@@ -231,7 +334,7 @@ def test_a_captured_tensor_that_starts_to_need_a_gradient_is_refused() -> None:
 
     attend(add)
     bias.requires_grad_()
-    with pytest.raises(ValueError, match="reads bias, which requires a gradient"):
+    with pytest.raises(ValueError, match="reads bias with requires_grad=True"):
         attend(add)
 
 
@@ -244,6 +347,12 @@ def test_a_captured_tensor_that_starts_to_need_a_gradient_is_refused() -> None:
         (lambda: score_mods.distance(torch.zeros(3, 2), SLOPES), ValueError, r"coords is torch.float32 \[3, 2\]"),
         (lambda: score_mods.distance(torch.zeros(1, 3, 2).long(), SLOPES), ValueError, "coords is torch.int64"),
         (lambda: score_mods.distance(COORDS, 1.0), TypeError, r"slopes = 1\.0"),
+        (
+            lambda: score_mods.distance(LEARNED[None, None, :2], SLOPES),
+            ValueError,
+            "coords requires a gradient, .*coords",
+        ),
+        (lambda: score_mods.relative(LEARNED[:, None]), ValueError, r"table requires .* pass table\.detach"),
         (lambda: score_mods.relative(torch.zeros(3)), ValueError, r"table is torch.float32 \[3\]"),
         (lambda: score_mods.relative(torch.zeros(2, 4)), ValueError, "at least 2 buckets"),
         (lambda: score_mods.relative(TABLE, max_distance=3), ValueError, "above the 3 single distances"),
@@ -287,6 +396,36 @@ def test_identities_are_of_code() -> None:
     here, there = (functools.partial(x, 1) for x in (by_vectors, FUNCTIONS["constant"]))
     assert identity(here) != identity(there)
     assert identity(Learned()).startswith("Learned #")
+    assert identity(applied(torch.tanh)) != identity(applied(torch.sin))
+
+
+def applied(function: Any) -> Any:
+    return lambda score, batch, head, q_idx, kv_idx: function(score)
+
+
+def test_identities_do_not_depend_on_the_process() -> None:
+    """A set is a constant whose order depends on the seed of hashes."""
+    program = (
+        "from ring_backends.kernels.score_mod import identity; print(identity(lambda x: x in {'a', 'b', 'c', 'd'}))"
+    )
+    found = set()
+    for seed in ("1", "2", "3"):
+        run = subprocess.run(
+            [sys.executable, "-c", program], env=os.environ | {"PYTHONHASHSEED": seed}, check=True, capture_output=True
+        )
+        found.add(run.stdout)
+    assert len(found) == 1
+
+
+def test_alibi_ignores_the_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        score_mod = score_mods.alibi(1)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    zero = torch.tensor(0)
+    found = score_mod(torch.zeros(()), zero, zero, torch.tensor(1001), zero)
+    assert float(found) == -1001 / 256
     assert identity(math.hypot).startswith("hypot #")
 
 
@@ -314,6 +453,6 @@ def one_that_fails(ring: Ring) -> Ended:
 def test_a_function_that_fails_on_one_rank_is_reported_on_all(pair: World) -> None:
     first, second = pair.run(on_ring, one_that_fails)
     assert first.is_a(ValueError), first
-    assert "failed for query 0 and key 0 with IndexError" in first.message
+    assert "failed with IndexError" in first.message
     assert second.is_a(RingMismatchError), second
     assert "rank 0 refused its arguments with ValueError" in second.message

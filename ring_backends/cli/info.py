@@ -91,8 +91,7 @@ def choices(device_name: str) -> list[dict[str, str]]:
         name, why = explain_choice(inputs)
         call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
         call += "".join(
-            f", {flag.partition('_')[2].replace('_', ' ') if flag != 'has_score_mod' else 'score_mod'}"
-            for flag in flags
+            f", {flag.partition('_')[2].replace('_', ' ').replace('score mod', 'score_mod')}" for flag in flags
         )
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows

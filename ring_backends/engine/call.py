@@ -152,8 +152,7 @@ def look_up(
     key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
-        if inputs.score_mod is not None:  # what it captures may have changed
-            check_score_mod(inputs.score_mod, inputs.query)
+        _check_score_mod(inputs, call.layout)  # what it captures may have changed
         device = inputs.query.device.type
         return (_cast(inputs) if torch.is_autocast_enabled(device) else inputs), call
     inputs, call = check_call(inputs, pattern, ring, scale, kernel)
@@ -219,10 +218,9 @@ def check_call(
     query, key, value = inputs.query, inputs.key, inputs.value
     check_tensors(query, key, value, inputs.key_padding_mask, inputs.document_ids)
     check_sinks(inputs.sinks, query)
-    if inputs.score_mod is not None:
-        check_score_mod(inputs.score_mod, query)
     check_documents(inputs.document_ids, pattern)
     layout = check_layout(query.shape[1], inputs.seq_len, ring)
+    _check_score_mod(inputs, layout)
     schedule = _schedule(pattern, layout, query.shape[2], key.shape[2], inputs.is_causal)
     dropout = None
     if inputs.dropout_p and inputs.dropout_seed is not None:
@@ -239,6 +237,12 @@ def check_call(
     scale = query.shape[3] ** -0.5 if scale is None else scale
     chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)
     return inputs, AttentionCall(schedule, ring.rank, chosen, scale, dropout, in_place=in_place)
+
+
+def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
+    if inputs.score_mod is not None:
+        seq_len, needs_gradients = layout.seq_len, inputs.needs_gradients
+        check_score_mod(inputs.score_mod, inputs.query, seq_len, needs_gradients=needs_gradients)
 
 
 def kernels_of_call(

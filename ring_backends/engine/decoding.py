@@ -256,8 +256,6 @@ def check_step(
     query, key, value = map(autocast, (query, key, value))
     check_tensors(query, key, value, ignored)
     check_sinks(sinks, query)
-    if score_mod is not None:
-        check_score_mod(score_mod, query)
     check_cache(cache, key)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")
@@ -268,6 +266,8 @@ def check_step(
             "cache with a larger max_len, or truncate it."
         )
     pattern.check(seq_len=seq_len, num_heads=query.shape[2])
+    if score_mod is not None:
+        check_score_mod(score_mod, query, seq_len, needs_gradients=False)
     has_mask = ignored is not None or cache.ignored is not None
     needs = KernelInputs(
         query.device,

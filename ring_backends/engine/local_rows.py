@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+
+from torch import Tensor
 
 from ring_backends.engine.call import AttentionCall
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.kernels.base import split_scale
+from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.steps import StepRows
 from ring_backends.torch_internals import has_values, mode_of
 
@@ -28,20 +30,20 @@ def local_rows(call: AttentionCall, inputs: AttentionInputs) -> StepRows:
     if marks is not None:
         marks = marks.unsqueeze(2).expand(-1, -1, key.shape[2])
     rows = StepRows(query, key, value, marks, documents)
-    dropout = call.dropout
-    if dropout is None and inputs.score_mod is None:
+    if call.dropout is None and inputs.score_mod is None:
         return rows
-    seed = 0
-    if inputs.dropout_seed is not None and has_values(inputs.dropout_seed):
-        seed = int(inputs.dropout_seed)  # it is on the CPU
     with mode_of(query):
         positions = call.layout.positions(call.rank, query.device)
-        if inputs.score_mod is not None:
-            rows = replace(rows, score_mod=inputs.score_mod, positions=positions)
-        if dropout is None:
-            return rows
-        words: dict[str, Any] = {
-            "query_words": dropout.query_words(seed, positions, query.shape[0], query.shape[2]),
-            "key_words": dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3]),
-        }
-    return replace(rows, dropout=dropout, dropout_seed=seed, **words)
+    rows = replace(rows, score_mod=inputs.score_mod, positions=positions)
+    return rows if call.dropout is None else _with_dropout(rows, inputs, call.dropout, positions)
+
+
+def _with_dropout(rows: StepRows, inputs: AttentionInputs, dropout: Dropout, positions: Tensor) -> StepRows:
+    query, key, seed = rows.query, rows.key, 0
+    assert inputs.dropout_seed is not None
+    if has_values(inputs.dropout_seed):
+        seed = int(inputs.dropout_seed)  # it is on the CPU
+    with mode_of(query):
+        query_words = dropout.query_words(seed, positions, query.shape[0], query.shape[2])
+        key_words = dropout.key_words(seed, positions)[:, None].expand(*key.shape[:3])
+    return replace(rows, dropout=dropout, dropout_seed=seed, query_words=query_words, key_words=key_words)

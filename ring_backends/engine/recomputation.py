@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import custom_op
 
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.torch_internals import has_values, in_dispatch_mode
+from ring_backends.torch_internals import has_values, in_dispatch_mode, without_dispatch_modes
 
 Forward = Callable[[AttentionInputs], "tuple[Tensor, Tensor, int]"]
 """Computes one call. Returns out, LSE, and the number of the call in its ring."""
@@ -32,9 +32,11 @@ def attend_as_operator(forward: Forward, inputs: AttentionInputs) -> tuple[Tenso
     Returns:
         out, LSE, the call's number, and the inputs. Number and dropout seed are those of the forward that computed out.
     """
-    is_active = in_dispatch_mode() and has_values(inputs.query)
-    if not is_active or inputs.score_mod is not None:  # torch.vmap, which evaluates it, does not work in an operator
+    if not in_dispatch_mode() or not has_values(inputs.query):  # no policy is active
         return *forward(inputs), inputs
+    if inputs.score_mod is not None:  # an operator cannot run torch.vmap, which evaluates the score_mod
+        with without_dispatch_modes():  # or a policy would keep the results of the kernels, which have all pairs
+            return *forward(inputs), inputs
     number = next(_numbers)
     _forwards[number] = forward, inputs
     try:

@@ -90,12 +90,13 @@ class PairRule:
     scores: PairScores | None = None
 
     @property
-    def needs_pairs(self) -> bool:
-        """Whether something besides documents depends on the pair, so that the math kernel computes the whole tile."""
+    def needs_math(self) -> bool:
+        """Whether the math kernel computes the whole tile."""
         return self.dropout is not None or self.scores is not None
 
     def part(self, batch: slice, rows: slice, keys: slice) -> PairRule:
-        """The rule for a part of the batch, of the query rows and of the keys."""
+        """The rule for a part of the batch, of the query rows and of the keys. It has no score_mod."""
+        assert self.scores is None
         rows_of = (None if x is None else x[batch, :, rows] for x in (self.query_documents, self.query_words))
         keys_of = (None if x is None else x[batch, :, keys] for x in (self.key_documents, self.key_words))
         (query_documents, query_words), (key_documents, key_words) = rows_of, keys_of

@@ -164,6 +164,8 @@ def _forward_rows(
         dropout = _dropout(pair, num_kv_heads, rule, weights.dtype)
         if dropout is not None:
             weights *= dropout
+        if of_pair is not None:
+            hidden = scores == -torch.inf
         weighted = weighted * rescale + _product(weights, v, hidden if _is_pairwise(pair, rule) else None)
         maximum = new_maximum
     blind = maximum == -torch.inf
@@ -204,11 +206,13 @@ def _backward_rows(
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         masked = _hidden(pair, repeats, key_mask, rule, q)
         hidden = blind if masked is None else masked | blind
-        scores, of_pair, gradient = (q * scale) @ k.transpose(-1, -2), _pair_scores(pair, rule), None
+        scores = (q * scale) @ k.transpose(-1, -2)
+        of_pair, gradient = _pair_scores(pair, rule), None
         if of_pair is not None:
             modified, gradient = of_pair.modified_with_gradient(_unfold(scores, repeats))
             scores = _fold(modified, num_kv_heads, stats)
-            hidden = hidden | (scores == -torch.inf)
+            masked = scores == -torch.inf if masked is None else masked | (scores == -torch.inf)
+            hidden = masked | blind
         p = (scores - row_lse).exp_().masked_fill_(hidden, 0.0)
         grad_p = do @ v.transpose(-1, -2)
         dropout = _dropout(pair, num_kv_heads, rule, p.dtype)
@@ -287,7 +291,9 @@ def _pair_scores(pair: _BlockPair, rule: PairRule | None) -> PairScores | None:
 
 def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
     """Whether different rows of the pair may see different keys."""
-    return pair.band is not None or (rule is not None and rule.query_documents is not None)
+    if rule is not None and (rule.query_documents is not None or rule.scores is not None):
+        return True
+    return pair.band is not None
 
 
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:

@@ -51,7 +51,7 @@ def forward(
 
     Without dropout and score_mod, out of a full or causal tile is in the statistics dtype.
     """
-    if rule.needs_pairs or band is not None:
+    if rule.needs_math or band is not None:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         return _MATH.forward(query, key, value, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)
@@ -82,7 +82,7 @@ def backward(
     band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
-    if rule.needs_pairs or band is not None:
+    if rule.needs_math or band is not None:
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         return _MATH.backward(grad_out, query, key, value, out, lse, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ring_backends.kernels.constants import constant
+from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -59,9 +61,14 @@ class PairScores:
         return replace(self, query_positions=positions[0], key_positions=positions[1])
 
     def modified(self, scores: Tensor) -> Tensor:
-        """The modified scores, in the shape and dtype of ``scores`` [B, Hq, Sq, Sk]."""
-        queries, query_dims = _without_ones(self.query_positions)
-        keys, key_dims = _without_ones(self.key_positions)
+        """The modified scores, in the shape and dtype of ``scores`` [B, Hq, Sq, Sk].
+
+        The function may change ``scores``, if they need no gradient.
+        """
+        # The function gets copies, so that it may change them in place.
+        batch, heads = self.batch.clone(), self.heads.clone()
+        queries, query_dims = _without_ones(self.query_positions.clone())
+        keys, key_dims = _without_ones(self.key_positions.clone())
 
         def function(*pair: Tensor) -> Tensor:
             with _IndexByTensors():
@@ -70,11 +77,11 @@ class PairScores:
         of_keys = torch.vmap(function, (0, None, None, None, 0))
         of_queries = torch.vmap(of_keys, (0, None, None, 0, None))
         of_heads = torch.vmap(of_queries, (0, None, 0, query_dims[1], key_dims[1]))
-        if len(self.batch) == 1:
-            found: Tensor = of_heads(scores[0], self.batch[0], self.heads, queries, keys).unsqueeze(0)
+        if len(batch) == 1:
+            found: Tensor = of_heads(scores[0], batch[0], heads, queries, keys).unsqueeze(0)
         else:
             of_batch = torch.vmap(of_heads, (0, 0, None, query_dims[0], key_dims[0]))
-            found = of_batch(scores, self.batch, self.heads, queries, keys)
+            found = of_batch(scores, batch, heads, queries, keys)
         return found.to(scores.dtype)
 
     def modified_with_gradient(self, scores: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
@@ -121,8 +128,17 @@ def _is_scalar(index: object) -> bool:
     return isinstance(index, Tensor) and not index.dim()
 
 
-def check_score_mod(function: object, query: Tensor) -> None:
-    """Check that ``function`` is a score_mod, by a call for the first query and key.
+class _InvalidResultError(Exception):
+    """What is wrong with the result of a score_mod."""
+
+
+def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_gradients: bool) -> None:
+    """Check that ``function`` is a score_mod, by calls for the first and last entry, head, query and key.
+
+    Args:
+        query: [batch, seq, heads, head_dim], on this rank.
+        seq_len: length of the global sequence.
+        needs_gradients: whether a backward may follow.
 
     Raises:
         TypeError: it is not callable.
@@ -132,64 +148,75 @@ def check_score_mod(function: object, query: Tensor) -> None:
     if not callable(function):
         raise TypeError(f"score_mod = {function!r}: expected a function (score, batch, head, q_idx, kv_idx), or None.")
     name = _name(function)
-    returned: list[object] = []
 
-    def call(*pair: Tensor) -> Tensor:
-        with _IndexByTensors():
-            returned[:] = [function(*pair)]
-        (found,) = returned
-        return found if isinstance(found, Tensor) and not found.dim() else pair[0]
+    def call(*pair: Tensor) -> Any:
+        found = function(*pair)
+        _check_result(found)
+        return found
 
-    score = query.new_zeros(1, dtype=statistics_dtype(query.dtype))
-    index = query.new_zeros(1, dtype=torch.int64)
+    batch, heads, rows = (
+        constant(tuple(sorted({0, size - 1})), query) for size in (query.shape[0], query.shape[2], seq_len)
+    )
+    pairs = PairScores(call, batch, heads, rows[None, None], rows[None, None])
+    scores = query.new_zeros(*map(len, (batch, heads, rows, rows)), dtype=statistics_dtype(query.dtype))
     try:
-        with torch.enable_grad():
-            found_by_vmap: Tensor = torch.vmap(call)(score, index, index, index, index)
+        with without_autocast(query.device), torch.enable_grad():
+            reads_learned = pairs.modified(scores.clone()).requires_grad
+            if needs_gradients and not reads_learned:
+                _, gradient = pairs.modified_with_gradient(scores)
+                gradient(scores)
+    except _InvalidResultError as error:
+        raise ValueError(f"score_mod = {name}: returned {error}") from None
     except Exception as error:
         raise ValueError(
-            f"score_mod = {name}: failed for query 0 and key 0 with {type(error).__name__}: {error} It gets tensors "
-            f"without dimensions on {query.device}, and is evaluated by torch.vmap: captured tensors must be on this "
-            "device, and torch.where takes the place of `if`."
+            f"score_mod = {name}: failed with {type(error).__name__}: {str(error).rstrip('.')}. It is called as "
+            f"score_mod(score, batch, head, q_idx, kv_idx), under torch.vmap, with tensors without dimensions on "
+            f"{query.device}; what it captures must be on this device and cover the whole sequence of {seq_len}, and "
+            "torch.where takes the place of `if`."
         ) from error
-    (found,) = returned
-    if not isinstance(found, Tensor):
-        raise ValueError(f"score_mod = {name}: returned {found!r}; it must return the score as a tensor.")
-    if found.dim():
-        raise ValueError(
-            f"score_mod = {name}: returned shape {[*found.shape]} for one pair; it gets tensors without dimensions and "
-            "must return one: index captured tensors by batch, head, q_idx or kv_idx."
-        )
-    if not found.is_floating_point():
-        raise ValueError(
-            f"score_mod = {name}: returned {found.dtype}; it must return a floating-point score: for a mask, return "
-            'torch.where(mask, score, -float("inf")).'
-        )
-    if found_by_vmap.requires_grad:
+    if reads_learned:
         tensors = [key for key, x in _captured(function).items() if isinstance(x, Tensor) and x.requires_grad]
         raise ValueError(
-            f"score_mod = {name}: reads {', '.join(tensors) or 'a tensor'}, which requires a gradient; this gradient "
-            "is not computed: pass the tensor's detach()."
+            f"score_mod = {name}: reads {' and '.join(tensors) or 'a tensor'} with requires_grad=True; this "
+            "gradient is not computed: pass detach() of it."
+        )
+
+
+def _check_result(found: object) -> None:
+    if not isinstance(found, Tensor):
+        raise _InvalidResultError(f"{found!r}; it must return the score as a tensor.")
+    if found.dim():
+        raise _InvalidResultError(
+            f"shape {[*found.shape]} for one pair; it gets tensors without dimensions and must return one: index "
+            "captured tensors by batch, head, q_idx or kv_idx."
+        )
+    if not found.is_floating_point():
+        raise _InvalidResultError(
+            f"{found.dtype}; it must return a floating-point score: for a mask, return "
+            'torch.where(mask, score, -float("inf")).'
         )
 
 
 def _captured(function: Any) -> dict[str, object]:
     """What a function reads besides its arguments, by name."""
     if isinstance(function, partial):
-        return {
-            **_captured(function.func),
-            **function.keywords,
-            **{f"argument {i}": x for i, x in enumerate(function.args)},
-        }
+        arguments = {f"argument {index}": x for index, x in enumerate(function.args)}
+        return {**_captured(function.func), **arguments, **function.keywords}
     if isinstance(function, nn.Module):
         return dict(function.named_parameters())
-    if inspect.isfunction(function) or inspect.ismethod(function):
+    if inspect.ismethod(function):
+        return {**_captured(function.__self__), **_captured(function.__func__)}
+    if inspect.isfunction(function):
         found = inspect.getclosurevars(function)
         return {**found.globals, **found.nonlocals}
     return dict(getattr(function, "__dict__", {}))
 
 
 def identity(function: object) -> str:
-    """The name of a function, and a hash of its code. It is the same on ranks that run the same program."""
+    """The name of a function, and a hash of its code and of the functions of its closure.
+
+    It is the same on ranks that run the same program.
+    """
     return f"{_name(function)} #{zlib.crc32(''.join(_codes(function)).encode()):08x}"
 
 
@@ -199,21 +226,33 @@ def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__qualname__))
 
 
-def _codes(function: Any) -> Iterator[str]:
-    """The code of a function, and of the functions that it is made of by ``partial``."""
+def _codes(function: Any, depth: int = 4) -> Iterator[str]:
+    """The code of a function, and of the functions that it holds, in up to ``depth`` levels."""
     if isinstance(function, partial):
-        for part in (function.func, *function.args, *function.keywords.values()):
-            yield from _codes(part) if callable(part) else ()
-        return
-    inner = getattr(function, "__func__", function)
-    if not hasattr(inner, "__code__"):
-        inner = getattr(type(inner), "forward" if isinstance(inner, nn.Module) else "__call__", None)
-    code = getattr(inner, "__code__", None)
-    yield _name(function) if code is None else _text(code)
+        held = (function.func, *function.args, *function.keywords.values())
+    else:
+        inner = getattr(function, "__func__", function)
+        if not hasattr(inner, "__code__"):
+            inner = getattr(type(inner), "forward" if isinstance(inner, nn.Module) else "__call__", None)
+        code = getattr(inner, "__code__", None)
+        yield _name(function) if code is None else _text(code)
+        held = tuple(cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if depth)
+    for other in held:
+        if callable(other) and depth:
+            yield from _codes(other, depth - 1)
 
 
 @lru_cache(maxsize=256)
 def _text(code: CodeType) -> str:
     """What a code object computes, without where its file lies."""
-    constants = [_text(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts]
-    return repr((code.co_code, code.co_names, constants))
+    return repr((code.co_code, code.co_names, [_constant_text(x) for x in code.co_consts]))
+
+
+def _constant_text(value: object) -> str:
+    """The same text in every process. The order of a frozenset differs from process to process."""
+    if isinstance(value, CodeType):
+        return _text(value)
+    if isinstance(value, (tuple, frozenset)):
+        parts = [_constant_text(x) for x in value]
+        return f"({', '.join(parts if isinstance(value, tuple) else sorted(parts))})"
+    return repr(value)

@@ -37,7 +37,7 @@ class StepRows:
         dropout_seed: seed of this call's dropout.
         query_words, key_words: the 32-bit words of each query and key that ``dropout`` hashes.
         score_mod: the score_mod of the call; None without.
-        positions: int64 [local seq], the global positions of the rows; None without a score_mod.
+        positions: int64 [local seq], the global positions of the rows; None without dropout and score_mod.
         first_head: the first query head of the block.
     """
 

@@ -1,6 +1,6 @@
 """Functions of scores for test cases, and the same functions of all scores of a sequence at once, for the reference.
 
-The second ones are written from the papers' formulas, without the package under test.
+The functions of all scores are written from the papers' formulas, without the package under test.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def modified_scores(name: str, scores: Tensor, seed: int) -> Tensor:
     if name == "softcap":
         return torch.tanh(scores / _CAP) * _CAP
     if name == "alibi":
-        return scores - _slopes(num_heads)[:, None, None] * (t - u).abs()
+        return scores - _slopes(num_heads).to(scores.dtype)[:, None, None] * (t - u).abs()
     if name == "distance":
         coords, slopes = tiles(batch, seq_len, num_heads, seed)
         return scores - slopes[:, None, None] * torch.cdist(coords, coords, compute_mode=_DIRECTLY)[:, None]

@@ -35,12 +35,11 @@ _NAMES = [re.compile(rf"(x?{name[0]}|{name})(_\w+)?") for name in ("query", "key
 
 _ORDERS = {1: "[batch, local seq, heads, head_dim]", 2: "[batch, heads, local seq, head_dim]"}
 
-_PASSED_ON = ("key_padding_mask", "document_ids", "dropout_seed")
+_PASSED_ON = ("key_padding_mask", "document_ids", "dropout_seed", "score_mod")
 
 _INSTEAD = {
     "attn_mask": "masks of pairs are not supported by a ring; pass is_causal, or a key_padding_mask",
     "block_mask": "block masks are not supported by a ring; pass is_causal, or document_ids for packed documents",
-    "score_mod": "a ring cannot modify scores; use a model without it",
     "dropout_p": "set RingDilated(dropout_p=…) instead",
     "need_weights": "a ring has no matrix of weights; pass need_weights=False",
 }
@@ -53,7 +52,7 @@ class RingDilated(ParallelStyle):
 
     - an *inner attention*: a module without parameters whose forward begins with query, key and value, such as a module
       around ``scaled_dot_product_attention``. Its arguments ``is_causal``, ``scale`` and ``enable_gqa`` keep their
-      meaning. A call may also pass ``key_padding_mask``, ``document_ids`` and ``dropout_seed`` of
+      meaning. A call may also pass ``key_padding_mask``, ``document_ids``, ``dropout_seed`` and ``score_mod`` of
       :class:`~ring_backends.RingDilatedAttention`.
     - ``torch.nn.MultiheadAttention``, for self-attention with ``need_weights=False``.
     - a :class:`~ring_backends.RingDilatedAttention` or a
