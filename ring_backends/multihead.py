@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.kernels import resolve_dtype
+from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import SequenceLayout
@@ -106,6 +107,8 @@ class RingDilatedMultiheadAttention(nn.Module):
         key_padding_mask: Tensor | None = None,
         document_ids: Tensor | None = None,
         dropout_seed: int | None = None,
+        sinks: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Attend over the whole sequence; ``x`` is this rank's part.
@@ -118,7 +121,7 @@ class RingDilatedMultiheadAttention(nn.Module):
             document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles depend
                 on the position in the whole sequence. Attention depends only on differences of angles, which are the
                 same as with positions counted per document.
-            dropout_seed: as in a call of the attention.
+            dropout_seed, sinks, score_mod: as in a call of the attention.
             cache: what ``attention.new_cache()`` made. With ``seq_len``, ``x`` is this rank's part of a prompt, and the
                 cache is empty. Without it, ``x`` is a few new tokens, the same on every rank. Attention is then causal,
                 and has no gradient.
@@ -150,21 +153,14 @@ class RingDilatedMultiheadAttention(nn.Module):
             else:
                 table = self._rotary_table(attention.ring, seq_len, query)
             query, key = _rotate_half(query, *table), _rotate_half(key, *table)
+        marks: dict[str, Any] = {"key_padding_mask": key_padding_mask, "sinks": sinks, "score_mod": score_mod}
         if cache is None:
-            out = attention(
-                query,
-                key,
-                value,
-                is_causal=is_causal,
-                seq_len=seq_len,
-                key_padding_mask=key_padding_mask,
-                document_ids=document_ids,
-                dropout_seed=dropout_seed,
-            )
+            options = {"is_causal": is_causal, "document_ids": document_ids, "dropout_seed": dropout_seed}
+            out = attention(query, key, value, seq_len=seq_len, **options, **marks)
         elif is_step:
-            out = attention.decode(query, key, value, cache, key_padding_mask=key_padding_mask)
+            out = attention.decode(query, key, value, cache, **marks)
         else:
-            out = attention.prefill(query, key, value, cache, seq_len=seq_len, key_padding_mask=key_padding_mask)
+            out = attention.prefill(query, key, value, cache, seq_len=seq_len, **marks)
         out = out.reshape(batch, local_len, self.embed_dim)
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
+from ring_backends import score_mods
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
@@ -60,6 +61,18 @@ def test_equals_plain_attention_between_projections(num_kv_heads: int, is_causal
     attended = F.scaled_dot_product_attention(query, key, value, is_causal=is_causal, enable_gqa=True)
     expected = layer.out_proj(layer.inner_attn_ln(attended.transpose(1, 2).flatten(2)))
     torch.testing.assert_close(layer(x, is_causal=is_causal), expected)
+
+
+def test_sinks_and_score_mods_reach_the_attention() -> None:
+    layer = make(full_attention(), rotary=True)
+    x, sinks = random_input(11), torch.linspace(-1, 1, HEADS, dtype=torch.float64)
+    options = {"sinks": sinks, "score_mod": score_mods.alibi(HEADS)}
+    whole = layer(x, is_causal=True, **options)
+    assert (whole - layer(x, is_causal=True, sinks=sinks)).abs().max() > 1e-3
+    assert (whole - layer(x, is_causal=True, score_mod=options["score_mod"])).abs().max() > 1e-3
+    cache = layer.attention.new_cache()
+    parts = [layer(x[:, :7], seq_len=7, cache=cache, **options), layer(x[:, 7:], cache=cache, **options)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole)
 
 
 def test_a_masked_key_has_no_effect() -> None:
