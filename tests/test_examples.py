@@ -16,7 +16,13 @@ EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 FRAMEWORKS = ("native", "fsdp", "deepspeed", "fairscale")
 IMPORT = "from ring_backends.adapters import native as backend\n"
 WITH_OPTION = ("language_model",)
-SIZES = {"language_model": (6, 256), "genome_encoder": (30, 512), "hugging_face": (4, 128), "generate": (4, 128)}
+SIZES = {
+    "language_model": (6, 256),
+    "genome_encoder": (30, 512),
+    "hugging_face": (4, 128),
+    "generate": (4, 128),
+    "slide_encoder": (12, 400),
+}
 """Steps and sequence length of each example."""
 
 FP32_TOLERANCE = 1e-4
