@@ -27,7 +27,7 @@ from ring_backends.schedule.bands import CAUSAL, Band, as_slice, trimmed
 from ring_backends.torch_internals import has_values
 
 BLOCK_PAIRS = 2**20
-"""How many scores are computed at a time."""
+"""How many scores are computed at a time. More would not stay in a cache of the CPU; fewer cost more calls."""
 
 
 class _BlockPair(NamedTuple):
@@ -223,8 +223,8 @@ def _backward_rows(
             ds = _fold(gradient(_unfold(ds.masked_fill_(hidden, 0.0), repeats)), num_kv_heads, stats)
         ds = (ds * scale).masked_fill_(hidden, 0.0)
         weights = p if dropout is None else p * dropout
-        # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the
-        # band or the documents hide are left.
+        # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the band, the
+        # documents or a score_mod hide are left.
         unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys
