@@ -207,8 +207,10 @@ class SoakTests(AdapterSuite):
             assert (end.tensors, end.tensor_bytes) == (middle.tensors, middle.tensor_bytes), alive
             # The test itself keeps one object per step. It allows one more object per two steps.
             assert end.objects - middle.objects < 1.5 * steps_between + len(alive), alive
-            for what in ("files", "threads", "groups"):
+            for what in ("files", "groups"):
                 assert max(getattr(h, what) for h in last) <= max(getattr(h, what) for h in second), what
+            # On a busy machine, a rank that waits long asks the store in a thread, which lives for a moment.
+            assert statistics.median(h.threads for h in last) <= max(h.threads for h in second)
             assert all(loss < 1e6 for loss in losses)  # also fails on NaN
         first, *others = (parameters for *_, parameters in by_rank)
         for parameters in others:
