@@ -14,7 +14,6 @@ gradient. Attention computes the scores block by block, so no memory grows with 
 from __future__ import annotations
 
 import math
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -57,7 +56,7 @@ def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreM
         device: device of the queries; None means torch's default.
     """
     check_integer("num_heads", num_heads, 1)
-    power = 2 ** int(math.log2(num_heads))
+    power = 1 << (num_heads.bit_length() - 1)
     lower, higher = ([2 ** (-8 * (i + 1) / size) for i in range(size)] for size in (power, 2 * power))
     slopes = torch.tensor((lower + higher[::2])[:num_heads], dtype=torch.float32, device=device)
 
@@ -139,7 +138,7 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score + biases[head, (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance]
 
-    return cast(ScoreMod, score_mod)
+    return score_mod
 
 
 def _check_has_no_gradient(name: str, tensor: Tensor) -> None:

@@ -396,6 +396,7 @@ def test_identities_are_of_code() -> None:
     here, there = (functools.partial(x, 1) for x in (by_vectors, FUNCTIONS["constant"]))
     assert identity(here) != identity(there)
     assert identity(Learned()).startswith("Learned #")
+    assert identity(math.hypot).startswith("hypot #")
     assert identity(applied(torch.tanh)) != identity(applied(torch.sin))
 
 
@@ -426,7 +427,6 @@ def test_alibi_ignores_the_default_dtype() -> None:
     zero = torch.tensor(0)
     found = score_mod(torch.zeros(()), zero, zero, torch.tensor(1001), zero)
     assert float(found) == -1001 / 256
-    assert identity(math.hypot).startswith("hypot #")
 
 
 def other_functions(ring: Ring) -> Ended:
