@@ -77,7 +77,7 @@ def test_random_calls_equal_the_reference(kind: str, is_causal: bool, head_mode:
 
 
 @interpreted
-@pytest.mark.parametrize("name", EDGE_CASES)
+@pytest.mark.parametrize("name", [name for name, case in EDGE_CASES.items() if case.score_mod is None])
 def test_edge_cases_equal_the_reference(name: str) -> None:
     case = replace(EDGE_CASES[name], dtype=torch.float32)
     check(case, results(case))

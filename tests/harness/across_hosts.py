@@ -66,7 +66,8 @@ def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, 
         if ended.error != "no error":
             break
         (folder / f"{rank}.progress").write_text(str(number + 1))
-    equal = all(difference(first, last) == 0 for first, last in zip(made[0], made[-1], strict=True))
+    first, last = made[0].computed(), made[-1].computed()
+    equal = first.keys() == last.keys() and all(difference(last[name], first[name]) == 0 for name in first)
     torch.save(tuple(made[0]), folder / f"{rank}.pt")
     left = ending(dist.destroy_process_group)
     report = {"ended": asdict(ended), "left": asdict(left), "equal": equal}
