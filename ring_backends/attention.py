@@ -181,8 +181,9 @@ class RingDilatedAttention(nn.Module, ABC):
 
         Args:
             query: [batch, local seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
-            key, value: [batch, local seq, key/value heads, head_dim]. Their number of heads divides the number of
-                query heads.
+            key: [batch, local seq, key/value heads, head_dim]. The number of heads divides the number of query heads.
+            value: [batch, local seq, key/value heads, value_dim], where ``value_dim`` may differ from ``head_dim``, as
+                in multi-head latent attention (DeepSeek-V2, arXiv 2405.04434).
             is_causal: whether a query sees only keys at or before its own global position.
             seq_len: length of the global sequence, in tokens; None means local length × ring size.
             key_padding_mask: bool [batch, local seq], True where a key is to be ignored.
@@ -206,9 +207,9 @@ class RingDilatedAttention(nn.Module, ABC):
             return_lse: whether to return the LSE too.
 
         Returns:
-            out, with the shape of query, in query's dtype (under autocast: in autocast's dtype). With ``return_lse``,
-            the pair (out, LSE). LSE is [batch, heads, local seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A
-            query that sees no key has out 0, and LSE −inf or that of its sink.
+            out [batch, local seq, heads, value_dim], in query's dtype (under autocast: in autocast's dtype). With
+            ``return_lse``, the pair (out, LSE). LSE is [batch, heads, local seq] in fp32 (fp64 for fp64 inputs), and
+            has no gradient. A query that sees no key has out 0, and LSE −inf or that of its sink.
 
         Raises:
             ValueError, TypeError: an argument is invalid. The error is raised before any hop.
@@ -281,7 +282,7 @@ class RingDilatedAttention(nn.Module, ABC):
             if cache.seq_len:
                 raise ValueError(f"cache has {cache.seq_len} tokens: prefill() begins a sequence; use decode().")
             check_tensors(autocast(query), autocast(key), autocast(value), key_padding_mask)
-            check_cache(cache, autocast(key))
+            check_cache(cache, autocast(key), autocast(value))
             seq_len = check_layout(query.shape[1], seq_len, self.ring).seq_len
             if cache.max_len is not None and seq_len > cache.max_len:
                 raise ValueError(f"seq_len = {seq_len}: the cache has max_len = {cache.max_len}; make it larger.")
@@ -312,15 +313,16 @@ class RingDilatedAttention(nn.Module, ABC):
 
         Args:
             query: [batch, new tokens, heads, head_dim].
-            key, value: [batch, new tokens, key/value heads, head_dim].
+            key: [batch, new tokens, key/value heads, head_dim].
+            value: [batch, new tokens, key/value heads, value_dim].
             cache: a cache of this module. If it is empty, the sequence begins with these tokens.
             key_padding_mask: bool [batch, new tokens], True where a key is to be ignored.
             sinks, score_mod: as in :meth:`forward`, the same in every step.
             return_lse: whether to return the LSE too.
 
         Returns:
-            out, with the shape of query, in query's dtype. With ``return_lse``, the pair (out, LSE), where LSE is
-            [batch, heads, new tokens]. There is no gradient.
+            out [batch, new tokens, heads, value_dim], in query's dtype. With ``return_lse``, the pair (out, LSE), where
+            LSE is [batch, heads, new tokens]. There is no gradient.
 
         Raises:
             ValueError, TypeError: an argument is invalid, or does not fit the cache.
@@ -429,16 +431,17 @@ def dilated_attention(
 
     Args:
         query: [batch, seq, heads, head_dim]; fp64, fp32, bf16 or fp16; any strides.
-        key, value: [batch, seq, key/value heads, head_dim]. Their number of heads divides the number of query heads.
+        key: [batch, seq, key/value heads, head_dim]. The number of heads divides the number of query heads.
+        value: [batch, seq, key/value heads, value_dim]; see :class:`RingDilatedAttention`.
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         is_causal, scale, kernel, key_padding_mask, document_ids, dropout_seed, sinks, score_mod, return_lse: as in
             :class:`RingDilatedAttention`.
         dropout_p: probability that an attention weight is dropped in this call; below 1.
 
     Returns:
-        out, with the shape of query, in query's dtype (under autocast: in autocast's dtype). With ``return_lse``, the
-        pair (out, LSE). LSE is [batch, heads, seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A query that
-        sees no key has out 0 and LSE −inf.
+        out [batch, seq, heads, value_dim], in query's dtype (under autocast: in autocast's dtype). With ``return_lse``,
+        the pair (out, LSE). LSE is [batch, heads, seq] in fp32 (fp64 for fp64 inputs), and has no gradient. A query
+        that sees no key has out 0 and LSE −inf.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import Kernel
+from ring_backends.kernels import Kernel, widths
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
@@ -63,6 +63,7 @@ class Case:
     seq_k: int = 9
     seq_older: int = 5
     head_dim: int = 8
+    value_dim: int | None = None
     is_causal: bool = True
     band: Band | None = None
     masked: bool = False
@@ -118,6 +119,7 @@ def cases(draw: st.DrawFn, *, head_dims: st.SearchStrategy[int], masks: bool = T
         seq_k=seq_k,
         seq_older=draw(st.integers(1, 17)),
         head_dim=draw(head_dims),
+        value_dim=draw(st.one_of(st.none(), head_dims)),
         is_causal=is_causal,
         band=band,
         masked=masks and draw(st.booleans()),
@@ -131,17 +133,20 @@ def make_inputs(case: Case, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor,
     generator = torch.Generator().manual_seed(case.seed)
     heads, seq_k = case.kv_heads * case.repeats, case.seq_k + case.seq_older
 
-    def normal(num_heads: int, seq: int) -> Tensor:
-        x = torch.randn(case.batch, num_heads, seq, case.head_dim, generator=generator, dtype=torch.float64)
+    value_dim = case.value_dim or case.head_dim
+
+    def normal(num_heads: int, seq: int, dim: int) -> Tensor:
+        x = torch.randn(case.batch, num_heads, seq, dim, generator=generator, dtype=torch.float64)
         return x.to(dtype)
 
-    query, key, value = normal(heads, case.seq_q), normal(case.kv_heads, seq_k), normal(case.kv_heads, seq_k)
+    query, key = normal(heads, case.seq_q, case.head_dim), normal(case.kv_heads, seq_k, case.head_dim)
+    value, grad_out = normal(case.kv_heads, seq_k, value_dim), normal(heads, case.seq_q, value_dim)
     key_mask = torch.rand(case.batch, case.kv_heads, seq_k, generator=generator) < 0.4
     # Some rows see no key (first head), only keys of the older tile (last head), or no key at the start (causal).
     key_mask[0, 0] = True
     key_mask[-1, -1, : case.seq_k] = True
     key_mask[..., 0] = True
-    return query, key, value, normal(heads, case.seq_q), key_mask & case.masked
+    return query, key, value, grad_out, key_mask & case.masked
 
 
 def hidden_pairs(case: Case, key_mask: Tensor) -> Tensor:
@@ -265,14 +270,14 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
             options["band"] = case.band
         tiles.append((key[:, :, keys], value[:, :, keys], options))
 
-    forwards = [kernel.forward(query, *inputs, **options) for *inputs, options in tiles]
+    forwards = [widths.forward(kernel, query, *inputs, **options) for *inputs, options in tiles]
     assert all((x.dtype, y.dtype) == (dtype, statistics_dtype(dtype)) for x, y in forwards)
     lse = torch.logaddexp(*(tile_lse.double() for _, tile_lse in forwards))
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     out = torch.stack([x.double() * torch.exp(y.double() - shift).unsqueeze(-1) for x, y in forwards]).sum(0)
 
     given = LAYOUTS[case.layout](out.to(dtype)), rows_outside(lse.to(statistics_dtype(dtype)))
-    grads = [kernel.backward(grad_out, query, *inputs, *given, **options) for *inputs, options in tiles]
+    grads = [widths.backward(kernel, grad_out, query, *inputs, *given, **options) for *inputs, options in tiles]
     assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for tile_grads in grads for grad in tile_grads)
     assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
     (dq1, *of_first), (dq2, *of_second) = grads

@@ -1,7 +1,7 @@
 """Compare random calls of one kind with the dense fp64 reference, on rings of several sizes.
 
 `python tests/random_cases.py windows fsdp 210 --sizes 2,3,4,5,6,7,8` runs 30 cases on each size of ring, half in each
-layout. The kinds are windows, sinks and score_mods.
+layout. The kinds are windows, sinks, score_mods and value_dim.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ring_backends.testing.world import World
 KINDS: dict[str, tuple[dict[str, Any], Callable[[AttentionCase], bool]]] = {
     "windows": ({"paddings": ["masked"], "windows": [True]}, lambda case: any(case.window_lengths or ())),
     "sinks": ({"sinks": [True]}, lambda case: case.sinks),
+    "value_dim": ({"value_dims": [1, 2, 5, 24]}, lambda case: case.value_dim != case.head_dim),
     "score_mods": ({"score_mods": NAMES}, lambda case: case.score_mod is not None),
 }
 

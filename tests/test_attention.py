@@ -79,14 +79,13 @@ def plain_results(case: AttentionCase) -> Results:
         counts = counts * ((ids[:, :, None] == ids[:, None, :]) & (ids[:, :, None] >= 0))[:, None]
     repeats = int(counts.max())
     seen = [counts > c for c in range(repeats)]
+    most = 0 if phantoms is None else int(phantoms.max())
     if phantoms is not None:
-        most = int(phantoms.max())
         seen.append((phantoms.unsqueeze(-1) > torch.arange(most)).expand(case.batch, -1, -1, -1))
-        zeros = torch.zeros(case.batch, most, case.num_kv_heads, case.head_dim, dtype=case.dtype)
     if not seen:
-        return dict(zip(NAMES, (torch.zeros_like(query), lse, *map(torch.zeros_like, leaves)), strict=True))
-    phantom_rows = [] if phantoms is None else [zeros]
-    keys, values = (torch.cat([*[x] * repeats, *phantom_rows], 1).transpose(1, 2) for x in leaves[1:])
+        return dict(zip(NAMES, (torch.zeros_like(grad_out), lse, *map(torch.zeros_like, leaves)), strict=True))
+    rows = ([*[x] * repeats, x.new_zeros(case.batch, most, *x.shape[2:])] for x in leaves[1:])
+    keys, values = (torch.cat(x, 1).transpose(1, 2) for x in rows)
     visible = torch.cat(seen, -1)
     blind = ~visible.any(-1, keepdim=True)
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -180,6 +179,7 @@ def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
 LOW_PRECISION_CASES = attention_cases(
     dtypes=[torch.float32, torch.bfloat16, torch.float16],
     head_dims=[16, 8, 32],
+    value_dims=[None],  # with others, torch's attention computes in fp32
     dropout_ps=[0.0],
     sinks=[False],
     score_mods=[None],
@@ -228,6 +228,7 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
                 ring.rank,
                 batch=case.batch,
                 head_dim=case.head_dim,
+                value_dim=case.value_dim,
                 itemsize=8,
                 backward=backward,
                 masked=case.masked is not None,

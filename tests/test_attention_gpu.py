@@ -56,7 +56,11 @@ def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torc
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
     @given(
         case=attention_cases(
-            max_n=400, head_dims=(64, 16, 128), dtypes=[dtype], **{"score_mods": [None], **KINDS[kind]}
+            max_n=400,
+            head_dims=(64, 16, 128),
+            value_dims=(None, 32),
+            dtypes=[dtype],
+            **{"score_mods": [None], **KINDS[kind]},
         )
     )
     def check_case(case: AttentionCase) -> None:

@@ -59,14 +59,14 @@ class CudaOperators(TorchDispatchMode):
         return model(*args, **(kwargs or {}))
 
     def flash_attention(self, q, k, v, dropout=0.0, causal=False, debug=False, *, scale):
-        demand_vectors(q, k, v)
+        demand_one_width(q, k, v)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         out, lse = dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
         return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
     @staticmethod
     def flash_gradients(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, hidden, scale):
-        demand_vectors(do, q, k, v, out)
+        demand_one_width(do, q, k, v, out)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         assert math.prod(q.shape[:2]) * (q.shape[2] + -q.shape[2] % 128) * 64 <= aten_cuda._MAX_OFFSET
         assert lse.is_contiguous()
@@ -80,7 +80,7 @@ class CudaOperators(TorchDispatchMode):
         assert (cum_q, cum_k, max_q, max_k) == (None, None, q.shape[1], k.shape[1])
         assert (dropout, causal, debug) == (0.0, False, False)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        demand_vectors(q, k, v)
+        demand_one_width(q, k, v)
         assert q.shape[0] <= aten_cuda.MAX_ENTRIES
         out, lse = dense(q.float(), k.float(), v.float(), pairs_outside(q, k, **window), scale)
         return out.to(q.dtype).transpose(1, 2).contiguous(), lse, None, None, None
@@ -156,7 +156,7 @@ class CudaOperators(TorchDispatchMode):
 
     @staticmethod
     def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
-        demand_vectors(q, k, v)
+        demand_one_width(q, k, v)
         assert q.shape[0] <= aten_cudnn.MAX_ENTRIES
         assert min(q.shape[2], k.shape[2]) > 1
         assert all(stride or size == 1 for x in (q, k, v) for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -170,6 +170,12 @@ def demand_vectors(*tensors: Tensor) -> None:
         vector = 16 // x.element_size()
         assert x.shape[-1] % vector == 0
         assert all(offset % vector == 0 for offset in (x.storage_offset(), *x.stride()[:-1]))
+
+
+def demand_one_width(*tensors: Tensor) -> None:
+    """Require the same of tensors of one width."""
+    demand_vectors(*tensors)
+    assert len({x.shape[-1] for x in tensors}) == 1
 
 
 def gradients(do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *more: Any) -> tuple[Tensor, ...]:

@@ -76,8 +76,8 @@ def check_attention(case: AttentionCase, changes: dict[str, Any]) -> None:
     except DOCUMENTED:
         return
     out = result[0] if isinstance(result, tuple) else result
-    assert (out.shape, out.dtype) == (arguments["query"].shape, arguments["query"].dtype)
-    numbers = [arguments[name] for name in ("query", "key", "value")]
+    query, _, value = numbers = [arguments[name] for name in ("query", "key", "value")]
+    assert (out.shape, out.dtype) == ((*query.shape[:3], value.shape[3]), query.dtype)
     finite = all(x.device.type == "cpu" and x.isfinite().all() for x in numbers)
     moderate = finite and abs(arguments["scale"] or 1) < 1e3
     if moderate and all(x.abs().amax() < 1e3 for x in numbers if x.numel()):

@@ -66,7 +66,7 @@ def test_a_peer_that_never_comes() -> None:
 def post(hops: Hops, step: int) -> Hop | None:
     """Post a hop in which this rank receives 4 bytes from rank 1."""
     incoming = {1: torch.zeros(4, dtype=torch.uint8)}
-    return hops.post(step, {}, (), incoming, RowFormat(1, 4, torch.float32))
+    return hops.post(step, {}, (), incoming, RowFormat(1, 4, 4, torch.float32))
 
 
 @pytest.mark.parametrize("use", ["begin", "post"])

@@ -61,7 +61,8 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
     ids, factors, sinks = case.document_ids(), case.weight_factors(), case.sink_scores()
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     score_mod = case.score_function()
-    out = torch.zeros(query.shape, dtype=torch.float64)
+    width = case.dims[1]
+    out = torch.zeros(*query.shape[:3], width, dtype=torch.float64)
     lse = torch.full((case.batch, case.num_heads, case.seq_len), -math.inf, dtype=torch.float64)
     for b in range(case.batch):
         for h in range(case.num_heads):
@@ -70,7 +71,7 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
                 pairs = []
                 for u in walked_keys(case, h, t):
                     if u is None:
-                        pairs.append((0.0, 1.0, [0.0] * case.head_dim))
+                        pairs.append((0.0, 1.0, [0.0] * width))
                         continue
                     ignored = mask is not None and mask[b, u]
                     elsewhere = ids is not None and (ids[b, t] < 0 or ids[b, t] != ids[b, u])
@@ -85,7 +86,7 @@ def walked_attention(case: AttentionCase) -> tuple[Tensor, Tensor]:
                         factor = 1.0 if factors is None else float(factors[b, h, t, u])
                         pairs.append((score, factor, value[b, u, kv_head].tolist()))
                 if sinks is not None:
-                    pairs.append((float(sinks[h]), 1.0, [0.0] * case.head_dim))
+                    pairs.append((float(sinks[h]), 1.0, [0.0] * width))
                 total = sum(math.exp(score) for score, _, _ in pairs)
                 if pairs:
                     lse[b, h, t] = math.log(total)
@@ -290,7 +291,9 @@ def test_the_repr_of_a_case_makes_the_same_case(case):
     for first, again in zip(case.tensors(), case.tensors(), strict=True):
         assert first is again is None or torch.equal(first, again)
     query, key, value, grad_out, mask = case.tensors()
-    assert query.shape == grad_out.shape == (case.batch, case.seq_len, case.num_heads, case.head_dim)
-    assert key.shape == value.shape == (case.batch, case.seq_len, case.num_kv_heads, case.head_dim)
+    of_queries, of_keys = ((case.batch, case.seq_len, heads) for heads in (case.num_heads, case.num_kv_heads))
+    head_dim, value_dim = case.dims
+    assert (query.shape, grad_out.shape) == ((*of_queries, head_dim), (*of_queries, value_dim))
+    assert (key.shape, value.shape) == ((*of_keys, head_dim), (*of_keys, value_dim))
     assert (mask is None) == (case.masked is None)
     reference_attention(query, key, value, **case.options(), key_padding_mask=mask)

@@ -340,7 +340,7 @@ def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: 
         num_heads=4,
         is_causal=is_causal,
     )
-    row_format = RowFormat(1, 4, torch.float32)
+    row_format = RowFormat(1, 4, 4, torch.float32)
     for plan in plans_of(schedule):
         arrived = WireBuffer.of(row_format, (), torch.device("cpu"))
         for step in steps_of(plan):
@@ -358,7 +358,7 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
     tensors = 8 * 65536 // 4 * 8 * 64 * 4
     for rank in range(4):
         plan = rank_plan(schedule, rank, **sizes, backward=True)
-        key_value, gradient = RowFormat(1, 64, torch.float32), RowFormat(1, 64, torch.float32)
+        key_value, gradient = RowFormat(1, 64, 64, torch.float32), RowFormat(1, 64, 64, torch.float32)
         hop = max(key_value.buffer_bytes(p for _, p in parcels_of(step.receives)) for step in steps_of(plan))
         grad_hop = max(gradient.buffer_bytes(p for _, p in parcels_of(step.grad_sends)) for step in steps_of(plan))
         assert 3 * (hop + grad_hop) <= 0.05 * tensors

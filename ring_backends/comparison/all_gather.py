@@ -99,7 +99,7 @@ class AllGatherExecutor:
         """Compute the gradients of query, key and value."""
         query, key, value = inputs.query, inputs.key, inputs.value
         dtype = statistics_dtype(query.dtype)
-        grads = Result(query), Result(key, dtype), Result(value, dtype)
+        grads = Result(query), Result(key, dtype=dtype), Result(value, dtype=dtype)
         rows, tiles = local_rows(self.call, inputs), TileRunner(self.call.kernel, self.call.scale)
         collected = self._collect(rows, self.backward_plans)
         _, grad_format = self._formats(key)
@@ -154,7 +154,7 @@ class AllGatherExecutor:
 
     def _formats(self, key: Tensor) -> tuple[RowFormat, RowFormat]:
         """Return the row formats of K and V, and of dK and dV."""
-        row_format = RowFormat(key.shape[0], key.shape[-1], key.dtype)
+        row_format = RowFormat(key.shape[0], key.shape[3], key.shape[3], key.dtype)
         return row_format, replace(row_format, dtype=statistics_dtype(key.dtype))
 
     def _collected(self, row_format: RowFormat, buffer: Tensor, plans: Sequence[RankPlan]) -> WireBuffer:

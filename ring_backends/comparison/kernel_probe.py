@@ -84,16 +84,17 @@ class _Branch:
             Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL),
             StepRows(query, key, value),
             grad_out,
-            BlockOut(Result(query, stats), torch.empty(shape[:3], device=device, dtype=stats), block),
-            BlockGrads(Result(query, stats), Result(key, stats), Result(value, stats), block),
+            BlockOut(Result(query, dtype=stats), torch.empty(shape[:3], device=device, dtype=stats), block),
+            BlockGrads(*(Result(x, dtype=stats) for x in (query, key, value)), block),
         )
 
     def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:
         """The forward and backward with a kernel. The backward takes the results so far."""
-        tiles, runner = (self.tile,), TileRunner(kernel, self.grad_out.shape[3] ** -0.5)
+        head_dim = self.grad_out.shape[3]
+        tiles, runner = (self.tile,), TileRunner(kernel, head_dim**-0.5)
         out, lse = self.out.sums
         saved = SavedRows(out.to(self.grad_out.dtype), lse, self.grad_out)
-        none_sent = WireBuffer(RowFormat(1, self.grad_out.shape[3], out.dtype), (), out.device)
+        none_sent = WireBuffer(RowFormat(1, head_dim, head_dim, out.dtype), (), out.device)
         return (
             lambda: runner.forward_into(tiles, self.inputs, None, self.out),
             lambda: runner.backward_into(tiles, self.inputs, None, saved, self.grads, none_sent),

@@ -7,6 +7,7 @@ holds the keys.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -35,8 +36,14 @@ def own_rows(buffer: WireBuffer, rows: StepRows, parcels: tuple[Parcel, ...]) ->
 
 
 def key_format(rows: StepRows) -> RowFormat:
+    """The format of K, V and their marks."""
     marks = None if rows.key_marks is None else rows.key_marks.dtype
-    return RowFormat(rows.key.shape[0], rows.key.shape[-1], rows.key.dtype, marks)
+    return RowFormat(rows.key.shape[0], rows.key.shape[3], rows.value.shape[3], rows.key.dtype, marks)
+
+
+def grad_format(rows: StepRows, dtype: torch.dtype) -> RowFormat:
+    """The format of dK and dV in another dtype."""
+    return replace(key_format(rows), dtype=dtype, marks=None)
 
 
 class KeysAround:
@@ -87,16 +94,14 @@ class GradsAround:
     """dK and dV that follow the parcels.
 
     Args:
-        key: this rank's key.
+        rows: this rank's rows.
         sum_dtype: the dtype in which dK and dV are added.
         wire_dtype: the dtype in which they travel.
     """
 
-    def __init__(self, key: Tensor, hops: Hops | None, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
-        self._hops, self._device = hops, key.device
-        self._sum_format, self._wire_format = (
-            RowFormat(key.shape[0], key.shape[-1], dtype) for dtype in (sum_dtype, wire_dtype)
-        )
+    def __init__(self, rows: StepRows, hops: Hops | None, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+        self._hops, self._device = hops, rows.key.device
+        self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
         self._before: _Arriving | None = None
 
     def of_step(self, step: Step) -> WireBuffer | None:

@@ -35,12 +35,12 @@ def backward(
         if inputs.key.dtype == torch.bfloat16 and call.grad_wire_dtype is not None:
             wire_dtype = call.grad_wire_dtype
         dtypes = {"sum_dtype": sum_dtype, "wire_dtype": wire_dtype}
-        key_grads = GradsAround(rows.key, hops, **dtypes)
+        key_grads = GradsAround(rows, hops, **dtypes)
         keys = spread = spread_grads = None
         if hops is not None:
             keys = KeysAround(plan, rows, hops)
         if hops is not None and plan.spread:
-            spread, spread_grads = SpreadKeys(plan, rows, hops), SpreadGrads(plan, rows.key, hops, **dtypes)
+            spread, spread_grads = SpreadKeys(plan, rows, hops), SpreadGrads(plan, rows, hops, **dtypes)
         for index, (block, step) in enumerate(plan.steps):
             if spread is not None:
                 spread.advance(index)

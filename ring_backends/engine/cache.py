@@ -97,7 +97,7 @@ class KeyValueCache:
         max_len: the largest length of the sequence; None if it may grow without limit.
         seq_len: length of the sequence so far, over all ranks.
         begin: the position from which on all tokens are kept.
-        key, value: [batch, key/value heads, capacity, head_dim], this rank's rows; None before the prefill.
+        key, value: [batch, key/value heads, capacity, …], this rank's rows; None before the prefill.
         ignored: bool [batch, 1, capacity], True where a key is ignored; None without a key padding mask.
         owner: the module whose keys these are; None before the first call.
         edits: a checksum of the calls of ``truncate`` and ``select_batch``, which must be the same on all ranks.
@@ -127,7 +127,7 @@ class KeyValueCache:
         return sum(tensor.nbytes for tensor in (self.key, self.value) if tensor is not None)
 
     def fill(self, key: Tensor, value: Tensor, ignored: Tensor | None, seq_len: int) -> None:
-        """Keep this rank's rows of a prompt, [batch, local seq, key/value heads, head_dim], that later queries see.
+        """Keep this rank's rows of a prompt, [batch, local seq, key/value heads, …], that later queries see.
 
         Args:
             ignored: bool [batch, local seq], True for a key to ignore; None for none.
@@ -144,7 +144,7 @@ class KeyValueCache:
         self.runs, self.seq_len = runs, seq_len
 
     def append(self, key: Tensor, value: Tensor, ignored: Tensor | None) -> None:
-        """Keep this rank's share of new tokens, [batch, new tokens, key/value heads, head_dim]."""
+        """Keep this rank's share of new tokens, [batch, new tokens, key/value heads, …]."""
         self.begin = horizon(self.pattern, self.seq_len)
         self.runs = [run for run in (run.since(self.begin) for run in self.runs) if run.count]
         size, end = self.ring.size, self.seq_len + key.shape[1]
@@ -229,7 +229,7 @@ class KeyValueCache:
             The index of the first of them in the cache.
         """
         with torch.inference_mode(False), torch.no_grad():
-            first = self._reserve(key, seq_len, has_mask=ignored is not None)
+            first = self._reserve(key, value, seq_len, has_mask=ignored is not None)
         assert self.key is not None
         assert self.value is not None
         end = first + key.shape[1]
@@ -242,15 +242,15 @@ class KeyValueCache:
         self.value[:, :, first:end] = value.transpose(1, 2)
         return first
 
-    def _reserve(self, new: Tensor, seq_len: int, *, has_mask: bool) -> int:
-        """Make room for new rows, [batch, rows, heads, head_dim], after those that are held; return where it begins."""
-        batch, rows, heads, head_dim = new.shape
+    def _reserve(self, key: Tensor, value: Tensor, seq_len: int, *, has_mask: bool) -> int:
+        """Make room for new rows, [batch, rows, heads, …], after those that are held; return where it begins."""
+        batch, rows, heads, _ = key.shape
         first, count = self.runs[0].first if self.runs else 0, self.num_rows
         total = count + rows
         later = total + -(-self._reach // self.ring.size)  # without longer steps, no more rows are ever held at a time
         wanted = self._capacity(total, later, seq_len)
         if self.key is None or self.value is None:
-            self.key, self.value = (new.new_empty(batch, heads, wanted, head_dim) for _ in range(2))
+            self.key, self.value = (x.new_empty(batch, heads, wanted, x.shape[3]) for x in (key, value))
         capacity = self.key.shape[2]
         if first + total > capacity or capacity > 4 * later:
             is_in_place = total <= capacity <= 4 * later and count <= 8 * first
@@ -259,7 +259,7 @@ class KeyValueCache:
             self.ignored = None if self.ignored is None else _moved(self.ignored, first, count, size)
             self.runs, first = [replace(run, first=run.first - first) for run in self.runs], 0
         if has_mask and self.ignored is None:
-            self.ignored = torch.zeros(batch, 1, self.key.shape[2], dtype=torch.bool, device=new.device)
+            self.ignored = torch.zeros(batch, 1, self.key.shape[2], dtype=torch.bool, device=key.device)
         return first + count
 
     def _capacity(self, rows: int, later: int, seq_len: int) -> int:

@@ -77,10 +77,11 @@ class AttentionCall:
     def plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
         """This rank's part of the schedule, in a forward or in a backward. All inputs of a call have the same sizes."""
         if backward not in self._plans:
-            self._plans[backward] = self._plan(inputs.query, backward=backward)
+            self._plans[backward] = self._plan(inputs, backward=backward)
         return self._plans[backward]
 
-    def _plan(self, query: Tensor, *, backward: bool) -> RankPlan:
+    def _plan(self, inputs: AttentionInputs, *, backward: bool) -> RankPlan:
+        query = inputs.query
         tile_bytes = None  # a kernel that reads rows in place needs no memory for tiles
         if not isinstance(self.kernel, StepKernel):
             tile_bytes = max_tile_bytes(query.device, query.nbytes, backward=backward)
@@ -89,6 +90,7 @@ class AttentionCall:
             self.rank,
             batch=query.shape[0],
             head_dim=query.shape[3],
+            value_dim=inputs.value.shape[3],
             itemsize=query.dtype.itemsize,
             backward=backward,
             device_type=query.device.type,
@@ -115,6 +117,7 @@ class AttentionCall:
                 "heads": self.schedule.num_heads,
                 "key/value heads": self.schedule.kv_heads,
                 "head_dim": query.shape[3],
+                "value_dim": inputs.value.shape[3],
                 "dtype": str(query.dtype),
                 "device": query.device.type,
                 **asdict(self.schedule.pattern),
@@ -233,6 +236,7 @@ def check_call(
         has_dropout=dropout is not None,
         has_documents=inputs.document_ids is not None,
         has_score_mod=inputs.score_mod is not None,
+        value_dim=value.shape[3],
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale
     chosen, in_place = kernels_of_call(kernel, needs, pattern, layout)

@@ -233,10 +233,11 @@ def ring_backward(numbers: Tensor, tensors: Sequence[Tensor | None], options: st
 
 @attend_forward.register_fake
 def _fake_results(tensors: Sequence[Tensor | None], *constants: str) -> tuple[Tensor, Tensor]:
-    query = tensors[0]
+    query, _, value, *_ = tensors
     assert query is not None
+    assert value is not None
     lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
-    return query.new_empty(query.shape), lse
+    return query.new_empty(*query.shape[:3], value.shape[3]), lse
 
 
 @attend_backward.register_fake

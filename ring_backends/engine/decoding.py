@@ -19,7 +19,7 @@ from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
-from ring_backends.kernels import Kernel, KernelInputs, PairRule, pairwise, select_kernel
+from ring_backends.kernels import Kernel, KernelInputs, PairRule, pairwise, select_kernel, widths
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
@@ -93,7 +93,8 @@ class Step:
 
     Attributes:
         query: [batch, heads, new tokens, head_dim].
-        key, value: [batch, key/value heads, new tokens, head_dim].
+        key: [batch, key/value heads, new tokens, head_dim].
+        value: [batch, key/value heads, new tokens, value_dim].
         ignored: bool [batch, new tokens], True for a key to ignore; None for none.
         has_sinks: whether the call has sinks. They are merged after the exchange.
         score_mod: changes the score of each pair; None for no change.
@@ -116,7 +117,8 @@ class Step:
         sign, scale = split_scale(self.scale)
         signed = query if sign == 1 else query * sign
         ignored = None if self.ignored is None else self.ignored.unsqueeze(1)
-        out = torch.zeros_like(query, dtype=statistics_dtype(query.dtype))
+        shape = (*query.shape[:3], self.value.shape[3])
+        out = query.new_zeros(shape, dtype=statistics_dtype(query.dtype))
         lse = torch.full_like(out[..., 0], -math.inf)
         ring = cache.ring
         for number, group in enumerate(groups(self.pattern, query.shape[1], cache.seq_len, query.shape[2])):
@@ -163,7 +165,7 @@ class Step:
                 *rows, mask = tensors
                 options = {"is_causal": part.band is not None, "scale": scale, "key_mask": mask}
                 if pairs is None:
-                    out, lse = self.kernel.forward(*rows, **options)  # type: ignore[arg-type]
+                    out, lse = widths.forward(self.kernel, *rows, **options)  # type: ignore[arg-type]
                 else:
                     rule = PairRule(scores=_of_part(pairs, part, block, is_reversed))
                     out, lse = pairwise.forward(self.kernel, rule, *rows, **options)  # type: ignore[arg-type]
@@ -186,7 +188,7 @@ class Step:
         marks = self._marks().to(out.dtype)
         mine = torch.cat([out.transpose(1, 2).flatten(2), lse.transpose(1, 2), marks], -1)  # [batch, new tokens, …]
         width = max(1, MAX_EXCHANGED_BYTES // (ring.size * mine[:, :1].nbytes))
-        heads, head_dim = out.shape[1], out.shape[3]
+        heads, value_dim = out.shape[1], out.shape[3]
         for index, part in enumerate(mine.split(width, 1)):
             gathered = ring.all_gather(call, part.contiguous(), index)
             ring.synchronize()
@@ -196,9 +198,9 @@ class Step:
             into_out.zero_()
             into_lse.fill_(-math.inf)
             for of_rank in gathered:
-                of_out, of_lse, _ = of_rank.split([heads * head_dim, heads, marks.shape[-1]], -1)
+                of_out, of_lse, _ = of_rank.split([heads * value_dim, heads, marks.shape[-1]], -1)
                 merge_(
-                    into_out, into_lse, of_out.unflatten(2, (heads, head_dim)).transpose(1, 2), of_lse.transpose(1, 2)
+                    into_out, into_lse, of_out.unflatten(2, (heads, value_dim)).transpose(1, 2), of_lse.transpose(1, 2)
                 )
         return out, lse
 
@@ -256,7 +258,7 @@ def check_step(
     query, key, value = map(autocast, (query, key, value))
     check_tensors(query, key, value, ignored)
     check_sinks(sinks, query)
-    check_cache(cache, key)
+    check_cache(cache, key, value)
     if query.shape[1] < 1:
         raise ValueError("query has no tokens: a step has at least one.")
     seq_len = cache.seq_len + query.shape[1]
@@ -277,6 +279,7 @@ def check_step(
         needs_grad=False,
         is_step=True,
         has_score_mod=score_mod is not None,
+        value_dim=value.shape[3],
     )
     chosen = select_kernel(kernel, needs)
     if isinstance(chosen, StepKernel):
@@ -286,14 +289,15 @@ def check_step(
     return Step(pattern, cache, chosen, scale, query, key, value, ignored, sinks is not None, score_mod)
 
 
-def check_cache(cache: KeyValueCache, key: Tensor) -> None:
-    """Refuse keys, [batch, seq, key/value heads, head_dim], that do not fit a cache with rows."""
-    if cache.key is None:
+def check_cache(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
+    """Refuse keys and values, [batch, seq, key/value heads, …], that do not fit a cache with rows."""
+    if cache.key is None or cache.value is None:
         return
     wanted = {
         "batch": (key.shape[0], cache.key.shape[0]),
         "key/value heads": (key.shape[2], cache.key.shape[1]),
         "head_dim": (key.shape[3], cache.key.shape[3]),
+        "value_dim": (value.shape[3], cache.value.shape[3]),
         "dtype": (key.dtype, cache.key.dtype),
         "device": (key.device, cache.key.device),
     }
@@ -313,6 +317,7 @@ def configuration_of(step: Step, module_number: str) -> Configuration:
             ("heads", query.shape[1]),
             ("key/value heads", step.key.shape[1]),
             ("head_dim", query.shape[3]),
+            ("value_dim", step.value.shape[3]),
             ("new tokens", query.shape[2]),
             ("dtype", str(query.dtype)),
             ("device", query.device.type),

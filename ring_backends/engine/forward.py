@@ -19,12 +19,12 @@ def forward(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> 
     """Attend from this rank's queries to all keys that they see.
 
     Returns:
-        out, shaped like query, and LSE [batch, local seq, heads] in the statistics dtype. A query that sees no key has
-        out 0 and LSE −inf.
+        out [batch, local seq, heads, value_dim], and LSE [batch, local seq, heads] in the statistics dtype. A query
+        that sees no key has out 0 and LSE −inf.
     """
     with report_failure(hops):
         query, plan = inputs.query, call.plan(inputs, backward=False)
-        out = Result(query)
+        out = Result(query, width=inputs.value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=statistics_dtype(query.dtype))
         rows = local_rows(call, inputs)
         tiles = TileRunner(call.kernel, call.scale, call.in_place)

@@ -21,7 +21,8 @@ class AttentionInputs:
 
     Attributes:
         query: [batch, local seq, heads, head_dim].
-        key, value: [batch, local seq, key/value heads, head_dim].
+        key: [batch, local seq, key/value heads, head_dim].
+        value: [batch, local seq, key/value heads, value_dim].
         key_padding_mask: bool [batch, local seq], True for a key to ignore.
         document_ids: int32 or int64 [batch, local seq], document number of each row; negative for no document.
         dropout_seed: int64 [1], on the CPU; None without dropout.

@@ -7,14 +7,12 @@ sends the sums to the rank that it had the rows from.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from ring_backends.engine.around import key_format, own_rows
+from ring_backends.engine.around import grad_format, key_format, own_rows
 from ring_backends.engine.hops import Hop, Hops
-from ring_backends.engine.wire_buffers import RowFormat, WireBuffer, parcels_of
+from ring_backends.engine.wire_buffers import WireBuffer, parcels_of
 from ring_backends.kernels.gather_rows import scatter_many
 from ring_backends.kernels.steps import Grads, StepRows
 from ring_backends.kernels.triton_rows_launch import Rows
@@ -55,19 +53,18 @@ class SpreadGrads:
     """dK and dV of the keys that :class:`SpreadKeys` has received.
 
     Args:
-        key: this rank's key.
+        rows: this rank's rows of all heads.
         sum_dtype: the dtype in which dK and dV are added.
         wire_dtype: the dtype in which they travel.
     """
 
     def __init__(
-        self, plan: RankPlan, key: Tensor, hops: Hops, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype
+        self, plan: RankPlan, rows: StepRows, hops: Hops, *, sum_dtype: torch.dtype, wire_dtype: torch.dtype
     ) -> None:
         self._plan, self._hops = plan, hops
-        self._sum_format = RowFormat(key.shape[0], key.shape[-1], sum_dtype)
-        self._wire_format = replace(self._sum_format, dtype=wire_dtype)
+        self._sum_format, self._wire_format = grad_format(rows, sum_dtype), grad_format(rows, wire_dtype)
         received = [message for hop in plan.spread for message in hop.receives]
-        self.buffer = WireBuffer.of(self._sum_format, received, key.device, zeroed=True)
+        self.buffer = WireBuffer.of(self._sum_format, received, rows.key.device, zeroed=True)
         self._number = len(plan.spread)
         self._arriving: tuple[Hop, list[WireBuffer]] | None = None
         self._own: dict[Parcel, tuple[Tensor, Tensor]] = {}

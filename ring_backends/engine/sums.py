@@ -34,29 +34,35 @@ from ring_backends.schedule.rows import DilatedRows
 
 
 class Result:
-    """A contiguous result of the call, allocated when it is first used."""
+    """A contiguous result of the call, allocated when it is first used.
 
-    def __init__(self, like: Tensor, dtype: torch.dtype | None = None) -> None:
+    Args:
+        like: [batch, local seq, heads, …]; the result has its device, dtype and shape, unless told otherwise.
+        width: size of the last dim.
+    """
+
+    def __init__(self, like: Tensor, *, width: int | None = None, dtype: torch.dtype | None = None) -> None:
         self._like, self.dtype = like, dtype or like.dtype
+        self._shape = torch.Size((*like.shape[:3], like.shape[3] if width is None else width))
         self._tensor: Tensor | None = None
 
     @property
     def tensor(self) -> Tensor:
         if self._tensor is None:
-            self._tensor = torch.empty_like(self._like, dtype=self.dtype, memory_format=torch.contiguous_format)
+            self._tensor = self._like.new_empty(self._shape, dtype=self.dtype)
         return self._tensor
 
     def store(self, heads: slice, rows: DilatedRows, values: Tensor) -> None:
         """Store the values of rows of some heads. If they are the whole result in its memory layout, nothing moves."""
         if self._tensor is None and values.dtype == self.dtype:
-            self._tensor = whole(values, rows, self._like.shape)
+            self._tensor = whole(values, rows, self._shape)
             if self._tensor is not None:
                 return
         scatter(self.tensor[:, :, heads], rows, values)
 
 
 class Merged(NamedTuple):
-    """A result of attention, [batch, local seq, heads, head_dim], and its LSE, [batch, local seq, heads]."""
+    """A result of attention, [batch, local seq, heads, value_dim], and its LSE, [batch, local seq, heads]."""
 
     out: Tensor
     lse: Tensor

@@ -1,6 +1,6 @@
 """Computes tiles: gathers the rows of a tile, calls the kernel, and merges the results.
 
-Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]; gathered rows are [B, H, S, D].
+Tensors are [batch, local seq, heads, …]; LSE is [batch, local seq, heads]; gathered rows are [B, H, S, …].
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer, of_part
-from ring_backends.kernels import Kernel, PairRule, pairwise
+from ring_backends.kernels import Kernel, PairRule, pairwise, widths
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
@@ -46,7 +46,7 @@ class SavedRows:
     """What the backward of one block of heads takes from the forward, and the gradient of its out.
 
     Attributes:
-        out, grad_out: [batch, local seq, heads, head_dim].
+        out, grad_out: [batch, local seq, heads, value_dim].
         lse: [batch, local seq, heads].
     """
 
@@ -62,7 +62,7 @@ class SavedRows:
 
 
 class _TileRows(NamedTuple):
-    """The rows of one tile, [B, H, S, D].
+    """The rows of one tile, [B, H, S, …].
 
     If the heads do not share the streams evenly, every query head gets a key/value head of its own.
 
@@ -112,7 +112,7 @@ class TileRunner:
         rows = self._rows_of(tile, here, arrived)
         tensors, options = rows.tensors, self._options(tile, rows)
         if rows.rule is None:
-            out, lse = self.kernel.forward(*tensors, **options)
+            out, lse = widths.forward(self.kernel, *tensors, **options)
         else:
             out, lse = pairwise.forward(self.kernel, rows.rule, *tensors, **options)
         return (out.flip(2), lse.flip(2)) if rows.is_reversed else (out, lse)
@@ -160,7 +160,7 @@ class TileRunner:
         its_grad_out, its_out, its_lse = rows.others
         tensors, options = (its_grad_out, *rows.tensors, its_out, its_lse), self._options(tile, rows)
         if rows.rule is None:
-            grads = self.kernel.backward(*tensors, **options)
+            grads = widths.backward(self.kernel, *tensors, **options)
         else:
             grads = pairwise.backward(self.kernel, rows.rule, *tensors, **options)
         if rows.is_reversed:

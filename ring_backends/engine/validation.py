@@ -18,7 +18,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def check_tensors(
     query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
 ) -> None:
-    """Check that the tensors are [batch, local seq, heads, head_dim] and fit each other in shape, dtype and device."""
+    """Check that the tensors are [batch, local seq, heads, …] and fit each other in shape, dtype and device."""
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
@@ -43,12 +43,17 @@ def check_tensors(
             )
         if tensor.device != query.device:
             raise ValueError(f"{name} is on {tensor.device} and query on {query.device}: move them to one device.")
-        if (tensor.shape[0], tensor.shape[1], tensor.shape[3]) != (query.shape[0], query.shape[1], query.shape[3]):
+        if tensor.shape[:2] != query.shape[:2]:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch, seq and head_dim must "
-                "be the same; pass query, key and value of the same rows of one sequence."
+                f"{name} has shape {list(tensor.shape)} and query {list(query.shape)}: batch and seq must be the same; "
+                "pass query, key and value of the same rows of one sequence."
             )
-    if key.shape != value.shape:
+    if key.shape[3] != query.shape[3]:
+        raise ValueError(
+            f"key has shape {list(key.shape)} and query {list(query.shape)}: head_dim must be the same; only value may "
+            "have another one."
+        )
+    if key.shape[2] != value.shape[2]:
         raise ValueError(f"key has {key.shape[2]} heads and value {value.shape[2]}: the numbers must be the same.")
     heads, kv_heads = query.shape[2], key.shape[2]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
@@ -56,8 +61,9 @@ def check_tensors(
             f"query has {heads} heads and key {kv_heads}: the number of key/value heads must be at least 1 and "
             "divide the number of query heads; change one of the two."
         )
-    if query.shape[3] < 1:
-        raise ValueError(f"query has shape {list(query.shape)}: head_dim must be at least 1.")
+    for name, tensor in (("query", query), ("value", value)):
+        if tensor.shape[3] < 1:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}: the last dim must be at least 1.")
     if key_padding_mask is not None:
         _check_marks("key_padding_mask", key_padding_mask, query, (torch.bool,), "bool, True for a key to ignore")
     if document_ids is not None:

@@ -21,7 +21,8 @@ ALIGNMENT = 16
 class RowFormat:
     """The shapes and dtypes of the slices of a parcel: K and V, or dK and dV, and marks of the keys.
 
-    K and V are [batch, streams, rows, head_dim] each. The marks are [batch, streams, rows].
+    They are [batch, streams, rows, …]: K is as wide as ``head_dim``, V as ``value_dim``. The marks are [batch, streams,
+    rows].
 
     Attributes:
         dtype: dtype of K and V.
@@ -30,12 +31,14 @@ class RowFormat:
 
     batch: int
     head_dim: int
+    value_dim: int
     dtype: torch.dtype
     marks: torch.dtype | None = None
 
     def shapes(self, parcel: Parcel) -> list[tuple[tuple[int, ...], torch.dtype]]:
         rows = (self.batch, parcel.num_streams, parcel.rows)
-        slices: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, self.head_dim), self.dtype)] * 2
+        dims = self.head_dim, self.value_dim
+        slices: list[tuple[tuple[int, ...], torch.dtype]] = [((*rows, dim), self.dtype) for dim in dims]
         return slices if self.marks is None else [*slices, (rows, self.marks)]
 
     def payload_bytes(self, parcels: Iterable[Parcel]) -> int:
@@ -116,7 +119,7 @@ class WireBuffer:
         return torch.cat(keys, 2), torch.cat(values, 2), None if marks[0] is None else torch.cat(marks, 2)
 
     def add(self, rows: ParcelRows, grad_key: Tensor, grad_value: Tensor) -> None:
-        """Add dK and dV, [batch, streams, rows, head_dim], to those of the rows."""
+        """Add dK and dV, [batch, streams, rows, …], to those of the rows."""
         sizes = [len(part.row_range) for part in rows.parts]
         grads = zip(grad_key.split(sizes, 2), grad_value.split(sizes, 2), strict=True)
         for part, its_grads in zip(rows.parts, grads, strict=True):

@@ -80,7 +80,8 @@ class AtenCudaPartsKernel(AtenCudaKernel):
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
-        if inputs.head_dim % 8 or inputs.head_dim > self.max_head_dim:
+        dim = max(inputs.dims)  # the narrower rows are padded
+        if dim % 8 or dim > self.max_head_dim:
             reasons.append(f"head_dim must be a multiple of 8 and at most {self.max_head_dim}")
         if inputs.has_key_mask:
             reasons.append("it does not support a key mask")
@@ -166,7 +167,7 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
         if not torch.backends.cuda.is_flash_attention_available():
             reasons.append(f"torch {torch.__version__} was built without FlashAttention")
         small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
-        if inputs.needs_grad and inputs.head_dim > 192 and small_shared_memory:
+        if inputs.needs_grad and max(inputs.dims) > 192 and small_shared_memory:
             reasons.append(f"its backward supports head_dim up to 192 on compute capability {_dotted(capability)}")
         return reasons
 
@@ -346,6 +347,7 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
     name = "aten_cuda_efficient"
     gathers_rows_outermost = True  # its backward would copy out and grad_out to this layout
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    takes_value_dim = True
     operators = ("_scaled_dot_product_efficient_attention", "_scaled_dot_product_efficient_attention_backward")
     min_capability = (5, 0)
 
@@ -360,7 +362,7 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
             multiple = 8
         elif inputs.dtype == torch.float32 and capability >= (8, 0):
             multiple = 4
-        if inputs.head_dim % multiple:
+        if any(dim % multiple for dim in inputs.dims):
             reasons.append(f"head_dim must be a multiple of {multiple} for {inputs.dtype} on this GPU")
         return reasons
 

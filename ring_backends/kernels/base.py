@@ -4,7 +4,8 @@ A tile is one kernel call: some query rows against some key rows. The backward t
 *all* keys, not only those of the tile (P = exp(S − LSE)). So the gradients of all tiles add up to the exact gradient. A
 row that sees no key has out = 0 and LSE = −inf. No kernel returns NaN for such a row.
 
-Shapes: B batch, Hq query heads, Hk key/value heads, Sq query rows, Sk key rows, D head dim.
+Shapes: B batch, Hq query heads, Hk key/value heads, Sq query rows, Sk key rows, D head dim of query and key, V value
+dim, which is that of value and out.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class KernelInputs:
     Attributes:
         device, dtype: of query, key and value.
         head_dim: D, in elements.
+        value_dim: V, in elements; None if it is D.
         has_key_mask: whether tiles may have a key mask.
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
@@ -56,6 +58,12 @@ class KernelInputs:
     is_dilated: bool = False
     has_window: bool = False
     is_step: bool = False
+    value_dim: int | None = None
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """D and V."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
 
     def __str__(self) -> str:
         mask = "with" if self.has_key_mask else "without"
@@ -63,9 +71,10 @@ class KernelInputs:
         documents = ", documents" if self.has_documents else ""
         dropout = ", dropout" if self.has_dropout else ""
         score_mod = ", score_mod" if self.has_score_mod else ""
+        value_dim = "" if self.value_dim in (None, self.head_dim) else f"value_dim={self.value_dim}, "
         return (
-            f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {mask} key mask, {grad} gradient"
-            f"{documents}{dropout}{score_mod}"
+            f"device={self.device}, dtype={self.dtype}, head_dim={self.head_dim}, {value_dim}{mask} key mask, "
+            f"{grad} gradient{documents}{dropout}{score_mod}"
         )
 
 
@@ -126,6 +135,8 @@ class Kernel(ABC):
         reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
         has_dropout: whether it can run calls with dropout.
         has_score_mod: whether it can run calls with a score_mod.
+        takes_value_dim: whether V may differ from D. For other kernels, the narrower rows are padded with zeros
+            (:mod:`ring_backends.kernels.widths`).
         takes_bands: whether :meth:`forward` and :meth:`backward` have the argument ``band``, and run tiles with any
             band. Other kernels run full and causal tiles.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
@@ -142,6 +153,7 @@ class Kernel(ABC):
     reads_strided_rows: ClassVar[bool] = False
     has_dropout: ClassVar[bool] = False
     has_score_mod: ClassVar[bool] = False
+    takes_value_dim: ClassVar[bool] = False
     takes_bands: ClassVar[bool] = False
     reads_ignored_keys: ClassVar[bool] = False
 
@@ -180,13 +192,14 @@ class Kernel(ABC):
 
         Args:
             query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
-            key, value: [B, Hk, Sk, D] with Hq % Hk == 0; query head h reads key/value head h // (Hq // Hk).
+            key, value: [B, Hk, Sk, D] and [B, Hk, Sk, V] with Hq % Hk == 0; query head h reads key/value head
+                h // (Hq // Hk).
             is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
             scale: factor on the scores. It is positive: see :func:`split_scale`.
             key_mask: bool [B, Hk, Sk], True = ignore this key.
 
         Returns:
-            (out, lse): out [B, Hq, Sq, D] in the dtype of query; lse [B, Hq, Sq] in the statistics dtype. A row whose
+            (out, lse): out [B, Hq, Sq, V] in the dtype of query; lse [B, Hq, Sq] in the statistics dtype. A row whose
             visible keys are all masked has out = 0 and lse = −inf.
         """
 
@@ -207,7 +220,7 @@ class Kernel(ABC):
         """Compute this tile's contribution to the gradients of the global softmax.
 
         Args:
-            grad_out, out: [B, Hq, Sq, D], any float dtype.
+            grad_out, out: [B, Hq, Sq, V], any float dtype.
             lse: [B, Hq, Sq]. ``out`` and ``lse`` belong to the *global* softmax, over this tile's keys and all others.
             query, key, value, is_causal, scale, key_mask: as in :meth:`forward`.
 
@@ -236,7 +249,8 @@ def check_tile(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_m
     assert query.numel() > 0, f"empty query {tuple(query.shape)}"
     assert key.numel() > 0, f"empty key {tuple(key.shape)}"
     assert key.shape == (batch, num_kv_heads, seq_k, head_dim), (query.shape, key.shape)
-    assert value.shape == key.shape, (key.shape, value.shape)
+    assert value.shape[:3] == key.shape[:3], (key.shape, value.shape)
+    assert value.shape[3] > 0, value.shape
     assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
     assert not is_causal or seq_q == seq_k, f"a causal tile is square, got {seq_q} x {seq_k}"
     if key_mask is not None:

@@ -50,6 +50,7 @@ class MathKernel(Kernel):
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     has_dropout = True
     has_score_mod = True
+    takes_value_dim = True
     takes_bands = True
 
     def __init__(self, block: int | None = None) -> None:
@@ -69,7 +70,7 @@ class MathKernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`. ``rule`` adds documents, dropout and a score_mod."""
         check_tile(query, key, value, is_causal, key_mask)
-        out = query.new_empty(query.shape)
+        out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with without_autocast(query.device):
             for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
@@ -139,13 +140,13 @@ def _forward_rows(
     rows: slice,
     pairs: list[_BlockPair],
 ) -> tuple[Tensor, Tensor]:
-    """out [B, Hq, b, D] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
+    """out [B, Hq, b, V] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
     num_kv_heads = key.shape[1]
     q = _fold(query[:, :, rows], num_kv_heads, statistics_dtype(query.dtype)) * scale
     repeats = query.shape[1] // num_kv_heads
     maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total = torch.zeros_like(maximum)
-    weighted = torch.zeros_like(q)
+    weighted = q.new_zeros(*q.shape[:-1], value.shape[3])
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         scores = q @ k.transpose(-1, -2)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ring_backends.kernels import widths
 from ring_backends.kernels.base import Kernel, PairRule
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import merge_, statistics_dtype
@@ -55,12 +56,12 @@ def forward(
         options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
         return _MATH.forward(query, key, value, **options, rule=rule, band=band)
     stats = statistics_dtype(query.dtype)
-    out = torch.zeros_like(query, dtype=stats, memory_format=torch.contiguous_format)
+    out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=stats)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
     for batch, rows, keys, on_diagonal, some_rule in _parts(rule, is_causal):
         tensors = query[batch, :, rows], key[batch, :, keys], value[batch, :, keys]
         mask = None if key_mask is None else key_mask[batch, :, keys]
-        attend = kernel.forward if some_rule is None else partial(_MATH.forward, rule=some_rule)
+        attend = partial(widths.forward, kernel) if some_rule is None else partial(_MATH.forward, rule=some_rule)
         part = attend(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
         merge_(out[batch, :, rows], lse[batch, :, rows], *part)
     return out, lse
@@ -93,7 +94,8 @@ def backward(
         of_rows = [x[batch, :, rows] for x in (grad_out, query, out, lse)]
         tensors = of_rows[0], of_rows[1], key[batch, :, keys], value[batch, :, keys], of_rows[2], of_rows[3]
         mask = None if key_mask is None else key_mask[batch, :, keys]
-        differentiate = kernel.backward if some_rule is None else partial(_MATH.backward, rule=some_rule)
+        its_own = partial(widths.backward, kernel)
+        differentiate = its_own if some_rule is None else partial(_MATH.backward, rule=some_rule)
         part = differentiate(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
         grad_query[batch, :, rows] += part[0]
         grad_key[batch, :, keys] += part[1]

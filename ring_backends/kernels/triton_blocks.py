@@ -148,14 +148,14 @@ def add_rows(at, start, is_row, rows, opens, HEAD_DIM):
 
 
 @triton.jit
-def keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED):
+def keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED):
     """Where the keys of an entry lie in one segment, their values, marks and dropout words, and the number of keys.
 
     Without marks or words, the keys stand in their place.
     """
     here, num_keys = lattice(keys.table, batch, entry, segment, KEY_COLUMNS)
     key_at = key_rows_at(keys.key, keys, entry, here, 0, HEAD_DIM, PACKED)
-    value_at = key_rows_at(keys.value, keys, entry, here, 1, HEAD_DIM, PACKED)
+    value_at = key_rows_at(keys.value, keys, entry, here, 1, VALUE_DIM, PACKED)
     mark_at, word_at = key_at, key_at
     if MARKS != 0:
         mark_at = key_rows_at(keys.marks, keys, entry, here, 2, 1, PACKED)
@@ -165,13 +165,15 @@ def keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED):
 
 
 @triton.jit
-def keys_of_link(owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED):
+def keys_of_link(
+    owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED, BANDED
+):
     """The keys of a link, as :func:`keys_at`, for a block of queries from number ``begin`` on.
 
     Also the limits of the pair, and the blocks of keys, as :func:`blocks_of_band`.
     """
     entry, limits = linked(owners, link)
-    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED)
     is_causal, below, above = limits
     num_keys = keys_here[4]
     if BANDED:
@@ -204,7 +206,7 @@ def blocks_of_band(first, SIZE, before, after, count, BLOCK):
 
 
 @triton.jit
-def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
+def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
     """Load a block of keys from number ``start`` on: keys, values, marks, dropout words, and which of them exist.
 
     Ignored keys are not read, so that a NaN in one of them reaches nothing. They count as keys that do not exist.
@@ -222,7 +224,7 @@ def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT,
         words = load_numbers(word_at, start, is_key, 0, IS_WHOLE)
     reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
     k = load_rows(key_at, start, is_key, HEAD_DIM, BLOCK_D, reads_all)
-    v = load_rows(value_at, start, is_key, HEAD_DIM, BLOCK_D, reads_all)
+    v = load_rows(value_at, start, is_key, VALUE_DIM, BLOCK_V, reads_all)
     return k, v, marks, words, is_key
 
 

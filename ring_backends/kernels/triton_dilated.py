@@ -40,6 +40,7 @@ class TritonDilatedKernel(StepKernel):
         "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest -m gpu"
     )
     has_dropout = True
+    takes_value_dim = True
     takes_bands = True
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
@@ -47,7 +48,7 @@ class TritonDilatedKernel(StepKernel):
         # Triton's interpreter runs on CPU tensors.
         device = torch.device("meta") if is_interpreted else inputs.device
         reasons = super().not_supported_reasons(replace(inputs, device=device))
-        if inputs.head_dim > MAX_HEAD_DIM:
+        if max(inputs.dims) > MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}")
         if device.type == "cuda":
             reasons.extend(triton_launch.device_reasons(device))
@@ -77,7 +78,7 @@ class TritonDilatedKernel(StepKernel):
         band: Band | None = None,
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
-        out = query.new_empty(query.shape)
+        out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
         rows = _rows(query, key, value, key_mask)
         tiles = _tiles(query, key, CAUSAL if is_causal else band)

@@ -33,7 +33,9 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE):
+def attend(
+    sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, VALUE_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE
+):
     """Attend to blocks of keys. With ``IS_WHOLE``, all exist, and every row may see them.
 
     ``limits`` and ``blocks`` are as :func:`keys_of_link` returns them. ``sums`` holds the largest score of each row,
@@ -51,7 +53,7 @@ def attend(sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
-            keys_here, start, HEAD_DIM, q.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
+            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, weighted.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
         products = product(q, tl.trans(k))
         if MARKS != 0 or not IS_WHOLE:
@@ -83,6 +85,8 @@ def forward_kernel(
     dropout_weight,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
@@ -101,15 +105,40 @@ def forward_kernel(
     own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
     factors = (scale * LOG2_E, threshold, dropout_weight)
     no_key = tl.full([BLOCK_Q], float("-inf"), tl.float32)
-    sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_D], tl.float32))
+    sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_V], tl.float32))
     for link in range(first_link, end_link):
         keys_here, limits, whole, edges = keys_of_link(
-            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED
+            owners,
+            link,
+            keys,
+            batch,
+            segment,
+            begin,
+            BLOCK_Q,
+            BLOCK_K,
+            HEAD_DIM,
+            VALUE_DIM,
+            MARKS,
+            DROPOUT,
+            PACKED,
+            BANDED,
         )
         for is_whole in tl.static_range(1, -1, -1):
             blocks = whole if is_whole else edges
             sums = attend(
-                sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, is_whole
+                sums,
+                own_rows,
+                keys_here,
+                limits,
+                blocks,
+                factors,
+                HEAD_DIM,
+                VALUE_DIM,
+                BLOCK_K,
+                MARKS,
+                DROPOUT,
+                BANDED,
+                is_whole,
             )
 
     maximum, total, weighted = sums
@@ -118,8 +147,8 @@ def forward_kernel(
     tile_lse = tl.where(is_blind, float("-inf"), (maximum + tl.log2(tl.where(is_blind, 1.0, total))) * LN_2)
 
     # Merge. Memory that this launch opens holds no numbers yet, so it is not read.
-    pointers = block_pointers(rows_at(out, here), begin, BLOCK_Q, BLOCK_D)
-    wanted = is_row[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    pointers = block_pointers(rows_at(out, here), begin, BLOCK_Q, BLOCK_V)
+    wanted = is_row[:, None] & (tl.arange(0, BLOCK_V) < VALUE_DIM)[None, :]
     old_lse = load_numbers(rows_at(lse, here), begin, is_row & (opens == 0), float("-inf"), False)
     old_out = tl.load(pointers, mask=wanted & (opens == 0), other=0.0).to(tl.float32)
     merged, merged_lse = merged_result(old_out, old_lse, tile_out, tile_lse)

@@ -33,7 +33,20 @@ from ring_backends.kernels.triton_blocks import (
 
 @triton.jit
 def grads_of_keys(
-    grads, own, queries, rows_here, limits, blocks, factors, HEAD_DIM, BLOCK_Q, MARKS, DROPOUT, BANDED, IS_WHOLE
+    grads,
+    own,
+    queries,
+    rows_here,
+    limits,
+    blocks,
+    factors,
+    HEAD_DIM,
+    VALUE_DIM,
+    BLOCK_Q,
+    MARKS,
+    DROPOUT,
+    BANDED,
+    IS_WHOLE,
 ):
     """Add the gradients from blocks of query rows.
 
@@ -63,7 +76,7 @@ def grads_of_keys(
         if MARKS != 0:
             is_row = row_lse != float("inf")
         q = load_rows(query_at, start, is_row, HEAD_DIM, k.shape[1], reads_all)
-        do = load_rows(grad_out_at, start, is_row, HEAD_DIM, k.shape[1], reads_all)
+        do = load_rows(grad_out_at, start, is_row, VALUE_DIM, v.shape[1], reads_all)
         documents, first_words, second_words = load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT)
         scores = product(k, tl.trans(q)) * score_scale
         weights = tl.exp2(scores - row_lse[None, :])
@@ -107,6 +120,8 @@ def grad_key_value_kernel(
     dropout_weight,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
@@ -115,13 +130,15 @@ def grad_key_value_kernel(
     BANDED: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
-    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, MARKS, DROPOUT, PACKED)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED)
     first_key = block * BLOCK_K
-    own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, BLOCK_K, MARKS, DROPOUT, False)
+    own_keys = load_key_block(
+        keys_here, first_key, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, DROPOUT, False
+    )
     num_keys = keys_here[4]
     own = (own_keys, first_key + tl.arange(0, BLOCK_K))
     factors = (scale * LOG2_E, threshold, dropout_weight)
-    grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_D], tl.float32))
+    grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
     for link in range(first_link, end_link):
         query_entry, limits = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
@@ -155,6 +172,7 @@ def grad_key_value_kernel(
                 blocks,
                 factors,
                 HEAD_DIM,
+                VALUE_DIM,
                 BLOCK_Q,
                 MARKS,
                 DROPOUT,
@@ -167,6 +185,6 @@ def grad_key_value_kernel(
     is_row = tl.arange(0, BLOCK_K) < num_keys - first_key
     here, _ = lattice(keys.table, batch, entry, segment, KEY_COLUMNS)
     key_at = key_rows_at(grad_key, keys, entry, here, 4, HEAD_DIM, PACKED)
-    value_at = key_rows_at(grad_value, keys, entry, here, 5, HEAD_DIM, PACKED)
-    add_rows(value_at, first_key, is_row, value_grad, opens, HEAD_DIM)
+    value_at = key_rows_at(grad_value, keys, entry, here, 5, VALUE_DIM, PACKED)
+    add_rows(value_at, first_key, is_row, value_grad, opens, VALUE_DIM)
     add_rows(key_at, first_key, is_row, key_grad * scale, opens, HEAD_DIM)

@@ -32,7 +32,9 @@ from ring_backends.kernels.triton_blocks import (
 
 
 @triton.jit
-def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE):
+def grad_of_queries(
+    grad, own, keys_here, limits, blocks, factors, HEAD_DIM, VALUE_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE
+):
     """Add the gradients from blocks of keys.
 
     ``limits``, ``blocks`` and ``IS_WHOLE`` are as in the forward. ``own`` holds the same as ``own_rows`` there; and
@@ -48,7 +50,7 @@ def grad_of_queries(grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLO
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
-            keys_here, start, HEAD_DIM, q.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
+            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, do.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
         )
         scores = product(q, tl.trans(k)) * score_scale
         weights = tl.exp2(scores - row_lse)
@@ -80,6 +82,8 @@ def grad_query_kernel(
     dropout_weight,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
@@ -97,8 +101,8 @@ def grad_query_kernel(
     has_grad = row_lse != float("-inf")
     row_lse = tl.where(has_grad, row_lse * LOG2_E, float("inf"))
     q = load_rows(rows_at(queries.query, here), begin, has_grad, HEAD_DIM, BLOCK_D, False)
-    do = load_rows(rows_at(grad_out, here), begin, has_grad, HEAD_DIM, BLOCK_D, False)
-    o = load_rows(rows_at(out, here), begin, has_grad, HEAD_DIM, BLOCK_D, False)
+    do = load_rows(rows_at(grad_out, here), begin, has_grad, VALUE_DIM, BLOCK_V, False)
+    o = load_rows(rows_at(out, here), begin, has_grad, VALUE_DIM, BLOCK_V, False)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     # Numbers that pad the segment get LSE +inf and delta 0: dK and dV load whole blocks without a mask.
     number, num_numbers = numbers(queries, entry, segment, num_rows)
@@ -112,12 +116,37 @@ def grad_query_kernel(
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         keys_here, limits, whole, edges = keys_of_link(
-            owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, MARKS, DROPOUT, PACKED, BANDED
+            owners,
+            link,
+            keys,
+            batch,
+            segment,
+            begin,
+            BLOCK_Q,
+            BLOCK_K,
+            HEAD_DIM,
+            VALUE_DIM,
+            MARKS,
+            DROPOUT,
+            PACKED,
+            BANDED,
         )
         for is_whole in tl.static_range(1, -1, -1):
             blocks = whole if is_whole else edges
             grad = grad_of_queries(
-                grad, own, keys_here, limits, blocks, factors, HEAD_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, is_whole
+                grad,
+                own,
+                keys_here,
+                limits,
+                blocks,
+                factors,
+                HEAD_DIM,
+                VALUE_DIM,
+                BLOCK_K,
+                MARKS,
+                DROPOUT,
+                BANDED,
+                is_whole,
             )
 
     add_rows(rows_at(grad_query, here), begin, is_row, grad * scale, opens, HEAD_DIM)

@@ -171,7 +171,7 @@ def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
     """
     if is_interpreted:
         return _INTERPRETED_BLOCKS
-    head_dim = max(64, padded_head_dim(rows.query.shape[3]))
+    head_dim = max(64, padded_head_dim(max(rows.query.shape[3], rows.value.shape[3])))
     if rows.query.dtype == torch.float32:
         return _FP32_BLOCKS[head_dim]
     if rows.query_documents is not None or rows.dropout is not None:
@@ -229,7 +229,7 @@ class Launch:
         """Run the kernel called ``name``, a field of :class:`Kernels`, with ``tensors`` that others do not have."""
         found = kernels()
         kernel = getattr(found, name)
-        head_dim = rows.query.shape[3]
+        head_dim, value_dim = rows.query.shape[3], rows.value.shape[3]
         blocks = block_sizes(name, rows, is_interpreted=found.is_interpreted)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
@@ -247,6 +247,8 @@ class Launch:
             "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
+            "VALUE_DIM": value_dim,
+            "BLOCK_V": padded_head_dim(value_dim),
             "BLOCK_Q": blocks.queries,
             "BLOCK_K": blocks.keys,
             "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,

@@ -14,7 +14,7 @@ from itertools import pairwise
 from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
-from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
+from ring_backends.schedule.ring_schedule import RingSchedule, key_value_dim, statistics_itemsize
 from ring_backends.schedule.tiling import TileSize
 from ring_backends.schedule.travel import Travel
 from ring_backends.torch_internals import untraced
@@ -28,6 +28,7 @@ def rank_plan(
     *,
     batch: int,
     head_dim: int,
+    value_dim: int | None = None,
     itemsize: int,
     backward: bool = False,
     device_type: str = "cpu",
@@ -40,8 +41,8 @@ def rank_plan(
     """The steps of ``rank`` in a forward, or in a backward.
 
     Args:
-        batch, head_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank. They decide
-            into how many parts heads and hops are cut.
+        batch, head_dim, value_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank.
+            They decide into how many parts heads and hops are cut. None means a ``value_dim`` of ``head_dim``.
         tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
         threads: number of threads that share the computation of a tile. It may differ between ranks.
         takes_bands: whether the kernel takes tiles with any band (:mod:`ring_backends.schedule.bands`).
@@ -55,7 +56,7 @@ def rank_plan(
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
         few_heads = backward and device_type == "cpu"
         size = TileSize(max_rows, parts=-(-threads // batch), few_heads=few_heads, takes_bands=takes_bands)
-    sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
+    sizes = {"batch": batch, "head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
     travel = schedule.travel(itemsize=itemsize, backward=backward, few_hops=few_hops)
     num_blocks, shares = num_cuts(schedule, travel, **sizes, backward=backward, device_type=device_type)
     hops, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).spread()
@@ -98,6 +99,7 @@ def num_cuts(
     *,
     batch: int,
     head_dim: int,
+    value_dim: int | None = None,
     itemsize: int,
     backward: bool,
     device_type: str,
@@ -108,18 +110,18 @@ def num_cuts(
     use, one to receive. In a backward, there are at most three more of dK and dV, in the statistics dtype: one being
     computed, one to send, one to receive.
     """
-    limits, row_bytes = limits_of(device_type), batch * head_dim * itemsize
-    tensors = 4 * schedule.longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
-    hop = 2 * travel.max_rows_in_flight * row_bytes
+    limits, row_bytes = limits_of(device_type), batch * key_value_dim(head_dim, value_dim) * itemsize  # of K and V
+    tensors = 2 * schedule.longest * (schedule.num_heads + schedule.kv_heads) * row_bytes
+    hop = travel.max_rows_in_flight * row_bytes
     buffers = 3 * hop
     if backward:
         buffers += 3 * hop * statistics_itemsize(itemsize) // itemsize
     # The buffers of spread branches leave less for the others, but never less than a quarter.
     share = limits.communication_share
-    left = max(share / 4, share - travel.spread_rows * row_bytes / max(1, tensors))
+    left = max(share / 4, share - travel.spread_rows * row_bytes / 2 / max(1, tensors))
     cuts = -(-buffers // max(1, int(left * tensors)))
     cuts = max(1, min(cuts, hop // limits.min_hop_bytes))
-    sums = schedule.longest * schedule.num_heads * row_bytes if backward and itemsize < 4 else 0
+    sums = schedule.longest * schedule.num_heads * row_bytes // 2 if backward and itemsize < 4 else 0
     of_sums = 1 if limits.min_block_bytes is None else sums // limits.min_block_bytes
     blocks = min(schedule.kv_heads, max(cuts, of_sums, 1))
     return blocks, -(-cuts // blocks)

@@ -127,6 +127,7 @@ class RingSchedule:
 
         Args:
             itemsize: bytes per element of K and V.
+            value_dim: width of a value, in elements; None if it is ``head_dim``.
             backward: whether dK and dV are sent too.
             few_hops: whether sparse branches are spread. False lets the rows of all branches go around.
         """
@@ -181,6 +182,7 @@ class RingSchedule:
         batch: int,
         head_dim: int,
         itemsize: int,
+        value_dim: int | None = None,
         backward: bool = False,
         masked: bool = False,
         document_bytes: int = 0,
@@ -197,10 +199,11 @@ class RingSchedule:
                 document number, which includes the mask.
             grad_itemsize: bytes per element of dK and dV. None: 4, or 8 for fp64.
         """
-        row_bytes = 2 * head_dim * itemsize + (document_bytes or masked)
+        row = key_value_dim(head_dim, value_dim)
+        row_bytes = row * itemsize + (document_bytes or masked)
         sent = int(self.travel(itemsize=itemsize, backward=backward).key_rows_sent[rank]) * row_bytes
         if backward:
-            sent += int(self.rows_received[rank]) * 2 * head_dim * (grad_itemsize or statistics_itemsize(itemsize))
+            sent += int(self.rows_received[rank]) * row * (grad_itemsize or statistics_itemsize(itemsize))
         return batch * sent
 
     def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:
@@ -218,12 +221,12 @@ class RingSchedule:
                 total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
         return 2 * batch * head_dim * total
 
-    def tile_flops(self, rank: int, *, batch: int, head_dim: int) -> int:
+    def tile_flops(self, rank: int, *, batch: int, head_dim: int, value_dim: int | None = None) -> int:
         """Floating-point operations of ``rank`` in a forward, which has two matrix products.
 
         A backward has five matrix products.
         """
-        return int(self.pairs[rank]) * 4 * head_dim * batch
+        return int(self.pairs[rank]) * 2 * key_value_dim(head_dim, value_dim) * batch
 
     def describe(self, *, batch: int = 1, head_dim: int = 64, itemsize: int = 2) -> str:
         """Tables of the branches and of the ranks, as text. A long ring shows its first, last and busiest ranks."""
@@ -284,6 +287,11 @@ def visible_pairs(rows: Tensor, segment_rows: Tensor, band: int | None, *, is_ca
         return rows + before(rows)
     # The keys after a query are those before the query at the same distance from the other end.
     return rows + before(rows) + before(segment_rows) - before(segment_rows - rows)
+
+
+def key_value_dim(head_dim: int, value_dim: int | None) -> int:
+    """The elements of a key and its value together. Without ``value_dim``, both have ``head_dim``."""
+    return head_dim + (head_dim if value_dim is None else value_dim)
 
 
 def statistics_itemsize(itemsize: int) -> int:

@@ -138,7 +138,7 @@ BAD_CALLS = {
     "heads that do not divide": _called(ValueError, "query has 3 heads", "key 2", query=lambda x: x[:, :, :3]),
     "no heads": _called(ValueError, "query has 0 heads", query=lambda x: x[:, :, :0]),
     "no components": _called(
-        ValueError, "head_dim", "query", **dict.fromkeys(("query", "key", "value"), lambda x: x[..., :0])
+        ValueError, "last dim", "query", **dict.fromkeys(("query", "key", "value"), lambda x: x[..., :0])
     ),
     "seq_len that does not fit": _called(ValueError, "seq_len = 1000", "4 rows", seq_len=1000),
     "seq_len 0": _called(ValueError, "seq_len = 0", seq_len=0),

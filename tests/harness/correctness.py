@@ -137,6 +137,16 @@ EDGE_CASES = {
     "even distances with dropout and sinks": replace(
         _CASE, score_mod="parity", dropout_p=0.3, sinks=True, documents="some", batch=2, offset="every", num_kv_heads=4
     ),
+    "wide values": replace(_CASE, value_dim=7, num_kv_heads=2, segment_lengths=(9, 26), dilation_rates=(2, 3), batch=2),
+    "narrow values, causal, masked": replace(
+        _CASE, head_dim=6, value_dim=3, is_causal=True, masked="random", sinks=True, num_kv_heads=4
+    ),
+    "wide values of documents in a window": replace(
+        _CASE, value_dim=9, documents="some", segment_lengths=(None,), window_lengths=(8,), is_causal=True, batch=2
+    ),
+    "narrow values with dropout and a soft cap": replace(
+        _CASE, value_dim=1, dropout_p=0.3, score_mod="softcap", offset="every", num_kv_heads=2, dilation_rates=(3,)
+    ),
     "one component per head": replace(_CASE, head_dim=1, batch=2, num_kv_heads=2),
 }
 
@@ -154,6 +164,7 @@ ROUNDED_CASES = (
     replace(_LONGER, segment_lengths=(80,), dilation_rates=(1,), scale=1.0, masked="rows", batch=4, seed=5),
     replace(_LONGER, segment_lengths=(80, 163), dilation_rates=(1, 2), documents="some", batch=2, seed=6),
     replace(_LONGER, is_causal=True, dropout_p=0.3, num_kv_heads=2, seed=7),
+    replace(_LONGER, is_causal=True, head_dim=24, value_dim=16, num_kv_heads=2, seed=8),
     replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, num_kv_heads=2, seed=8),
     replace(_LONGER, segment_lengths=(None,), window_lengths=(48,), is_causal=True, sinks=True, seed=10),
     replace(_LONGER, segment_lengths=(None,), is_causal=True, score_mod="softcap", seed=11),

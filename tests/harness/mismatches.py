@@ -57,6 +57,7 @@ DIFFERENCES = {
     "heads": Difference("heads", "4", "8", {"num_heads": 8}),
     "key/value heads": Difference("key/value heads", "2", "1", {"num_kv_heads": 1}),
     "head_dim": Difference("head_dim", "8", "16", {"head_dim": 16}),
+    "value_dim": Difference("value_dim", "8", "24", {"value_dim": 24}),
     "dtype": Difference("dtype", "torch.float64", "torch.float32", {"dtype": torch.float32}),
     "segment_lengths": Difference("segment_lengths", "[16]", "[8]", {"segment_lengths": (8,)}),
     "dilation_rates": Difference("dilation_rates", "[1]", "[2]", {"dilation_rates": (2,)}),

@@ -13,8 +13,8 @@ of the definition. It favours short code over speed: memory and time are O(n^2) 
 
 A key that k branches show counts k times. This equals adding ln(k) to its score.
 
-Letters: B batch, n sequence, H query heads, D head dim, w segment length, r dilation rate, i branch, j head,
-t query position, u key position.
+Letters: B batch, n sequence, H query heads, D head dim, V value dim, w segment length, r dilation rate, i branch,
+j head, t query position, u key position.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ def reference_attention(
     Args:
         query: ``[B, n, H, D]`` of any floating dtype. It is cast to fp64. Gradients have the dtype of the input, so
             exact gradients need fp64 tensors.
-        key, value: ``[B, n, Hk, D]`` with H a multiple of Hk; query head j reads head ``j // (H // Hk)``.
+        key: ``[B, n, Hk, D]`` with H a multiple of Hk; query head j reads head ``j // (H // Hk)``.
+        value: ``[B, n, Hk, V]``.
         segment_lengths, dilation_rates: w and r of each branch, in positions. w None is the whole sequence.
         is_causal: a query sees keys at its own and earlier positions only.
         head_mode: ``"all"`` or ``"grouped"``.
@@ -68,7 +69,7 @@ def reference_attention(
         dtype: dtype of the computation, as in :func:`dense_attention`. None means fp64.
 
     Returns:
-        out ``[B, n, H, D]``, and LSE ``[B, H, n]``, detached, both in fp64 if ``dtype`` is None. A query that sees no
+        out ``[B, n, H, V]``, and LSE ``[B, H, n]``, detached, both in fp64 if ``dtype`` is None. A query that sees no
         key has out 0, LSE -inf and gradient 0.
 
     Raises:
@@ -196,7 +197,7 @@ def dense_attention(
         dtype: dtype of the computation. None means fp64.
 
     Returns:
-        out ``[B, n, H, D]`` in ``dtype``, and LSE ``[B, H, n]``, detached, in fp32 (fp64 for fp64).
+        out ``[B, n, H, V]`` in ``dtype``, and LSE ``[B, H, n]``, detached, in fp32 (fp64 for fp64).
     """
     dtype = dtype or torch.float64
     statistics_dtype = torch.promote_types(dtype, torch.float32)
@@ -212,9 +213,7 @@ def dense_attention(
     value = value.repeat_interleave(queries_per_key_head, dim=2)
 
     # Phantom keys are equal, so one column with their count represents them.
-    phantom_key = key.new_zeros(batch, 1, num_heads, head_dim)
-    key = torch.cat([key, phantom_key], dim=1)
-    value = torch.cat([value, phantom_key], dim=1)
+    key, value = (torch.cat([x, torch.zeros_like(x[:, :1])], dim=1) for x in (key, value))
     counts = torch.cat([counts.to(query.device), phantom_counts[:, :, None].to(query.device)], dim=2)
     counts = counts.expand(batch, num_heads, seq_len, seq_len + 1)
     if key_padding_mask is not None:
@@ -236,7 +235,7 @@ def dense_attention(
     if sinks is not None:
         sink_scores = sinks.to(statistics_dtype)[:, None, None].expand(batch, num_heads, seq_len, 1)
         scores = torch.cat([scores, sink_scores], dim=3)
-        value = torch.cat([value, value.new_zeros(batch, 1, num_heads, head_dim)], dim=1)
+        value = torch.cat([value, torch.zeros_like(value[:, :1])], dim=1)
         counts = torch.cat([counts, counts.new_ones(batch, num_heads, seq_len, 1)], dim=3)
     # A row with only -inf has no softmax. It is replaced before the softmax, so that no NaN enters the gradient.
     sees_a_key = (counts > 0).any(dim=-1, keepdim=True)

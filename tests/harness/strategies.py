@@ -31,6 +31,7 @@ class AttentionCase:
     """One call of dilated attention on a whole sequence.
 
     Attributes:
+        value_dim: width of a value; None if it is ``head_dim``.
         masked: the keys that are ignored. None: there is no mask. ``"random"``: each key with probability 1/3.
             ``"rows"``: all keys of every other batch entry, from the first, and a tail of the others. ``"all"``:
             every key.
@@ -50,6 +51,7 @@ class AttentionCase:
     num_heads: int = 1
     num_kv_heads: int = 1
     head_dim: int = 4
+    value_dim: int | None = None
     is_causal: bool = False
     head_mode: str = "all"
     offset: str | None = None
@@ -71,6 +73,11 @@ class AttentionCase:
         shown = [f for f in fields(self) if f.name in _ALWAYS_SHOWN or getattr(self, f.name) != f.default]
         return f"AttentionCase({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in shown)})"
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """The widths of a key and of a value."""
+        return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
     def pattern_options(self) -> dict[str, Any]:
         """Keyword arguments for ``DilatedPattern``."""
         return {
@@ -89,18 +96,20 @@ class AttentionCase:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
         """query, key, value, gradient of the output, and key_padding_mask. Every call returns equal tensors.
 
-        query and the gradient are ``[batch, seq_len, num_heads, head_dim]``. key and value have num_kv_heads heads.
+        query and the gradient are ``[batch, seq_len, num_heads, …]``. key and value have num_kv_heads heads. The last
+        dim is ``head_dim`` of query and key, and ``value_dim`` of value and the gradient.
         All are standard normal in ``dtype`` and do not require gradients. The mask is bool ``[batch, seq_len]``, or
         None. Cases that differ only in dtype hold the same numbers, rounded.
         """
         generator = torch.Generator().manual_seed(self.seed)
 
-        def normal(num_heads: int) -> Tensor:
-            shape = (self.batch, self.seq_len, num_heads, self.head_dim)
+        def normal(num_heads: int, dim: int) -> Tensor:
+            shape = (self.batch, self.seq_len, num_heads, dim)
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.dtype)
 
-        query, key, value = normal(self.num_heads), normal(self.num_kv_heads), normal(self.num_kv_heads)
-        grad_out = normal(self.num_heads)
+        head_dim, value_dim = self.dims
+        query, key = (normal(heads, head_dim) for heads in (self.num_heads, self.num_kv_heads))
+        value, grad_out = (normal(heads, value_dim) for heads in (self.num_kv_heads, self.num_heads))
         named = {"query": query, "key": key, "value": value, "grad_out": grad_out}
         for name, position, number in self.spoiled:
             named[name][:, position] = number
@@ -212,6 +221,7 @@ def attention_cases(
     max_n: int = 200,
     max_heads: int = 6,
     head_dims: Sequence[int] = (4, 1, 3, 8, 16),
+    value_dims: Sequence[int | None] = (None, None, 1, 5, 24),
     head_modes: Sequence[str] = ("all", "grouped"),
     offsets: Sequence[str | None] = (None, "mod", "block", "branch", "every"),
     paddings: Sequence[str] = ("masked", "zeros"),
@@ -245,6 +255,7 @@ def attention_cases(
         num_heads=num_heads,
         num_kv_heads=draw(st.sampled_from([h for h in range(num_heads, 0, -1) if num_heads % h == 0])),
         head_dim=draw(st.sampled_from(head_dims)),
+        value_dim=draw(st.sampled_from(value_dims)),
         is_causal=draw(st.sampled_from(causal)),
         head_mode=head_mode,
         offset=draw(st.sampled_from(offsets)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,10 +67,16 @@ def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> Rin
     )
 
 
+def sizes_of(case: AttentionCase) -> dict[str, Any]:
+    """The sizes of a case as arguments of the schedule."""
+    dims = {"head_dim": case.head_dim, "value_dim": case.value_dim}
+    return {"batch": case.batch, **dims, "itemsize": case.dtype.itemsize}
+
+
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
     """The number of hops of a forward or backward in which a rank sends or receives."""
-    sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
-    plan = rank_plan(schedule_of(case, rings, layout), ring_rank, **sizes, backward=backward)
+    schedule = schedule_of(case, rings, layout)
+    plan = rank_plan(schedule, ring_rank, **sizes_of(case), backward=backward)
     return plan.num_hops(backward=backward)
 
 
@@ -77,7 +84,7 @@ def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: Layout
     """Check that every rank sends the bytes that the schedule states, in forward and backward."""
     ((by_ring,),) = [run_cases(world, adapter, rings, layout, [case])]
     schedule = schedule_of(case, rings, layout)
-    sizes = {"batch": case.batch, "head_dim": case.head_dim, "itemsize": case.dtype.itemsize}
+    sizes = sizes_of(case)
     for answers in by_ring:
         for rank, answer in enumerate(answers):
             for backward, sent, messages in (
