@@ -60,14 +60,15 @@ class Case:
             "window_lengths": draw.choice([None, windows, windows]),
             "scale": draw.choice([None, None, 0.7, -0.3, 0.0]),
         }
+        value_dim = draw.choice([head_dim, draw.randint(1, 7)])
         batch, prompt = draw.randint(1, 3), draw.choice([0, draw.randint(1, 30)])
         steps = tuple(
             draw.choice([1, 1, 1, draw.randint(2, 9), draw.randint(9, 30)]) for _ in range(draw.randint(1, 9))
         )
         total = prompt + sum(steps)
 
-        def normal(heads: int) -> Tensor:
-            return torch.randn(batch, total, heads, head_dim, generator=generator, dtype=torch.float64)
+        def normal(heads: int, dim: int) -> Tensor:
+            return torch.randn(batch, total, heads, dim, generator=generator, dtype=torch.float64)
 
         mask = torch.zeros(batch, total, dtype=torch.bool)
         for row in mask:  # padding on the left or on the right of the prompt, or anywhere
@@ -75,7 +76,7 @@ class Case:
             row[slice(first) if draw.random() < 0.5 else slice(last, prompt)] = True
         if draw.random() < 0.3:
             mask |= torch.rand(batch, total, generator=generator) < 0.2
-        tensors = normal(heads), normal(kv_heads), normal(kv_heads)
+        tensors = normal(heads, head_dim), normal(kv_heads, head_dim), normal(kv_heads, value_dim)
         has_mask, max_len = draw.random() < 0.5, draw.choice([None, total])
         sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if draw.random() < 0.3 else None
         score_mod = draw.choice([None, None, *score_functions.NAMES])

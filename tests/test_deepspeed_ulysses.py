@@ -66,6 +66,7 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
     "grouped windows": {"head_mode": "grouped", "segment_lengths": (None, 32), "window_lengths": (7, 20)},
     "sinks": {"sinks": True, "is_causal": True},
     "score_mod": {"score_mod": "distance", "is_causal": True},
+    "narrow values": {"value_dim": 3, "is_causal": True},
     "mask": {"masked": "random"},
     "causal mask": {"masked": "random", "is_causal": True},
     "fp32": {"dtype": torch.float32},

@@ -143,6 +143,27 @@ def test_only_math_calls_a_score_mod(gpu_of: Callable[..., None]) -> None:
         select_kernel("aten_cuda_flash", inputs_of(has_score_mod=True))
 
 
+@pytest.mark.parametrize(
+    ("inputs", "expected", "refused"),
+    [
+        ({"head_dim": 64, "value_dim": 100}, "math", ["aten_cuda_flash", "aten_cuda_cudnn", "aten_cuda_efficient"]),
+        ({"head_dim": 100, "value_dim": 128}, "aten_cuda_cudnn", ["aten_cuda_efficient"]),
+        ({"head_dim": 192, "value_dim": 128}, "aten_cuda_flash", ["aten_cuda_cudnn"]),
+        ({"head_dim": 64, "value_dim": 512}, "aten_cuda_efficient", ["aten_cuda_flash", "triton_dilated"]),
+    ],
+    ids=str,
+)
+def test_values_of_another_width(
+    gpu_of: Callable[..., None], inputs: dict[str, int], expected: str, refused: list[str]
+) -> None:
+    """Kernels that take one width get the wider one. The others take both."""
+    gpu_of((9, 0))
+    assert select_kernel("auto", inputs_of(**inputs)).name == expected
+    for name in refused:
+        with pytest.raises(ValueError, match=rf"value_dim={inputs['value_dim']}, .*\n  {name}: .*head_dim must be"):
+            select_kernel(name, inputs_of(**inputs))
+
+
 @pytest.mark.parametrize("option", [None, "has_key_mask", "has_documents", "has_dropout"])
 def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., None], option: str | None) -> None:
     gpu_of((9, 0), triton="Triton is not installed")

@@ -24,18 +24,21 @@ def under_a_fake_mode(make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, .
         return make()
 
 
-def tensors(device: str, dtype: torch.dtype, num_heads: int = 6, num_kv_heads: int = 2) -> tuple[Tensor, ...]:
+def tensors(
+    device: str, dtype: torch.dtype, num_heads: int = 6, num_kv_heads: int = 2, value_dim: int = 16
+) -> tuple[Tensor, ...]:
     """Query, key, value, a key padding mask and document numbers of 1,000 tokens."""
     rows = {"device": device, "dtype": dtype, "requires_grad": True}
     query = torch.randn(2, 1000, num_heads, 16, **rows)  # type: ignore[call-overload]
-    key, value = (torch.randn(2, 1000, num_kv_heads, 16, **rows) for _ in range(2))  # type: ignore[call-overload]
+    key, value = (torch.randn(2, 1000, num_kv_heads, dim, **rows) for dim in (16, value_dim))  # type: ignore[call-overload]
     mask = torch.zeros(2, 1000, dtype=torch.bool, device=device)
     return query, key, value, mask, torch.zeros(2, 1000, dtype=torch.int64, device=device)
 
 
 def check(query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor) -> None:
     """Check the shapes, dtypes and devices of a call's results and gradients."""
-    assert (out.shape, out.dtype, out.device) == (query.shape, query.dtype, query.device)
+    shape = (*query.shape[:3], value.shape[3])
+    assert (out.shape, out.dtype, out.device) == (shape, query.dtype, query.device)
     stats = torch.float64 if query.dtype == torch.float64 else torch.float32
     assert (lse.shape, lse.dtype, lse.device) == (query.transpose(1, 2).shape[:3], stats, query.device)
     out.backward(torch.empty_like(out))
@@ -59,10 +62,11 @@ def test_every_option(device: str, make: Make, dropout_p: float, options: tuple[
     check(query, key, value, *attention(query, key, value, is_causal=True, return_lse=True, **marks))
 
 
+@pytest.mark.parametrize("value_dim", [16, 24])
 @pytest.mark.parametrize("kernel", ["auto", *kernel_names()])
-def test_meta_tensors_stand_for_any_device(kernel: str) -> None:
+def test_meta_tensors_stand_for_any_device(kernel: str, value_dim: int) -> None:
     dtype = torch.float16 if "cuda" in kernel else torch.float32
-    query, key, value, *_ = tensors("meta", dtype)
+    query, key, value, *_ = tensors("meta", dtype, value_dim=value_dim)
     check(query, key, value, *dilated_attention(query, key, value, [64, 256], [1, 4], kernel=kernel, return_lse=True))
 
 

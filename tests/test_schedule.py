@@ -320,6 +320,10 @@ def test_bytes_of_a_plain_ring() -> None:
     assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2, backward=True) == 3 * 3 * 2 * shard * (2 + 4)
     assert schedule.wire_bytes(0, batch=3, head_dim=8, itemsize=2, masked=True) == 3 * 3 * (2 * shard * 2 + 16)
     assert schedule.tile_flops(0, batch=3, head_dim=8) == 3 * 2 * 16 * 64 * 4 * 8
+    sizes = {"batch": 3, "head_dim": 8, "value_dim": 24}
+    assert schedule.wire_bytes(0, **sizes, itemsize=2) == 2 * 3 * 3 * 2 * shard * 2
+    assert schedule.wire_bytes(0, **sizes, itemsize=2, backward=True) == 2 * 3 * 3 * 2 * shard * (2 + 4)
+    assert schedule.tile_flops(0, **sizes) == 3 * 2 * 16 * 64 * (2 * 8 + 2 * 24)
 
 
 def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:

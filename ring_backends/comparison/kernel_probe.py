@@ -85,7 +85,7 @@ class _Branch:
             StepRows(query, key, value),
             grad_out,
             BlockOut(Result(query, dtype=stats), torch.empty(shape[:3], device=device, dtype=stats), block),
-            BlockGrads(*(Result(x, dtype=stats) for x in (query, key, value)), block),
+            BlockGrads(Result(query, dtype=stats), Result(key, dtype=stats), Result(value, dtype=stats), block),
         )
 
     def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:

@@ -56,9 +56,11 @@ def rank_plan(
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
         few_heads = backward and device_type == "cpu"
         size = TileSize(max_rows, parts=-(-threads // batch), few_heads=few_heads, takes_bands=takes_bands)
-    sizes = {"batch": batch, "head_dim": head_dim, "value_dim": value_dim, "itemsize": itemsize}
+    sizes = {"batch": batch, "head_dim": head_dim, "itemsize": itemsize}
     travel = schedule.travel(itemsize=itemsize, backward=backward, few_hops=few_hops)
-    num_blocks, shares = num_cuts(schedule, travel, **sizes, backward=backward, device_type=device_type)
+    num_blocks, shares = num_cuts(
+        schedule, travel, **sizes, value_dim=value_dim, backward=backward, device_type=device_type
+    )
     hops, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).spread()
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds))

@@ -36,6 +36,7 @@ CASES = {
     "documents": replace(_CASE, documents="some", is_causal=True),
     "dropout": replace(_CASE, dropout_p=0.3),
     "sinks in a window": replace(_CASE, sinks=True, segment_lengths=(None, 30, 61), window_lengths=(9, None, None)),
+    "wide values": replace(_CASE, value_dim=7, is_causal=True),
     "within shards": replace(_CASE, seq_len=64, segment_lengths=(4, 16), dilation_rates=(1, 2)),
 }
 
