@@ -155,12 +155,12 @@ CHANGES = (
 """Changes to try in order until a model can be built and runs."""
 
 FULL_LAYERS = "windows and chunks replaced by full attention in layer_types"
-_PLAIN = {"layer_types": FULL_LAYERS, "attn_logit_softcapping": None, "attn_logit_softcap": None, "v_head_dim": 16}
+_PLAIN = {"layer_types": FULL_LAYERS, "attn_logit_softcapping": None, "attn_logit_softcap": None}
 _NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
 PLAIN: dict[str, dict[str, Any]] = {
     "": {},
-    "windows off in layer_types, soft-capping off, values as wide as keys": _PLAIN,
-    "windows and soft-capping off, values as wide as keys": {**_PLAIN, **_NO_WINDOWS},
+    "windows off in layer_types, soft-capping off": _PLAIN,
+    "windows and soft-capping off": {**_PLAIN, **_NO_WINDOWS},
 }
 """Features to turn off if a ring refuses a model, by what is then said of the model. Tried in order."""
 

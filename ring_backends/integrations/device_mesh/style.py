@@ -259,7 +259,7 @@ class InnerAttentionOnRing(_OnRing):
                 ``dropout_seed`` are those of :class:`~ring_backends.RingDilatedAttention`.
 
         Returns:
-            This rank's rows of the output, in the shape of query.
+            This rank's rows of the output, in the order of query. They are as wide as value.
 
         Raises:
             ValueError, TypeError: an argument is invalid. The error is raised before any hop.
