@@ -1,7 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, and prints what each one uses, as JSON.
 
-Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM full|window [DTYPE]``. The
-launches of a forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would
+Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM full|window|others [DTYPE]``.
+The launches of a forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would
 compile them.
 """
 
@@ -26,7 +26,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from ring_backends import dilated_attention
+from ring_backends import dilated_attention, score_mods
 from ring_backends.kernels import triton_launch, triton_rows_launch
 from ring_backends.kernels.gather_rows import gather_many, scatter_many, scatter_merge
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
@@ -34,7 +34,11 @@ from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
 
 ATTENTION = ("plain", "packed", "key mask, packed", "documents, dropout")
-VARIANTS = {"full": (*ATTENTION, "rows"), "window": tuple(f"{variant}, window" for variant in ATTENTION)}
+VARIANTS = {
+    "full": (*ATTENTION, "rows"),
+    "window": tuple(f"{variant}, window" for variant in ATTENTION),
+    "others": ("soft cap", "distances, packed, window", "narrow values, packed"),
+}
 
 
 @dataclass
@@ -72,12 +76,17 @@ def recorded(
 def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
     """A forward and a backward with one branch."""
     query = torch.zeros(2, 512, 4, head_dim, dtype=dtype, requires_grad=True)
-    key, value = (torch.zeros(2, 512, 2, head_dim, dtype=dtype, requires_grad=True) for _ in range(2))
+    value_dim = head_dim // 2 if "narrow values" in variant else head_dim
+    key, value = (torch.zeros(2, 512, 2, dim, dtype=dtype, requires_grad=True) for dim in (head_dim, value_dim))
     options: dict[str, Any] = {}
     if "key mask" in variant:
         options["key_padding_mask"] = torch.zeros(2, 512, dtype=torch.bool)
     if "documents" in variant:
         options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
+    if "soft cap" in variant:
+        options["score_mod"] = score_mods.softcap(30.0)
+    if "distances" in variant:
+        options["score_mod"] = score_mods.distance(torch.zeros(2, 512, 2), torch.zeros(4))
     if "window" in variant:
         options["window_lengths"] = [200]
     with mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, on_host
 
+from ring_backends import score_mods
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
 from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention, precision
@@ -47,7 +48,8 @@ def check(got: Results, case: AttentionCase) -> None:
 @each_kernel
 def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torch.dtype) -> None:
     names = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
-    marks = {name: kind in (option, "all") for name, option in names.items()} | {"has_score_mod": kind == "score_mod"}
+    marks: dict[str, Any] = {name: kind in (option, "all") for name, option in names.items()}
+    marks["score_mod"] = score_mods.softcap(1.5) if kind == "score_mod" else None
     reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, 64, **marks))
     if reasons:
         pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from kernel_cases import CPU, CUDA, CUDA_KERNELS
+from torch import Tensor
 
 from ring_backends import DilatedPattern, SequenceLayout
 from ring_backends.engine.call import kernels_of_call
@@ -28,6 +29,7 @@ from ring_backends.kernels import (
     select_kernel,
     triton_launch,
 )
+from ring_backends.score_mods import softcap
 
 
 @pytest.fixture
@@ -136,11 +138,22 @@ def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(
         select_kernel("aten_cuda_cudnn", inputs_of())
 
 
-def test_only_math_calls_a_score_mod(gpu_of: Callable[..., None]) -> None:
+def test_which_kernels_call_a_score_mod(gpu_of: Callable[..., None]) -> None:
+    def branching(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score if q_idx > kv_idx else -score
+
     gpu_of((9, 0))
-    assert select_kernel("auto", inputs_of(has_score_mod=True)).name == "math"
-    with pytest.raises(ValueError, match=r"aten_cuda_flash.* it cannot call a score_mod"):
-        select_kernel("aten_cuda_flash", inputs_of(has_score_mod=True))
+    assert select_kernel("auto", inputs_of(score_mod=softcap(30.0))).name == "math"
+    gpu_of((9, 0), triton=None)
+    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=softcap(30.0))).name == "triton_dilated"
+    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=softcap(30.0), has_dropout=True)).name == "math"
+    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=branching)).name == "math"
+    for name, score_mod, why in (
+        ("aten_cuda_flash", softcap(30.0), "it cannot call a score_mod"),
+        ("triton_dilated", branching, "it cannot translate the score_mod: RuntimeError: .* meta tensors"),
+    ):
+        with pytest.raises(ValueError, match=rf"{name}: .*{why}"):
+            select_kernel(name, inputs_of(head_dim=64, score_mod=score_mod))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +339,7 @@ def test_a_file_without_times_is_an_error(
             (9, 0),
             {"has_key_mask": True},
             "triton_dilated",
-            "^it computes key masks, documents and dropout in the same launch$",
+            "^it computes key masks, documents, dropout and score_mods in the same launch$",
         ),
         ((7, 5), {"dtype": torch.float16}, "aten_cuda_efficient", "^the first .*; aten_cuda_flash cannot: it needs"),
     ],

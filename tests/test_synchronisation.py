@@ -73,8 +73,14 @@ def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tupl
 def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
     named = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
-    named["has_score_mod"] = "score_mod"
-    needs = KernelInputs(torch.device("meta"), dtype, 16, **{name: option == which for name, which in named.items()})
+    flags: dict[str, Any] = {name: option == which for name, which in named.items()}
+
+    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.tanh(score) - head * (q_idx - kv_idx)
+
+    needs = KernelInputs(
+        torch.device("meta"), dtype, 16, **flags, score_mod=score_mod if option == "score_mod" else None
+    )
     if kernel.not_supported_reasons(needs):
         pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
     pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
@@ -89,7 +95,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
         if option == "dropout":
             inputs = replace(inputs, dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="cpu"))
         if option == "score_mod":
-            inputs = replace(inputs, score_mod=lambda score, batch, head, q, k: torch.tanh(score) - head * (q - k))
+            inputs = replace(inputs, score_mod=score_mod)
         if option == "zero keys":
             inputs = replace(inputs, is_causal=False)
         with mock.patch("ring_backends.engine.call.select_kernel", return_value=kernel):

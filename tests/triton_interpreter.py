@@ -77,6 +77,7 @@ def results(case: AttentionCase, kernel: str = "triton_dilated") -> Results:
     options |= {"key_padding_mask": mask, "kernel": kernel, "return_lse": True}
     sinks = [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
     options |= {"sinks": sinks[0]} if sinks else {}
+    options |= {} if case.score_mod is None else {"score_mod": case.score_function()}
     out, lse = dilated_attention(*leaves, **case.options(), **options)
     return Results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
 

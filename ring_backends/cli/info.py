@@ -73,26 +73,25 @@ def choices(device_name: str) -> list[dict[str, str]]:
     """The kernels that ``"auto"`` takes on one device for some calls, and why."""
     import torch
 
+    from ring_backends import score_mods
     from ring_backends.kernels import KernelInputs, explain_choice
 
     device, rows = torch.device(device_name), []
-    for dtype, head_dim, flags in (
-        (torch.bfloat16, 64, ()),
-        (torch.bfloat16, 128, ()),
-        (torch.bfloat16, 128, ("is_dilated",)),
-        (torch.bfloat16, 256, ()),
-        (torch.float32, 64, ()),
-        (torch.bfloat16, 128, ("has_key_mask",)),
-        (torch.bfloat16, 128, ("has_documents",)),
-        (torch.bfloat16, 128, ("has_dropout",)),
-        (torch.bfloat16, 128, ("has_score_mod",)),
-    ):
-        inputs = KernelInputs(device, dtype, head_dim, **dict.fromkeys(flags, True))
-        name, why = explain_choice(inputs)
-        call = f"{str(dtype).removeprefix('torch.')}, head_dim {head_dim}"
-        call += "".join(
-            f", {flag.partition('_')[2].replace('_', ' ').replace('score mod', 'score_mod')}" for flag in flags
-        )
+    calls: tuple[tuple[torch.dtype, int, str, dict[str, Any]], ...] = (
+        (torch.bfloat16, 64, "", {}),
+        (torch.bfloat16, 128, "", {}),
+        (torch.bfloat16, 128, "dilated", {"is_dilated": True}),
+        (torch.bfloat16, 256, "", {}),
+        (torch.float32, 64, "", {}),
+        (torch.bfloat16, 192, "value_dim 128", {"value_dim": 128}),
+        (torch.bfloat16, 128, "key mask", {"has_key_mask": True}),
+        (torch.bfloat16, 128, "documents", {"has_documents": True}),
+        (torch.bfloat16, 128, "dropout", {"has_dropout": True}),
+        (torch.bfloat16, 128, "score_mod", {"score_mod": score_mods.softcap(50.0)}),
+    )
+    for dtype, head_dim, what, needs in calls:
+        name, why = explain_choice(KernelInputs(device, dtype, head_dim, **needs))
+        call = ", ".join([str(dtype).removeprefix("torch."), f"head_dim {head_dim}", *([what] if what else [])])
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 

@@ -235,7 +235,7 @@ def check_call(
         has_key_mask=inputs.key_padding_mask is not None,
         has_dropout=dropout is not None,
         has_documents=inputs.document_ids is not None,
-        has_score_mod=inputs.score_mod is not None,
+        score_mod=inputs.score_mod,
         value_dim=value.shape[3],
     )
     scale = query.shape[3] ** -0.5 if scale is None else scale

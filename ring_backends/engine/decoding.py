@@ -278,7 +278,7 @@ def check_step(
         has_key_mask=has_mask,
         needs_grad=False,
         is_step=True,
-        has_score_mod=score_mod is not None,
+        score_mod=score_mod,
         value_dim=value.shape[3],
     )
     chosen = select_kernel(kernel, needs)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.operators import operator_reasons
-from ring_backends.kernels.score_mod import PairScores
+from ring_backends.kernels.score_mod import PairScores, ScoreMod
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class KernelInputs:
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
         has_documents: whether the call has document ids.
-        has_score_mod: whether the call has a score_mod.
+        score_mod: the score_mod of the call; None without.
         rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It decides which
             kernel is fastest, and not which can run.
         is_dilated: whether the kernel is for branches with a dilation rate above 1. It decides the same.
@@ -53,12 +53,16 @@ class KernelInputs:
     needs_grad: bool = True
     has_dropout: bool = False
     has_documents: bool = False
-    has_score_mod: bool = False
+    score_mod: ScoreMod | None = None
     rows: int | None = None
     is_dilated: bool = False
     has_window: bool = False
     is_step: bool = False
     value_dim: int | None = None
+
+    @property
+    def has_score_mod(self) -> bool:
+        return self.score_mod is not None
 
     @property
     def dims(self) -> tuple[int, int]:
@@ -134,7 +138,7 @@ class Kernel(ABC):
             contiguous ones. The rows of out and grad_out then always have it.
         reads_strided_rows: whether it is as fast on strided rows as on copies. Tiles are then cut to avoid copies.
         has_dropout: whether it can run calls with dropout.
-        has_score_mod: whether it can run calls with a score_mod.
+        has_score_mod: whether it can run calls with a score_mod, at least with some.
         takes_value_dim: whether V may differ from D. For other kernels, the narrower rows are padded with zeros
             (:mod:`ring_backends.kernels.widths`).
         takes_bands: whether :meth:`forward` and :meth:`backward` have the argument ``band``, and run tiles with any

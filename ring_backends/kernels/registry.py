@@ -83,7 +83,7 @@ def explain_choice(inputs: KernelInputs) -> tuple[str, str]:
     """
     chosen, preferred = select_kernel("auto", inputs), preference(inputs)
     if chosen.auto_order(inputs) == 0:
-        return chosen.name, "it computes key masks, documents and dropout in the same launch"
+        return chosen.name, "it computes key masks, documents, dropout and score_mods in the same launch"
     names = preferred.names
     is_preferred = chosen.name in names
     reason = preferred.reason if is_preferred else NO_PREFERENCE.reason

@@ -71,7 +71,7 @@ class PairScores:
         keys, key_dims = _without_ones(self.key_positions.clone())
 
         def function(*pair: Tensor) -> Tensor:
-            with _IndexByTensors():
+            with IndexByTensors():
                 return self.function(*pair)
 
         of_keys = torch.vmap(function, (0, None, None, None, 0))
@@ -106,7 +106,7 @@ def _without_ones(positions: Tensor) -> tuple[Tensor, Sequence[int | None]]:
     return positions.reshape(shape), [None if size == 1 else 0 for size in sizes]
 
 
-class _IndexByTensors(TorchFunctionMode):
+class IndexByTensors(TorchFunctionMode):
     """Within it, an index that is a tensor without dimensions stays a tensor. torch would read its number."""
 
     def __torch_function__(

@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -21,6 +22,7 @@ from ring_backends.kernels.base import Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.kernels.triton_score_mod import Translation, UntranslatableError, translate
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, Tile
 from ring_backends.torch_internals import mode_of
 
@@ -53,6 +55,18 @@ class StepRows:
     score_mod: ScoreMod | None = None
     positions: Tensor | None = None
     first_head: int = 0
+
+    @cached_property
+    def translation(self) -> Translation | None:
+        """The score_mod for Triton kernels; None without.
+
+        Raises:
+            ValueError: it has no translation, although an earlier call with the same code had one.
+        """
+        try:
+            return None if self.score_mod is None else translate(self.score_mod)
+        except UntranslatableError as error:
+            raise ValueError(f"score_mod = {self.score_mod!r}: {error}; pass kernel='math'.") from error
 
     def block(self, block: HeadBlock) -> StepRows:
         """The rows of the heads of one block."""

@@ -3,15 +3,19 @@
 This module imports Triton, so it is imported only when a kernel is launched. Offsets of rows are 64-bit integers, since
 a tensor may have more than 2^31 elements.
 
-Arguments in capitals are known when a kernel is compiled. Five tuples travel from function to function:
+Arguments in capitals are known when a kernel is compiled. Six tuples travel from function to function:
 
 - *here*: batch entry, head, position of the first row and dilation rate of an entry in one segment (:func:`lattice`);
 - *at*: a pointer to the first of some rows, and the distances of rows and of their elements (:func:`rows_at`);
-- *keys here*: the *at* of keys, values, marks and dropout words, and the number of keys (:func:`keys_at`);
+- *keys here*: the *at* of keys, values, marks and words, and the number of keys (:func:`keys_at`);
 - *limits*: whether the :class:`~ring_backends.schedule.bands.Band` of a pair of entries is causal, and its ``below``
   and ``above``, whose sum is not negative. Without ``BANDED``, all bands are causal or None: the code for others would
   need more registers;
-- *factors*: the scale of scores to base 2, and the threshold and the weight of dropout.
+- *factors*: the scale of scores to base 2, and the threshold and the weight of dropout;
+- *pairs*: what a score_mod gets besides scores and positions: the scale of scores, batch entry, head, and the captured
+  tensors. ``SCORE_MOD`` is the function, or None.
+
+``WORDS`` says what the words of queries and keys are: 0 none, 1 those that dropout hashes, 2 global positions.
 """
 
 from __future__ import annotations
@@ -86,7 +90,7 @@ def key_rows_at(source, keys, entry, here, SLICE, WIDTH, PACKED):
     """As :func:`rows_at`, for rows of ``WIDTH`` elements of a key entry.
 
     With ``PACKED``, they lie in slice [batch, streams, rows] number ``SLICE`` of a parcel. Slices of vectors begin at
-    multiples of 16 bytes. Dropout words, in slice 3, are the same for every batch entry.
+    multiples of 16 bytes. Words, in slice 3, are the same for every batch entry.
     """
     if not PACKED:
         return rows_at(source, here)
@@ -148,8 +152,8 @@ def add_rows(at, start, is_row, rows, opens, HEAD_DIM):
 
 
 @triton.jit
-def keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED):
-    """Where the keys of an entry lie in one segment, their values, marks and dropout words, and the number of keys.
+def keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, WORDS, PACKED):
+    """Where the keys of an entry lie in one segment, their values, marks and words, and the number of keys.
 
     Without marks or words, the keys stand in their place.
     """
@@ -159,21 +163,21 @@ def keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PA
     mark_at, word_at = key_at, key_at
     if MARKS != 0:
         mark_at = key_rows_at(keys.marks, keys, entry, here, 2, 1, PACKED)
-    if DROPOUT:
+    if WORDS != 0:
         word_at = key_rows_at(keys.words, keys, entry, here, 3, 1, PACKED)
     return key_at, value_at, mark_at, word_at, num_keys
 
 
 @triton.jit
 def keys_of_link(
-    owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED, BANDED
+    owners, link, keys, batch, segment, begin, BLOCK_Q, BLOCK_K, HEAD_DIM, VALUE_DIM, MARKS, WORDS, PACKED, BANDED
 ):
     """The keys of a link, as :func:`keys_at`, for a block of queries from number ``begin`` on.
 
     Also the limits of the pair, and the blocks of keys, as :func:`blocks_of_band`.
     """
     entry, limits = linked(owners, link)
-    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, WORDS, PACKED)
     is_causal, below, above = limits
     num_keys = keys_here[4]
     if BANDED:
@@ -206,8 +210,8 @@ def blocks_of_band(first, SIZE, before, after, count, BLOCK):
 
 
 @triton.jit
-def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, DROPOUT, IS_WHOLE):
-    """Load a block of keys from number ``start`` on: keys, values, marks, dropout words, and which of them exist.
+def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, WORDS, IS_WHOLE):
+    """Load a block of keys from number ``start`` on: keys, values, marks, words, and which of them exist.
 
     Ignored keys are not read, so that a NaN in one of them reaches nothing. They count as keys that do not exist.
     """
@@ -220,7 +224,7 @@ def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOC
         marks = load_numbers(mark_at, start, is_key, -1, IS_WHOLE)
         is_key &= marks >= 0
     words = tl.zeros([BLOCK_K], tl.int32)
-    if DROPOUT:
+    if WORDS != 0:
         words = load_numbers(word_at, start, is_key, 0, IS_WHOLE)
     reads_all: tl.constexpr = IS_WHOLE and MARKS == 0
     k = load_rows(key_at, start, is_key, HEAD_DIM, BLOCK_D, reads_all)
@@ -229,14 +233,16 @@ def load_key_block(keys_here, start, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOC
 
 
 @triton.jit
-def load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT):
-    """The document number and the two dropout words of each query; zeros without documents, or without dropout."""
+def load_pair_inputs(queries, here, start, is_row, MARKS, WORDS):
+    """The document number and the two words of each query; zeros without. A position is the first of two words."""
     documents = tl.zeros(is_row.shape, tl.int64)
     if MARKS == 2:
         documents = load_numbers(rows_at(queries.documents, here), start, is_row, -2, False)
     first_words = tl.zeros(is_row.shape, tl.int32)
     second_words = first_words
-    if DROPOUT:
+    if WORDS == 2:
+        first_words = load_numbers(rows_at(queries.words, here), start, is_row, 0, False)
+    if WORDS == 1:
         pointer, row_step, word_step = rows_at(queries.words, here)
         first_words = load_numbers((pointer, row_step, word_step), start, is_row, 0, False)
         second_words = load_numbers((pointer + word_step, row_step, word_step), start, is_row, 0, False)
@@ -262,6 +268,16 @@ def visible(seen, rows, keys, row_documents, key_documents, limits, MARKS, BANDE
     if MARKS == 2:
         seen = seen & (row_documents == key_documents)
     return seen
+
+
+@triton.jit
+def modified_scores(products, pairs, queries, keys, is_row, is_key, SCORE_MOD):
+    """The scores that a score_mod makes of products of queries and keys, and their derivatives.
+
+    ``queries`` and ``keys`` are positions. They, and which rows and keys exist, broadcast to the block of pairs.
+    """
+    scale, batch, head, captured = pairs
+    return SCORE_MOD(products * scale, batch, head, queries, keys, is_row, is_key, is_row & is_key, captured)
 
 
 @triton.jit

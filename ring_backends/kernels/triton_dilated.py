@@ -1,8 +1,8 @@
 """Dilated attention in Triton: reads dilated rows in place, and computes a step of one branch in one launch.
 
-Forward and backward take all tiles of a step (:class:`~ring_backends.kernels.steps.StepKernel`). Key masks, documents
-and dropout are computed inside. A NaN in an ignored key reaches nothing. A NaN or inf in another key or value may reach
-rows of the same block that do not see it. Results are the same in every run.
+Forward and backward take all tiles of a step (:class:`~ring_backends.kernels.steps.StepKernel`). Key masks, documents,
+dropout and a score_mod (``triton_score_mod.py``) are computed inside. A NaN in an ignored key reaches nothing. A NaN or
+inf in another key or value may reach rows of the same block that do not see it. Results are the same in every run.
 
 Triton is imported when a call needs it. With ``TRITON_INTERPRET=1`` in the environment, Triton's interpreter runs the
 kernels on CPU tensors, for tests.
@@ -20,8 +20,10 @@ from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
+from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
+from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.schedule.bands import CAUSAL, Band
 from ring_backends.schedule.rank_plan import Tile
 from ring_backends.schedule.rows import DilatedRows, HeadRun
@@ -40,6 +42,7 @@ class TritonDilatedKernel(StepKernel):
         "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest -m gpu"
     )
     has_dropout = True
+    has_score_mod = True
     takes_value_dim = True
     takes_bands = True
 
@@ -50,6 +53,10 @@ class TritonDilatedKernel(StepKernel):
         reasons = super().not_supported_reasons(replace(inputs, device=device))
         if max(inputs.dims) > MAX_HEAD_DIM:
             reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}")
+        if inputs.score_mod is not None and inputs.has_dropout:
+            reasons.append("it calls no score_mod in a call with dropout")
+        elif inputs.score_mod is not None:
+            reasons.extend(_not_translated(inputs.score_mod))
         if device.type == "cuda":
             reasons.extend(triton_launch.device_reasons(device))
         if not reasons and (is_interpreted or device.type == "cuda"):
@@ -63,7 +70,7 @@ class TritonDilatedKernel(StepKernel):
     def auto_order(self, inputs: KernelInputs) -> int | None:
         if inputs.device.type == "cpu":
             return None
-        depends_on_pairs = inputs.has_key_mask or inputs.has_documents or inputs.has_dropout
+        depends_on_pairs = inputs.has_key_mask or inputs.has_documents or inputs.has_dropout or inputs.has_score_mod
         return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
 
     def forward(
@@ -143,6 +150,15 @@ class TritonDilatedKernel(StepKernel):
             launch.run("grad_query", rows, {**of_both, "out": out, "lse": lse, "grad_query": sums.query}, scale)
             grad_key, grad_value = launch.key_grads(sums, passed_on)
             launch.run("grad_key_value", rows, {**of_both, "grad_key": grad_key, "grad_value": grad_value}, scale)
+
+
+def _not_translated(score_mod: ScoreMod) -> list[str]:
+    """Why a score_mod cannot be translated, as a list of at most one sentence."""
+    try:
+        translate(score_mod)
+    except UntranslatableError as error:
+        return [f"it cannot translate the score_mod: {error}"]
+    return []
 
 
 def _rows(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> StepRows:

@@ -23,6 +23,7 @@ from ring_backends.kernels.triton_blocks import (
     load_pair_inputs,
     load_rows,
     merged_result,
+    modified_scores,
     owned_block,
     product,
     rounded,
@@ -34,17 +35,31 @@ from ring_backends.kernels.triton_blocks import (
 
 @triton.jit
 def attend(
-    sums, own_rows, keys_here, limits, blocks, factors, HEAD_DIM, VALUE_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE
+    sums,
+    own_rows,
+    keys_here,
+    limits,
+    blocks,
+    factors,
+    pairs,
+    HEAD_DIM,
+    VALUE_DIM,
+    BLOCK_K,
+    MARKS,
+    WORDS,
+    SCORE_MOD,
+    BANDED,
+    IS_WHOLE,
 ):
     """Attend to blocks of keys. With ``IS_WHOLE``, all exist, and every row may see them.
 
     ``limits`` and ``blocks`` are as :func:`keys_of_link` returns them. ``sums`` holds the largest score of each row,
     and the sums of its weights and of its weighted values. ``own_rows`` holds the queries of the block, and as columns
-    their numbers, documents and dropout words. The scale of scores is positive, so the largest product of a row gives
-    its largest score.
+    their numbers, documents and words, and whether they exist. The scale of scores is positive, so the largest product
+    of a row gives its largest score.
     """
     maximum, total, weighted = sums
-    q, rows, documents, first_words, second_words = own_rows
+    q, rows, documents, first_words, second_words, is_row = own_rows
     score_scale, threshold, dropout_weight = factors
     begin, end, turn, jump = blocks
     for number in range(begin, end, BLOCK_K):
@@ -53,9 +68,13 @@ def attend(
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
-            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, weighted.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
+            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, weighted.shape[1], BLOCK_K, MARKS, WORDS, IS_WHOLE
         )
         products = product(q, tl.trans(k))
+        if SCORE_MOD is not None:
+            products, _ = modified_scores(
+                products, pairs, first_words, words[None, :], is_row, is_key[None, :], SCORE_MOD
+            )
         if MARKS != 0 or not IS_WHOLE:
             seen = visible(is_key[None, :], rows, keys, documents, marks[None, :], limits, MARKS, BANDED, IS_WHOLE)
             products = tl.where(seen, products, float("-inf"))
@@ -65,14 +84,14 @@ def attend(
         weights = tl.exp2(products * score_scale - shift[:, None])
         rescale = tl.exp2(maximum - shift)
         total = total * rescale + tl.sum(weights, 1)
-        if DROPOUT:
+        if WORDS == 1:
             weights *= dropout_factors(first_words, second_words, words[None, :], threshold, dropout_weight)
         weighted = weighted * rescale[:, None] + product(weights.to(v.dtype), v)
         maximum = new_maximum
     return maximum, total, weighted
 
 
-@triton.jit(do_not_specialize=["num_programs", "threshold"])
+@triton.jit(do_not_specialize=["num_programs", "threshold", "first_head"])
 def forward_kernel(
     queries,
     keys,
@@ -83,6 +102,8 @@ def forward_kernel(
     scale,
     threshold,
     dropout_weight,
+    first_head,
+    captured,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -90,7 +111,8 @@ def forward_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     PACKED: tl.constexpr,
     BANDED: tl.constexpr,
 ):
@@ -101,9 +123,10 @@ def forward_kernel(
     rows = begin + tl.arange(0, BLOCK_Q)
     is_row = rows < num_rows
     q = load_rows(rows_at(queries.query, here), begin, is_row, HEAD_DIM, BLOCK_D, False)
-    documents, first_words, second_words = load_pair_inputs(queries, here, begin, is_row, MARKS, DROPOUT)
-    own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
-    factors = (scale * LOG2_E, threshold, dropout_weight)
+    documents, first_words, second_words = load_pair_inputs(queries, here, begin, is_row, MARKS, WORDS)
+    own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None], is_row[:, None])
+    factors = (LOG2_E if SCORE_MOD is not None else scale * LOG2_E, threshold, dropout_weight)
+    pairs = (scale, batch, first_head + head, captured)
     no_key = tl.full([BLOCK_Q], float("-inf"), tl.float32)
     sums = (no_key, tl.zeros([BLOCK_Q], tl.float32), tl.zeros([BLOCK_Q, BLOCK_V], tl.float32))
     for link in range(first_link, end_link):
@@ -119,7 +142,7 @@ def forward_kernel(
             HEAD_DIM,
             VALUE_DIM,
             MARKS,
-            DROPOUT,
+            WORDS,
             PACKED,
             BANDED,
         )
@@ -132,11 +155,13 @@ def forward_kernel(
                 limits,
                 blocks,
                 factors,
+                pairs,
                 HEAD_DIM,
                 VALUE_DIM,
                 BLOCK_K,
                 MARKS,
-                DROPOUT,
+                WORDS,
+                SCORE_MOD,
                 BANDED,
                 is_whole,
             )

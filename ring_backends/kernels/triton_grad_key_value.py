@@ -23,6 +23,7 @@ from ring_backends.kernels.triton_blocks import (
     load_key_block,
     load_pair_inputs,
     load_rows,
+    modified_scores,
     numbers,
     owned_block,
     product,
@@ -40,11 +41,13 @@ def grads_of_keys(
     limits,
     blocks,
     factors,
+    pairs,
     HEAD_DIM,
     VALUE_DIM,
     BLOCK_Q,
     MARKS,
-    DROPOUT,
+    WORDS,
+    SCORE_MOD,
     BANDED,
     IS_WHOLE,
 ):
@@ -77,9 +80,13 @@ def grads_of_keys(
             is_row = row_lse != float("inf")
         q = load_rows(query_at, start, is_row, HEAD_DIM, k.shape[1], reads_all)
         do = load_rows(grad_out_at, start, is_row, VALUE_DIM, v.shape[1], reads_all)
-        documents, first_words, second_words = load_pair_inputs(queries, here, start, is_row, MARKS, DROPOUT)
-        scores = product(k, tl.trans(q)) * score_scale
-        weights = tl.exp2(scores - row_lse[None, :])
+        documents, first_words, second_words = load_pair_inputs(queries, here, start, is_row, MARKS, WORDS)
+        products = product(k, tl.trans(q))
+        if SCORE_MOD is not None:
+            products, slopes = modified_scores(
+                products, pairs, first_words[None, :], words[:, None], is_row[None, :], is_key[:, None], SCORE_MOD
+            )
+        weights = tl.exp2(products * score_scale - row_lse[None, :])
         if MARKS != 0 or not IS_WHOLE:
             # Distances from ``start``, since the pipeline would keep ``rows`` of the next blocks in registers.
             distances = tl.arange(0, BLOCK_Q)
@@ -94,18 +101,20 @@ def grads_of_keys(
             weights = tl.where(seen, weights, 0.0)
         grad_weights = product(v, tl.trans(do))
         kept = weights
-        if DROPOUT:
+        if WORDS == 1:
             first_words, second_words = first_words[None, :], second_words[None, :]
             dropped = dropout_factors(first_words, second_words, words[:, None], threshold, dropout_weight)
             kept = weights * dropped
             grad_weights *= dropped
         value_grad += product(kept.to(do.dtype), do)
         grad_scores = weights * (grad_weights - delta[None, :])
+        if SCORE_MOD is not None:
+            grad_scores = tl.where(weights == 0.0, 0.0, grad_scores * slopes)
         key_grad += product(grad_scores.to(q.dtype), q)
     return key_grad, value_grad
 
 
-@triton.jit(do_not_specialize=["num_programs", "threshold"])
+@triton.jit(do_not_specialize=["num_programs", "threshold", "first_head"])
 def grad_key_value_kernel(
     queries,
     keys,
@@ -118,6 +127,8 @@ def grad_key_value_kernel(
     scale,
     threshold,
     dropout_weight,
+    first_head,
+    captured,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -125,23 +136,23 @@ def grad_key_value_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     PACKED: tl.constexpr,
     BANDED: tl.constexpr,
 ):
     batch, entry, segment, block, first_link, end_link, opens = owned_block(owners, num_programs)
-    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, DROPOUT, PACKED)
+    keys_here = keys_at(keys, batch, entry, segment, HEAD_DIM, VALUE_DIM, MARKS, WORDS, PACKED)
     first_key = block * BLOCK_K
-    own_keys = load_key_block(
-        keys_here, first_key, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, DROPOUT, False
-    )
+    own_keys = load_key_block(keys_here, first_key, HEAD_DIM, BLOCK_D, VALUE_DIM, BLOCK_V, BLOCK_K, MARKS, WORDS, False)
     num_keys = keys_here[4]
     own = (own_keys, first_key + tl.arange(0, BLOCK_K))
-    factors = (scale * LOG2_E, threshold, dropout_weight)
+    factors = (LOG2_E if SCORE_MOD is not None else scale * LOG2_E, threshold, dropout_weight)
     grads = (tl.zeros([BLOCK_K, BLOCK_D], tl.float32), tl.zeros([BLOCK_K, BLOCK_V], tl.float32))
     for link in range(first_link, end_link):
         query_entry, limits = linked(owners, link)
         here, num_rows = lattice(queries.table, batch, query_entry, segment, QUERY_COLUMNS)
+        pairs = (scale, batch, first_head + here[1], captured)
         is_causal, below, above = limits
         if BANDED:
             both, edges = blocks_of_band(first_key, BLOCK_K, above, below, num_rows, BLOCK_Q)
@@ -171,11 +182,13 @@ def grad_key_value_kernel(
                 limits,
                 blocks,
                 factors,
+                pairs,
                 HEAD_DIM,
                 VALUE_DIM,
                 BLOCK_Q,
                 MARKS,
-                DROPOUT,
+                WORDS,
+                SCORE_MOD,
                 BANDED,
                 is_whole,
             )

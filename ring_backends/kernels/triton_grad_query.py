@@ -23,6 +23,7 @@ from ring_backends.kernels.triton_blocks import (
     load_numbers,
     load_pair_inputs,
     load_rows,
+    modified_scores,
     numbers,
     owned_block,
     product,
@@ -33,7 +34,21 @@ from ring_backends.kernels.triton_blocks import (
 
 @triton.jit
 def grad_of_queries(
-    grad, own, keys_here, limits, blocks, factors, HEAD_DIM, VALUE_DIM, BLOCK_K, MARKS, DROPOUT, BANDED, IS_WHOLE
+    grad,
+    own,
+    keys_here,
+    limits,
+    blocks,
+    factors,
+    pairs,
+    HEAD_DIM,
+    VALUE_DIM,
+    BLOCK_K,
+    MARKS,
+    WORDS,
+    SCORE_MOD,
+    BANDED,
+    IS_WHOLE,
 ):
     """Add the gradients from blocks of keys.
 
@@ -50,14 +65,20 @@ def grad_of_queries(
             start += tl.where(number < turn, 0, jump)
         keys = (start + tl.arange(0, BLOCK_K))[None, :]
         k, v, marks, words, is_key = load_key_block(
-            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, do.shape[1], BLOCK_K, MARKS, DROPOUT, IS_WHOLE
+            keys_here, start, HEAD_DIM, q.shape[1], VALUE_DIM, do.shape[1], BLOCK_K, MARKS, WORDS, IS_WHOLE
         )
-        scores = product(q, tl.trans(k)) * score_scale
-        weights = tl.exp2(scores - row_lse)
+        products = product(q, tl.trans(k))
+        if SCORE_MOD is not None:
+            products, slopes = modified_scores(
+                products, pairs, first_words, words[None, :], has_grad, is_key[None, :], SCORE_MOD
+            )
+        weights = tl.exp2(products * score_scale - row_lse)
         grad_weights = product(do, tl.trans(v))
-        if DROPOUT:
+        if WORDS == 1:
             grad_weights *= dropout_factors(first_words, second_words, words[None, :], threshold, dropout_weight)
         grad_scores = weights * (grad_weights - delta)
+        if SCORE_MOD is not None:  # a hidden pair may have any derivative
+            grad_scores = tl.where(weights == 0.0, 0.0, grad_scores * slopes)
         if MARKS != 0 or not IS_WHOLE:
             seen = has_grad & is_key[None, :]
             seen = visible(seen, rows, keys, documents, marks[None, :], limits, MARKS, BANDED, IS_WHOLE)
@@ -66,7 +87,7 @@ def grad_of_queries(
     return grad
 
 
-@triton.jit(do_not_specialize=["num_programs", "threshold"])
+@triton.jit(do_not_specialize=["num_programs", "threshold", "first_head"])
 def grad_query_kernel(
     queries,
     keys,
@@ -80,6 +101,8 @@ def grad_query_kernel(
     scale,
     threshold,
     dropout_weight,
+    first_head,
+    captured,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     VALUE_DIM: tl.constexpr,
@@ -87,7 +110,8 @@ def grad_query_kernel(
     BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr,
     MARKS: tl.constexpr,
-    DROPOUT: tl.constexpr,
+    WORDS: tl.constexpr,
+    SCORE_MOD: tl.constexpr,
     PACKED: tl.constexpr,
     BANDED: tl.constexpr,
 ):
@@ -109,10 +133,11 @@ def grad_query_kernel(
     at = statistics.pointer + batch * statistics.strides[0] + number + rows
     tl.store(at, row_lse, mask=rows < num_numbers)
     tl.store(at + statistics.strides[1], delta, mask=rows < num_numbers)
-    documents, first_words, second_words = load_pair_inputs(queries, here, begin, has_grad, MARKS, DROPOUT)
+    documents, first_words, second_words = load_pair_inputs(queries, here, begin, has_grad, MARKS, WORDS)
     own_rows = (q, rows[:, None], documents[:, None], first_words[:, None], second_words[:, None])
     own = (own_rows, (do, row_lse[:, None], delta[:, None], has_grad[:, None]))
-    factors = (scale * LOG2_E, threshold, dropout_weight)
+    factors = (LOG2_E if SCORE_MOD is not None else scale * LOG2_E, threshold, dropout_weight)
+    pairs = (scale, batch, first_head + here[1], captured)
     grad = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for link in range(first_link, end_link):
         keys_here, limits, whole, edges = keys_of_link(
@@ -127,7 +152,7 @@ def grad_query_kernel(
             HEAD_DIM,
             VALUE_DIM,
             MARKS,
-            DROPOUT,
+            WORDS,
             PACKED,
             BANDED,
         )
@@ -140,11 +165,13 @@ def grad_query_kernel(
                 limits,
                 blocks,
                 factors,
+                pairs,
                 HEAD_DIM,
                 VALUE_DIM,
                 BLOCK_K,
                 MARKS,
-                DROPOUT,
+                WORDS,
+                SCORE_MOD,
                 BANDED,
                 is_whole,
             )

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels.constants import keep_if_captured
-from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, parcel_key_words
+from ring_backends.kernels.steps import Grads, PackedParcels, StepRows, parcel_key_words, parcel_positions
 from ring_backends.kernels.tile_table import Offsets, TileTable, launches, parcels, tile_table
 from ring_backends.schedule.rank_plan import Parcel, Tile
 
 NO_MARKS, MASK, DOCUMENTS = range(3)
+NO_WORDS, DROPOUT, POSITIONS = range(3)
 MIN_CAPABILITY = (8, 0)
 LAUNCH_OPTIONS = {"enable_fp_fusion": True}
 """Triton's options for every launch. Triton 3.9 announces that later releases round between a multiplication and an
@@ -156,7 +157,7 @@ _PAIRWISE_BLOCKS = {
     "grad_query": {64: Blocks(64, 16, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
     "grad_key_value": {64: Blocks(32, 32, 4, 2), 128: Blocks(32, 32, 4, 2), 256: Blocks(32, 32, 8, 1)},
 }
-"""The same with documents or dropout, which need more registers for each pair. They were not measured."""
+"""The same with documents, dropout or a score_mod, which need more registers for each pair. They were not measured."""
 
 _FP32_BLOCKS = {64: Blocks(32, 32, 8, 1), 128: Blocks(16, 16, 4, 1), 256: Blocks(16, 16, 8, 1)}
 _INTERPRETED_BLOCKS = Blocks(16, 8, 4, 1)
@@ -174,7 +175,7 @@ def block_sizes(kernel: str, rows: StepRows, *, is_interpreted: bool) -> Blocks:
     head_dim = max(64, padded_head_dim(max(rows.query.shape[3], rows.value.shape[3])))
     if rows.query.dtype == torch.float32:
         return _FP32_BLOCKS[head_dim]
-    if rows.query_documents is not None or rows.dropout is not None:
+    if rows.query_documents is not None or has_words(rows):
         return _PAIRWISE_BLOCKS[kernel][head_dim]
     has_large_shared_memory = (9, 0) <= capability(rows.query.device) < (12, 0)
     of_half = _HOPPER_BLOCKS if has_large_shared_memory else _AMPERE_BLOCKS
@@ -196,7 +197,8 @@ class Launch:
     """The tiles of one branch in one step, and the tensors that hold their keys.
 
     Attributes:
-        key_marks, key_words: None without marks, or without dropout.
+        key_marks: None without marks.
+        key_words: those that dropout hashes, or for a score_mod the global positions; None without.
     """
 
     table: TileTable
@@ -212,7 +214,7 @@ class Launch:
         """The launches of a step, in order."""
         for group in launches(tiles):
             offsets: tuple[Offsets, ...] = ()
-            key, value, marks, words = rows.key, rows.value, rows.key_marks, rows.key_words
+            key, value, marks, words = rows.key, rows.value, rows.key_marks, _words(rows, rows.key_words)
             if group[0].parcels:
                 assert arrived is not None
                 sent = parcels(group)
@@ -220,8 +222,8 @@ class Launch:
                 key = value = arrived.buffer.view(rows.key.dtype)
                 marks = None if marks is None else arrived.buffer.view(marks.dtype)
                 words = None
-                if rows.dropout is not None:
-                    words = torch.cat([parcel_key_words(rows, parcel).flatten() for parcel in sent])
+                if has_words(rows):
+                    words = torch.cat([_words_of_parcel(rows, parcel).flatten() for parcel in sent])
             table = keep_if_captured(tile_table(group, offsets, key.device), key.device)
             yield cls(table, key, value, marks, words)
 
@@ -230,11 +232,13 @@ class Launch:
         found = kernels()
         kernel = getattr(found, name)
         head_dim, value_dim = rows.query.shape[3], rows.value.shape[3]
+        mod = rows.translation
         blocks = block_sizes(name, rows, is_interpreted=found.is_interpreted)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
-        of_queries = map(Source.of, (rows.query, rows.query_documents, rows.query_words))
+        query_words = _words(rows, rows.query_words)
+        of_queries = map(Source.of, (rows.query, rows.query_documents, query_words))
         of_keys = map(Source.of, (self.key, self.value, self.key_marks, self.key_words))
         arguments = {
             **{argument: Source.of(tensor) for argument, tensor in tensors.items()},
@@ -245,6 +249,8 @@ class Launch:
             "scale": scale,
             "threshold": 0 if rows.dropout is None else rows.dropout.threshold,
             "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
+            "first_head": rows.first_head,
+            "captured": None if mod is None else _pointers(mod.captured),
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "VALUE_DIM": value_dim,
@@ -252,7 +258,8 @@ class Launch:
             "BLOCK_Q": blocks.queries,
             "BLOCK_K": blocks.keys,
             "MARKS": NO_MARKS if self.key_marks is None else MASK if rows.query_documents is None else DOCUMENTS,
-            "DROPOUT": rows.dropout is not None,
+            "WORDS": POSITIONS if mod is not None else NO_WORDS if rows.dropout is None else DROPOUT,
+            "SCORE_MOD": None if mod is None else mod.function,
             "PACKED": self.table.is_packed,
             "BANDED": self.table.is_banded,
         }
@@ -272,6 +279,27 @@ class Launch:
 def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
     """Make the tensor's device the current one, on which Triton launches."""
     return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+
+
+def has_words(rows: StepRows) -> bool:
+    """Whether queries and keys have words: those that dropout hashes, or their positions for a score_mod."""
+    return rows.dropout is not None or rows.score_mod is not None
+
+
+def _words(rows: StepRows, of_dropout: Tensor | None) -> Tensor | None:
+    """The words of this rank's queries or keys, [batch, local seq, heads, ...]; None without."""
+    if rows.score_mod is None or rows.positions is None:
+        return of_dropout
+    return rows.positions[None, :, None].expand(*rows.query.shape[:3])
+
+
+def _words_of_parcel(rows: StepRows, parcel: Parcel) -> Tensor:
+    """The words of a parcel's keys: [streams, rows]."""
+    return parcel_key_words(rows, parcel) if rows.score_mod is None else parcel_positions(parcel, rows.key)
+
+
+def _pointers(captured: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
+    return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in captured) or None
 
 
 def _offsets(

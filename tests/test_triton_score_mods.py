@@ -1,0 +1,156 @@
+"""score_mods in Triton: every operator that has a translation, against dense attention in fp64; and what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_interpreter import interpreted, patch_interpreter
+
+from ring_backends import dilated_attention, score_mods
+from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
+from ring_backends.testing.calls import difference
+from ring_backends.testing.reference import reference_attention
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    patch_interpreter()
+
+N, HEADS = 21, 4
+BIASES = torch.randn(HEADS, N, generator=torch.Generator().manual_seed(0))
+GROUPS = torch.arange(N, dtype=torch.int32) // 4
+SEEN = torch.rand(HEADS, N, generator=torch.Generator().manual_seed(1)) < 0.7
+FACTOR = torch.tensor(1.25, dtype=torch.float64)
+
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+def smooth(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    bounded = torch.sigmoid(score) * torch.exp(-score.abs()) + torch.sin(score) * torch.cos(score)
+    return bounded + torch.erf(score) - torch.exp2(-(score**2)) + torch.tanh(score / 3)
+
+
+def roots(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    square = score * score + 1
+    found = square.sqrt() - (score**4 + 1).rsqrt() + square.log() + square.log2() - torch.log1p(score.square())
+    return found + square.reciprocal() - square**-0.5 + square**-2 - 1 / (2 + torch.cos(score)) + square**3 / 100
+
+
+def pieces(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    later = torch.maximum(score, score * 0.1) + torch.minimum(score, torch.zeros_like(score))
+    limited = score.clamp(-1.0, 0.5) + score.clamp(min=-0.2) + torch.clamp(score, max=0.3)
+    return torch.where(q >= k, limited, later) + torch.relu(score) + torch.floor(score) + torch.ceil(score)
+
+
+def integers(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    is_near = ((q // 3) % 2 == (k // 3) % 2) | (torch.abs(q - k) < 4) & ~(head > 2)
+    bits = ((q ^ k) & 3) + ((q | 1) << 1) - (k >> 1) + (~q & 5) + torch.remainder(q - k, 5)
+    bits = bits + torch.div(q - k, 4, rounding_mode="floor")
+    return score.masked_fill(torch.logical_not(is_near), -1.5) + 0.01 * bits * (1 + batch)
+
+
+def loads(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    score = score * FACTOR + BIASES[head, k] - BIASES[-1 - head, q].to(torch.bfloat16).float() * 0
+    is_visible = SEEN[head, k] & (GROUPS[q] == GROUPS[k]) | (q == k)
+    return torch.where(is_visible, score, -float("inf"))
+
+
+def in_place(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    score = score * 2
+    score.add_(1)
+    rest = 1 - score - torch.ones_like(score) + torch.full_like(score, 0.5)
+    is_finite = torch.logical_not(torch.isnan(rest) | torch.isinf(rest))
+    return torch.where(torch.logical_xor(is_finite, head != head), -rest * 2.0 ** -(head + 1.0), rest)
+
+
+def hypotenuse(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.hypot(score, 0.5 + (q - k).to(score.dtype)) * torch.where((q < k) ^ (head <= 1), 1.0, -0.5)
+
+
+def without_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return BIASES[head, q] * BIASES[head, k]
+
+
+def unchanged(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score
+
+
+FUNCTIONS: list[ScoreMod] = [smooth, roots, pieces, integers, loads, in_place, hypotenuse, without_score, unchanged]
+
+
+@interpreted
+@pytest.mark.parametrize("function", [*FUNCTIONS, score_mods.relative(torch.randn(8, HEADS))], ids=lambda x: x.__name__)
+def test_translations_equal_the_function(function: ScoreMod) -> None:
+    generator = torch.Generator().manual_seed(2)
+    query, key, value, grad_out = torch.randn(4, 2, N, HEADS, 8, generator=generator, dtype=torch.float64)
+    places = torch.arange(2)[:, None, None, None], torch.arange(HEADS)[:, None, None]
+    positions = torch.arange(N)[:, None], torch.arange(N)
+
+    def modified(scores: Tensor) -> Tensor:
+        return function(scores.clone(), *places, *positions).expand(scores.shape)
+
+    exact = [x.clone().requires_grad_() for x in (query, key, value)]
+    wanted, wanted_lse = reference_attention(*exact, [N, 7], [2, 1], is_causal=True, modified_scores=modified)
+    rounded = [x.float().requires_grad_() for x in (query, key, value)]
+    out, lse = dilated_attention(
+        *rounded, [N, 7], [2, 1], is_causal=True, kernel="triton_dilated", score_mod=function, return_lse=True
+    )
+    found = [out, lse, *torch.autograd.grad(out, rounded, grad_out.float())]
+    expected = [wanted, wanted_lse, *torch.autograd.grad(wanted, exact, grad_out, materialize_grads=True)]
+    for x, y in zip(found, expected, strict=True):
+        assert difference(x, y) <= 2e-5 * (1 + float(y[y.isfinite()].abs().max()))
+
+
+def test_a_translation_is_the_same_for_the_same_code() -> None:
+    first, second = (translate(score_mods.alibi(HEADS)) for _ in range(2))
+    assert first.source == second.source
+    assert first.captured[0] is not second.captured[0]
+    assert translate(score_mods.softcap(3.0)).source != translate(score_mods.softcap(4.0)).source
+
+
+def branching(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score if q > k else -score
+
+
+def a_row(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + BIASES[head].sum()
+
+
+def another_operator(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.lgamma(score)
+
+
+def another_power(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score**1.7
+
+
+def a_factor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.add(score, q, alpha=2)
+
+
+def limits(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.clamp(score, min=FACTOR)
+
+
+def complex_numbers(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.view_as_real(score * 1j)[0]
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (branching, "RuntimeError: .* meta tensors"),
+    (a_row, "index does not return one number"),
+    (another_operator, "torch.ops.aten.lgamma has no translation"),
+    (another_power, "torch.ops.aten.pow has no translation"),
+    (a_factor, "torch.ops.aten.add has alpha = 2"),
+    (limits, "torch.ops.aten.clamp has tensors as limits"),
+    (complex_numbers, "complex numbers"),
+]
+
+
+@pytest.mark.parametrize(("function", "why"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
+def test_functions_that_have_no_translation(function: ScoreMod, why: str) -> None:
+    with pytest.raises(UntranslatableError, match=why):
+        translate(function)
