@@ -345,6 +345,16 @@ def test_a_scale_that_differs_from_the_model_is_refused() -> None:
         call(make_model("llama"))
 
 
+def test_a_model_without_a_scale_of_its_own_has_the_default() -> None:
+    """As torch's own attention would."""
+    rows = torch.randn(1, 2, 8, 4)
+    register(native.RingDilatedAttention(*DILATED, scale=0.25))
+    attend = transformers.AttentionInterface()["ring_dilated"]
+    mask = transformers.AttentionMaskInterface()["ring_dilated"](1, kv_length=8, q_length=8)
+    with pytest.raises(ValueError, match=r"scaling = 0\.5: the attention has scale = 0\.25"):
+        attend(torch.nn.Module(), rows, rows, rows, mask)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -22,6 +22,7 @@ from native_ranks import assert_near, assert_sums, native_ring
 
 from ring_backends import Ring
 from ring_backends.adapters import native
+from ring_backends.errors import RingMismatchError
 from ring_backends.integrations.transformers import generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.failing_calls import Ended, ending
@@ -187,16 +188,17 @@ def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
         use_ring(model, attention())
 
 
+@pytest.mark.parametrize("size", [32, 1])
 @pytest.mark.parametrize("value", [0.0, 1e-5])
-def test_mixtures_that_a_parameter_hides(value: float) -> None:
+def test_mixtures_that_a_parameter_hides(value: float, size: int) -> None:
     """Until it is trained."""
     model = make()
     model.__class__ = Mixing
-    model.scale = scale = torch.nn.Parameter(torch.full((32,), value))
+    model.scale = scale = torch.nn.Parameter(torch.full((size,), value))
     model.mix = lambda rows, positions: rows + scale * rows.roll(1, 1)
     with pytest.raises(ValueError, match="model = Mixing: "):
         use_ring(model, attention())
-    assert torch.equal(scale.detach(), torch.full((32,), value))
+    assert torch.equal(scale.detach(), torch.full((size,), value))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -275,6 +277,43 @@ def logits_and_gradients(model: Any, batch: dict[str, Tensor], ring: Ring) -> tu
 def padded_left_here(name: str, scale: float | None, layout: Any) -> tuple[Tensor, list[Tensor]]:
     ring = native_ring(layout)
     return logits_and_gradients(on_a_ring(make(name), ring, scale=scale), batch_of("left"), ring)
+
+
+def probed_on_the_first_rank(layout: Any) -> str:
+    """As by loaders that give only the first rank parameters with values."""
+    ring = native_ring(layout)
+    model = make("OPTForCausalLM")
+    use_ring(model, attention(ring, scale=1.0), probe=ring.rank == 0)
+    with pytest.raises(RingMismatchError) as raised:
+        model(**batch_of("left"))
+    return str(raised.value)
+
+
+def test_findings_that_differ_between_the_ranks(pair: World) -> None:
+    for message in pair.run(probed_on_the_first_rank, "contiguous"):
+        assert "skips_padding (as use_ring() found them)" in message
+
+
+@pytest.mark.parametrize("way", ["use_ring", "register"])
+def test_layers_that_are_skipped_at_random(pair: World, way: str) -> None:
+    for message in pair.run(skip_layers_here, way):
+        assert message.startswith("layerdrop = 0.5: each rank of a ring would skip other layers")
+
+
+def skip_layers_here(way: str) -> str:
+    ring = native_ring("contiguous")
+    model = make("OPTForCausalLM", layerdrop=0.5).train()
+    batch: dict[str, Any] = batch_of("right")
+    if way == "use_ring":
+        on_a_ring(model, ring, scale=1.0)
+    else:
+        registered(ring, model, scale=1.0)
+        batch = shard_inputs(ring, **batch)
+    with pytest.raises(ValueError, match="layerdrop") as raised:
+        model(**batch)
+    model.eval()
+    model(**batch)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "scale"), PADDED_LEFT, ids=lambda value: str(value))
@@ -593,6 +632,7 @@ IN_TWO_PLACES = torch.tensor([[1] * 8 + [0] * 2 + [1] * 8 + [2] * 6])
         ({"max_length_q": 14}, "max_length_q is given without cu_seq_lens_q"),
         ({"seq_idx": DOCUMENTS[:, 1:]}, r"seq_idx is \[1, 23\]: expected \[1, 24\]"),
         ({"attention_mask": IN_TWO_PLACES}, "attention_mask has a document in two"),
+        ({"attention_mask": (1 + DOCUMENTS).bfloat16()}, "numbers of documents in torch.bfloat16, which rounds"),
     ],
 )
 def test_marks_that_contradict(marks: dict[str, Any], message: str) -> None:

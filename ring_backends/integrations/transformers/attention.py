@@ -303,9 +303,10 @@ def _check_layer(
     for name, instead in _REFUSED.items():
         if options.get(name) is not None:
             raise ValueError(f"{name} is given: {instead}.")
-    own = query.shape[-1] ** -0.5 if scale is None else scale
-    if scaling is not None and abs(scaling - own) > 1e-9 * abs(own):
-        raise ValueError(f"scaling = {scaling}: the attention has scale = {own}; make it with scale={scaling}.")
+    default = query.shape[-1] ** -0.5
+    wanted, own = (default if given is None else given for given in (scaling, scale))
+    if abs(wanted - own) > 1e-9 * abs(own):
+        raise ValueError(f"scaling = {wanted}: the attention has scale = {own}; make it with scale={wanted}.")
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_keys != num_queries:
         raise ValueError(
@@ -314,6 +315,21 @@ def _check_layer(
         )
     if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
         raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
+
+
+def check_layerdrop(model: Any) -> None:
+    """Check that a model does not skip layers at random in its training.
+
+    Raises:
+        ValueError: it does. Each rank would skip others.
+    """
+    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if model.training else ():
+        value = getattr(model.config, name, None)
+        if value:
+            raise ValueError(
+                f"{name} = {value}: each rank of a ring would skip other layers; set it to 0 in the configuration and "
+                "in the model's modules."
+            )
 
 
 def check_config(config: Any) -> None:

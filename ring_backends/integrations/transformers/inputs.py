@@ -200,5 +200,15 @@ def marks_documents(batch: Mapping[str, Any]) -> bool:
 
 
 def _numbers_documents(attention_mask: Tensor) -> bool:
-    """Whether a mask has the number of each token's document, from 1 on, instead of 1 for every token."""
-    return attention_mask.dtype != torch.bool and attention_mask.dim() == 2 and bool((attention_mask > 1).any())
+    """Whether a mask has the number of each token's document, from 1 on, instead of 1 for every token.
+
+    Raises:
+        ValueError: it does, in a dtype that rounds such numbers.
+    """
+    is_numbered = attention_mask.dtype != torch.bool and attention_mask.dim() == 2 and bool((attention_mask > 1).any())
+    if is_numbered and attention_mask.is_floating_point() and attention_mask.dtype.itemsize < 4:
+        raise ValueError(
+            f"attention_mask has numbers of documents in {attention_mask.dtype}, which rounds large ones to the same "
+            "number; give it as integers. Some wrappers cast every floating-point input of a model."
+        )
+    return is_numbered

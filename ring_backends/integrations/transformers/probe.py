@@ -29,7 +29,13 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ring_backends.integrations.transformers.attention import Registration, first_position_of, is_probing, registered
+from ring_backends.integrations.transformers.attention import (
+    Registration,
+    check_layerdrop,
+    first_position_of,
+    is_probing,
+    registered,
+)
 from ring_backends.integrations.transformers.inputs import IGNORED, PADDED_BEFORE, next_labels, shard_inputs
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of
@@ -118,6 +124,8 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
     if is_probing.get() or registration.takes_whole_batches:
         return
     with registration.attention.ring.report_refusals():
+        if registration.attention.ring.size > 1:
+            check_layerdrop(model)
         for cache in ("cache", "past_key_values"):
             if arguments.get(cache) is not None:
                 raise ValueError(
@@ -335,14 +343,15 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
 def _without_constants(model: nn.Module) -> Iterator[None]:
     """Replace the parameters of one value, such as the 0 of a branch that training opens, by numbers from 0.5 to 1.5.
 
-    Parameters that a framework shards or partitions stay as they are.
+    A parameter of one element has one value in any case, so it is replaced only if it is near 0. Parameters that a
+    framework shards or partitions stay as they are.
     """
     generator = torch.Generator().manual_seed(0)
     saved: list[tuple[nn.Parameter, Tensor]] = []
     try:
         for parameter in model.parameters():
             is_plain = type(parameter) is nn.Parameter and not hasattr(parameter, "ds_id")
-            if is_plain and parameter.is_floating_point() and parameter.numel() > 1:
+            if is_plain and parameter.is_floating_point() and (parameter.numel() > 1 or _is_small(parameter)):
                 few = parameter.flatten()[:64] if parameter.is_contiguous() else parameter
                 if bool((few == few.flatten()[0]).all()) and bool((parameter == parameter.flatten()[0]).all()):
                     saved.append((parameter, parameter.detach().clone()))
@@ -352,6 +361,10 @@ def _without_constants(model: nn.Module) -> Iterator[None]:
     finally:
         for parameter, value in saved:
             parameter.copy_(value)
+
+
+def _is_small(parameter: Tensor) -> bool:
+    return parameter.numel() == 1 and abs(float(parameter)) < 0.1
 
 
 class _LargeNumbers(Tensor):

@@ -23,6 +23,7 @@ from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import (
     Registration,
     check_config,
+    check_layerdrop,
     current_step,
     first_position_of,
     register_as,
@@ -173,6 +174,15 @@ class ShardedForward:
         if findings.labels_of is not None and self.label_of not in findings.labels_of:
             self.label_of = next(iter(findings.labels_of), None)
 
+    @property
+    def _findings(self) -> dict[str, object]:
+        """What the class or the probe of the model says, which decides what a rank computes.
+
+        It could differ if only some ranks probe: those on which the parameters have values.
+        """
+        findings = {"labels": self.label_of, "skips_padding": self.skips_padding, "num_items": self.takes_num_items}
+        return {f"{name} (as use_ring() found them)": value for name, value in findings.items()}
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedForward:
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied
@@ -203,7 +213,7 @@ class ShardedForward:
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
-        self.batches.compare(batch)
+        self.batches.compare(batch, self._findings)
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
         if labels is not None:
             self.labels = self.ring.shard(labels)
@@ -240,6 +250,8 @@ class ShardedForward:
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         self.check_implementation("do not change it after use_ring()")
+        for model in self.models if self.ring.size > 1 else ():
+            check_layerdrop(model)
         for name, instead in _REFUSED.items():
             if name in batch:
                 raise ValueError(f"{name} is given: {instead}.")
@@ -306,8 +318,11 @@ class ComparedBatches:
     def __deepcopy__(self, memo: dict[int, Any]) -> ComparedBatches:
         return type(self)(self.ring)
 
-    def compare(self, batch: Mapping[str, Any]) -> None:
+    def compare(self, batch: Mapping[str, Any], findings: Mapping[str, object]) -> None:
         """Compare a batch with those of the other ranks, now or in the next messages.
+
+        Args:
+            findings: further values that must be equal on all ranks. They do not change.
 
         Raises:
             RingMismatchError, RingPeerError: the first batch differs, or a rank is gone.
@@ -316,7 +331,8 @@ class ComparedBatches:
         if agreement is None:
             return
         if self.is_first:
-            agree(self.ring, "the batch of a model", {name: describe(value) for name, value in batch.items()})
+            described = {name: describe(value) for name, value in batch.items()}
+            agree(self.ring, "the batch of a model", {**described, **findings})
             self.is_first = False
             return
         on_gpu = {name: value for name, value in batch.items() if is_on_gpu(value)}
