@@ -81,7 +81,7 @@ def test_checksums_on_a_gpu_are_compared_two_batches_later() -> None:
         mock.patch.object(torch.cuda, "Event", new_event),
     ):
         for token in range(4):
-            batches.compare({"input_ids": torch.full((1, 8), token), "use_cache": False})
+            batches.compare({"input_ids": torch.full((1, 8), token), "use_cache": False}, {})
             contexts.append(dict(ring.agreement.context))
     of_first, of_second = (int(checksum(torch.full((1, 8), token))) for token in range(2))
     shape = {"use_cache": "False", "input_ids": "torch.int64 [1, 8]"}

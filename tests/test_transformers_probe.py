@@ -98,8 +98,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # The numbers of rows matter only beyond 8,192 rows.
     ("Llama4ForCausalLM", LLAMA_4, "Llama4ForCausalLM: it numbers its rows itself"),
     # The attention's mask or its arguments are used in another way.
-    ("DogeForCausalLM", {}, "DogeForCausalLM: its forward raised AttributeError: '_RingMask'"),
-    ("GitForCausalLM", {}, "GitForCausalLM: its forward raised TypeError"),
+    ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
+    ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
     ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
     ("StableLmForCausalLM", {}, "StableLmAttention does not pass the arguments of the model on"),
 ]
@@ -530,6 +530,23 @@ def test_registered_models_with_labels_of_another_kind(pair: World) -> None:
     for shifted, own in pair.run(labels_by_register_here, "LlamaForCausalLM", None):
         assert shifted.error == "no error", shifted
         assert "labels are not shifted, and the loss of LlamaForCausalLM" in own.message
+
+
+def test_a_ring_of_one_refuses_arguments_as_others_do() -> None:
+    ring, batch = Ring(), batch_of("left")
+    model = registered(ring, make("OPTForCausalLM"), scale=1.0)
+    with pytest.raises(ValueError, match="attention_mask has padding before tokens"):
+        model(**shard_inputs(ring, **batch))
+    model, labels = registered(ring, make("WhisperForCausalLM"), scale=1.0), batch["input_ids"]
+    with pytest.raises(ValueError, match="labels are shifted"):
+        model(**shard_inputs(ring, **batch, labels=labels))
+
+
+def test_a_ring_of_one_runs_what_others_refuse() -> None:
+    batch, model = batch_of("right"), make()
+    model.__class__, model.mix = Mixing, MIXTURES["numbers and indices"]
+    wanted = model(**batch).logits
+    assert_near(registered(Ring(), model)(**shard_inputs(Ring(), **batch)).logits, wanted, 1e-5)
 
 
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------

@@ -80,14 +80,13 @@ SECTIONS = {
     "Not tested": "One process could not build or run these classes with a tiny configuration and text alone.",
     "Defects": "These classes give other results than one process, or raise an error that does not name the reason.",
 }
-LIMITS = """\
-## Limits of the equal classes
+FURTHER = """\
+## Further checks of the equal classes
 
 The classes that are equal were also tried in zigzag layout, with padding on the left, with packed documents, in
 training mode, with six layers, with [`shard_inputs`](hugging-face.md#a-forward-pass), and, if they are causal, with
 [`generate`](decoding.md#hugging-face-models). Classes without a language model's head were tried in zigzag layout only,
-if a class with this head has the same layers. What one process could not run was left out. All results were equal,
-except for these errors:
+if a class with this head has the same layers. What one process could not run is not tested.
 """
 COMMAND = "python tests/transformers_sweep.py --write docs/hugging-face-models.md"
 
@@ -120,15 +119,24 @@ def page(rows: Sequence[Row]) -> str:
         else:
             is_equal = title == "Equal without a feature"
             parts.append(by_reason((row, rule_of(row, row.configured if is_equal else row.adapted)) for row in found))
+    checked = [row for row in rows if section(row).startswith("Equal")]
     limits = [
         (row, f"{name}: {rule_of(row, verdict)}")
         for name in CHECKS
-        for row in rows
+        for row in checked
         if (verdict := row.checks.get(name)) and verdict.status == "REFUSED"
     ]
-    if limits:
-        parts += [LIMITS, by_reason(limits)]
-    return "\n".join(parts)
+    return "\n".join([*parts, FURTHER, further(checked), *([by_reason(limits)] if limits else [])])
+
+
+def further(rows: Sequence[Row]) -> str:
+    """The numbers of classes by check and result."""
+    lines = ["| check | equal | refused | not tested |", "|---|---|---|---|"]
+    for name in CHECKS:
+        found = Counter(row.checks[name].status for row in rows if name in row.checks)
+        others = found.total() - found["EQUAL"] - found["REFUSED"]
+        lines.append(f"| {name} | {found['EQUAL']} | {found['REFUSED']} | {others} |")
+    return "\n".join(lines) + "\n"
 
 
 def rule_of(row: Row, verdict: Verdict) -> str:

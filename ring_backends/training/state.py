@@ -160,7 +160,8 @@ class TrainingState(SavedTraining):
             if self._backward_calls == self.accumulation_steps:
                 raise RuntimeError(
                     f"backward() after all {self.accumulation_steps} backward calls of a step: the gradients are "
-                    "reduced already; call step() first, pass the sum of the losses, or raise accumulation_steps."
+                    "reduced already; call step() first, also where an epoch ends with fewer backward calls "
+                    "(step(step_token_count)), pass the sum of the losses, or raise accumulation_steps."
                 )
             graph = self._describe_graph(loss)
         self._agree("backward", graph, {"step_token_count": self._step_token_count}, if_new=True)

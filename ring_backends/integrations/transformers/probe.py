@@ -91,7 +91,7 @@ def probe(model: Any, without: str, outer: nn.Module | None = None) -> Findings:
     return _Probe(model, without, outer or model).findings()
 
 
-_found: weakref.WeakKeyDictionary[Any, Findings] = weakref.WeakKeyDictionary()
+_found: weakref.WeakKeyDictionary[Any, Findings | None] = weakref.WeakKeyDictionary()
 """The findings about the models that have been probed, and about the models within them."""
 
 _call = PreTrainedModel.__call__
@@ -152,18 +152,24 @@ def _check_arguments(model: Any, arguments: dict[str, Any], findings: Findings) 
 
 
 def probe_once(model: Any, registration: Registration) -> Findings | None:
-    """Probe a model before its first call on several ranks, unless the registration or ``use_ring`` decides otherwise.
+    """Probe a model before its first call, unless the registration or ``use_ring`` decides otherwise.
 
     Returns:
-        The findings; None without a probe.
+        The findings; None without a probe. On a ring of one, a model that other rings refuse has none.
 
     Raises:
-        ValueError: as :func:`probe`.
+        ValueError: as :func:`probe`, on several ranks.
     """
-    if not registration.probes or registration.attention.ring.size == 1:
+    if not registration.probes:
         return None
-    if model not in _found:
-        findings = probe(model, "register(attention, probe=False) skips this check")
+    is_alone = registration.attention.ring.size == 1
+    if _found.get(model) is None and not (is_alone and model in _found):
+        try:
+            findings = probe(model, "register(attention, probe=False) skips this check")
+        except ValueError:
+            if not is_alone:
+                raise
+            findings = None
         _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
     return _found[model]
 
@@ -223,7 +229,10 @@ class _Probe:
             origin = traceback.extract_tb(error.__traceback__)[-1].filename
             if isinstance(error, ValueError) and "ring_backends" in origin:
                 raise
-            self._refuse(f"its forward raised {type(error).__name__}: {error}", error)
+            found = f"{type(error).__name__}: {error}"
+            if "_RingMask" in found:
+                self._refuse(f"it computes with the attention mask, which on a ring is no tensor ({found})", error)
+            self._refuse(f"its forward raised {found}", error)
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
