@@ -45,7 +45,7 @@ def attention_operators() -> list[Any]:
 def keep_attention() -> Contexts:
     """A ``context_fn`` for torch's non-reentrant checkpoint: keeps the results of attention, recomputes the rest.
 
-    For each call it keeps out [batch, local seq, heads, head_dim] in its dtype, and LSE [batch, local seq, heads] in
+    For each call it keeps out [batch, local seq, heads, value_dim] in its dtype, and LSE [batch, local seq, heads] in
     fp32 (fp64 for fp64). As with every selective checkpoint, the results must not be changed in place, and only one
     backward may pass through the region. All ranks of a ring must checkpoint the same regions.
     """

@@ -54,7 +54,8 @@ class RingDilatedAttention(nn.Module, ABC):
         segment_lengths, dilation_rates, head_mode, offset, padding, window_lengths: as in :class:`DilatedPattern`.
         ring: the ring that the adapter's ``initialize`` returned. None means a ring of one rank.
         scale: factor on the scores; None means 1 / sqrt(head_dim).
-        kernel: name of a kernel. ``"auto"`` chooses one that can run the call. With a ``score_mod``, only ``math`` can.
+        kernel: name of a kernel. ``"auto"`` chooses one that can run the call. With a ``score_mod``, ``math`` can, and
+            ``triton_dilated`` if it can translate the function.
         dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
             ``triton_dilated`` support dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves

@@ -118,12 +118,13 @@ class RingDilatedAttentionV2(nn.Module):
 
         Args:
             query: [batch, seq, heads, head_dim], whole and the same on every rank.
-            key, value: [batch, seq, key/value heads, head_dim], whole and the same on every rank.
+            key: [batch, seq, key/value heads, head_dim], whole and the same on every rank.
+            value: [batch, seq, key/value heads, value_dim], whole and the same on every rank.
             is_causal: whether a query sees only keys at or before its own position.
 
         Returns:
-            The whole output, shaped like query, on every rank. Every rank must compute the same loss from it. The
-            gradients are those of this loss, not of the sum over the ranks.
+            The whole output, [batch, seq, heads, value_dim], on every rank. Every rank must compute the same loss from
+            it. The gradients are those of this loss, not of the sum over the ranks.
         """
         seq_len = query.shape[1]
         local = (_part(self.ring, x) for x in (query, key, value))

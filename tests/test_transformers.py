@@ -351,7 +351,9 @@ def test_a_model_without_a_scale_of_its_own_has_the_default() -> None:
     register(native.RingDilatedAttention(*DILATED, scale=0.25))
     attend = transformers.AttentionInterface()["ring_dilated"]
     mask = transformers.AttentionMaskInterface()["ring_dilated"](1, kv_length=8, q_length=8)
-    with pytest.raises(ValueError, match=r"scaling = 0\.5: the attention has scale = 0\.25"):
+    with pytest.raises(
+        ValueError, match=r"scaling = 0\.5 \(the default of the layer\): the attention has scale = 0\.25"
+    ):
         attend(torch.nn.Module(), rows, rows, rows, mask)
 
 

@@ -40,8 +40,9 @@ def roots(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> T
 
 
 def pieces(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    later = torch.maximum(score, score * 0.1) + torch.minimum(score, torch.zeros_like(score))
-    limited = score.clamp(-1.0, 0.5) + score.clamp(min=-0.2) + torch.clamp(score, max=0.3)
+    later = torch.maximum(score, score * 0.1) + torch.minimum(torch.zeros_like(score), score)
+    limited = score.clamp(-1.0, 0.5) + score.clamp(min=-0.2) + torch.clamp(score, max=0.3) + score.clamp(0.2, 0.1)
+    later = later.masked_fill(q - k == 3, 0.7) + torch.maximum(FACTOR, score) - torch.minimum(score, -score)
     return torch.where(q >= k, limited, later) + torch.relu(score) + torch.floor(score) + torch.ceil(score)
 
 
@@ -61,13 +62,20 @@ def loads(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> T
 def in_place(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     score = score * 2
     score.add_(1)
-    rest = 1 - score - torch.ones_like(score) + torch.full_like(score, 0.5)
+    rest = 1 - score - torch.exp(torch.zeros_like(score)) + torch.full_like(score, 0.5) * torch.ones_like(q)
     is_finite = torch.logical_not(torch.isnan(rest) | torch.isinf(rest))
     return torch.where(torch.logical_xor(is_finite, head != head), -rest * 2.0 ** -(head + 1.0), rest)
 
 
 def hypotenuse(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.hypot(score, 0.5 + (q - k).to(score.dtype)) * torch.where((q < k) ^ (head <= 1), 1.0, -0.5)
+
+
+def constant_parts(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    gate = torch.sigmoid(score.detach())
+    with torch.no_grad():
+        factor = torch.tanh(score * score)
+    return score * gate + factor + torch.floor(score) * score
 
 
 def without_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -78,12 +86,14 @@ def unchanged(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) 
     return score
 
 
-FUNCTIONS: list[ScoreMod] = [smooth, roots, pieces, integers, loads, in_place, hypotenuse, without_score, unchanged]
+FUNCTIONS: list[ScoreMod] = [smooth, roots, pieces, integers, loads, in_place, hypotenuse, constant_parts]
+FUNCTIONS += [without_score, unchanged]
 
 
 @interpreted
 @pytest.mark.parametrize("function", [*FUNCTIONS, score_mods.relative(torch.randn(8, HEADS))], ids=lambda x: x.__name__)
-def test_translations_equal_the_function(function: ScoreMod) -> None:
+@pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
+def test_translations_equal_the_function(function: ScoreMod, is_causal: bool) -> None:
     generator = torch.Generator().manual_seed(2)
     query, key, value, grad_out = torch.randn(4, 2, N, HEADS, 8, generator=generator, dtype=torch.float64)
     places = torch.arange(2)[:, None, None, None], torch.arange(HEADS)[:, None, None]
@@ -93,10 +103,11 @@ def test_translations_equal_the_function(function: ScoreMod) -> None:
         return function(scores.clone(), *places, *positions).expand(scores.shape)
 
     exact = [x.clone().requires_grad_() for x in (query, key, value)]
-    wanted, wanted_lse = reference_attention(*exact, [N, 7], [2, 1], is_causal=True, modified_scores=modified)
+    options: dict[str, Any] = {"is_causal": is_causal}
+    wanted, wanted_lse = reference_attention(*exact, [N, 7], [2, 1], **options, modified_scores=modified)
     rounded = [x.float().requires_grad_() for x in (query, key, value)]
     out, lse = dilated_attention(
-        *rounded, [N, 7], [2, 1], is_causal=True, kernel="triton_dilated", score_mod=function, return_lse=True
+        *rounded, [N, 7], [2, 1], **options, kernel="triton_dilated", score_mod=function, return_lse=True
     )
     found = [out, lse, *torch.autograd.grad(out, rounded, grad_out.float())]
     expected = [wanted, wanted_lse, *torch.autograd.grad(wanted, exact, grad_out, materialize_grads=True)]
@@ -104,11 +115,42 @@ def test_translations_equal_the_function(function: ScoreMod) -> None:
         assert difference(x, y) <= 2e-5 * (1 + float(y[y.isfinite()].abs().max()))
 
 
-def test_a_translation_is_the_same_for_the_same_code() -> None:
-    first, second = (translate(score_mods.alibi(HEADS)) for _ in range(2))
+def scaled_by(factor: float) -> ScoreMod:
+    captured = torch.tensor(factor)
+    return lambda score, batch, head, q, k: score * captured
+
+
+def test_lengths_and_captured_numbers_do_not_change_the_source() -> None:
+    """Triton compiles each source anew."""
+    first, second = (translate(score_mods.distance(torch.zeros(1, n, 2), torch.zeros(HEADS))) for n in (30, 47))
     assert first.source == second.source
-    assert first.captured[0] is not second.captured[0]
+    assert [x.shape for x in second.tensors] == [(1, 47), (1, 47), (HEADS,)]
+    assert first.numbers != second.numbers
+    first, second = (translate(scaled_by(factor)) for factor in (2.0, 3.0))
+    assert (first.source, first.numbers, second.numbers) == (second.source, (2.0,), (3.0,))
     assert translate(score_mods.softcap(3.0)).source != translate(score_mods.softcap(4.0)).source
+
+
+def test_translation_in_inference_mode() -> None:
+    for score_mod in (score_mods.alibi(HEADS), smooth):
+        with torch.inference_mode():
+            found = translate(score_mod)
+        assert found.source == translate(score_mod).source
+
+
+def power(exponent: float) -> ScoreMod:
+    return lambda score, batch, head, q, k: (score * score) ** exponent
+
+
+@interpreted
+def test_a_call_with_known_code_that_has_no_translation() -> None:
+    """What a function captures decides which operators it applies, and so which kernels can run it."""
+    rows = torch.randn(1, N, HEADS, 8)
+    options: dict[str, Any] = {"segment_lengths": [N], "dilation_rates": [1]}
+    for _ in range(2):
+        dilated_attention(rows, rows, rows, **options, kernel="triton_dilated", score_mod=power(2))
+        with pytest.raises(ValueError, match=r"it cannot translate the score_mod: torch\.ops\.aten\.pow"):
+            dilated_attention(rows, rows, rows, **options, kernel="triton_dilated", score_mod=power(1.7))
 
 
 def branching(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -131,6 +173,32 @@ def a_factor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -
     return torch.add(score, q, alpha=2)
 
 
+def reversed_factor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.rsub(score, q, alpha=2)
+
+
+def floor_of_a_quotient(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score // 3.0
+
+
+def narrow_integers(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + (GROUPS[q] - GROUPS[k])
+
+
+def sums_of_bools(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return torch.where((q > 1) + (k > 1), score, -score)
+
+
+def a_copied_tensor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return score + BIASES.to(score.device)[head, k]
+
+
+def a_changed_view(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    score = score * 2
+    score.view(()).mul_(2)
+    return score
+
+
 def limits(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return torch.clamp(score, min=FACTOR)
 
@@ -144,7 +212,13 @@ REFUSED: list[tuple[Any, str]] = [
     (a_row, "index does not return one number"),
     (another_operator, "torch.ops.aten.lgamma has no translation"),
     (another_power, "torch.ops.aten.pow has no translation"),
-    (a_factor, "torch.ops.aten.add has alpha = 2"),
+    (a_factor, "torch.ops.aten.add has an alpha"),
+    (reversed_factor, "torch.ops.aten.rsub has an alpha"),
+    (floor_of_a_quotient, "torch.ops.aten.floor_divide has no translation"),
+    (narrow_integers, "it computes in torch.int32"),
+    (sums_of_bools, "torch.ops.aten.add returns a bool"),
+    (a_copied_tensor, "a tensor on the device of the score"),
+    (a_changed_view, "shares memory with another"),
     (limits, "torch.ops.aten.clamp has tensors as limits"),
     (complex_numbers, "complex numbers"),
 ]

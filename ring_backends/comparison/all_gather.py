@@ -224,6 +224,7 @@ def all_gather_attention(
     Returns:
         out, with the shape and dtype of query. It is differentiable.
     """
+    assert value.shape == key.shape, "values of another width are not compared"
     inputs = AttentionInputs(query, key, value, is_causal=is_causal, seq_len=seq_len)
     out: Tensor = attend(inputs, AllGatherExecutor.of(inputs, pattern, ring))
     return out

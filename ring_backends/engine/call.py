@@ -22,8 +22,9 @@ from ring_backends.engine.validation import check_documents, check_flag, check_l
 from ring_backends.kernels import Kernel, KernelInputs, select_kernel
 from ring_backends.kernels.choice import PROBE_VARIABLE
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import check_score_mod, identity
+from ring_backends.kernels.score_mod import TranslatedScoreMod, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
+from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
 from ring_backends.ring.calls import Configuration
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import SequenceLayout
@@ -152,6 +153,7 @@ def look_up(
 ) -> tuple[AttentionInputs, AttentionCall]:
     """Like :func:`check_call`, but a configuration that was checked before is not checked again."""
     settings = pattern, ring.size, ring.rank, ring.layout_kind, ring.data_rank, scale, kernel, grad_wire_dtype
+    inputs = _with_translation(inputs, kernel)
     key = _key(inputs, settings) if isinstance(kernel, str) else None
     call = None if key is None else _calls.get(key)
     if call is not None:
@@ -168,6 +170,20 @@ def look_up(
     return inputs, call
 
 
+def _with_translation(inputs: AttentionInputs, kernel: str) -> AttentionInputs:
+    """The inputs with the translation of their score_mod, if a kernel of the call may need one and it has one.
+
+    The code of a function does not say whether it has one, so each call finds out before its hops.
+    """
+    needs_one = isinstance(inputs.query, Tensor) and (inputs.query.is_cuda or kernel == "triton_dilated")
+    if inputs.score_mod is None or not needs_one:
+        return inputs
+    try:
+        return replace(inputs, score_mod=TranslatedScoreMod(inputs.score_mod, translate(inputs.score_mod)))
+    except UntranslatableError:
+        return inputs
+
+
 def forget_calls() -> None:
     """Work everything out again, since something else than a configuration has changed."""
     _calls.clear()
@@ -180,7 +196,8 @@ def _key(inputs: AttentionInputs, settings: tuple[object, ...]) -> object:
     query, key, value = inputs.query, inputs.key, inputs.value
     marks = inputs.key_padding_mask, inputs.document_ids, inputs.sinks
     options = inputs.is_causal, inputs.return_lse, inputs.seq_len
-    score_mod = None if inputs.score_mod is None else identity(inputs.score_mod)
+    is_translated = isinstance(inputs.score_mod, TranslatedScoreMod)
+    score_mod = None if inputs.score_mod is None else (identity(inputs.score_mod), is_translated)
     types = *map(type, (query, key, value)), *(Tensor if x is None else type(x) for x in marks)
     if not _PLAIN.issuperset(types) or tuple(map(type, options)) not in _OPTIONS:
         return None
@@ -246,7 +263,9 @@ def check_call(
 def _check_score_mod(inputs: AttentionInputs, layout: SequenceLayout) -> None:
     if inputs.score_mod is not None:
         seq_len, needs_gradients = layout.seq_len, inputs.needs_gradients
-        check_score_mod(inputs.score_mod, inputs.query, seq_len, needs_gradients=needs_gradients)
+        given = inputs.score_mod
+        function = given.function if isinstance(given, TranslatedScoreMod) else given
+        check_score_mod(function, inputs.query, seq_len, needs_gradients=needs_gradients)
 
 
 def kernels_of_call(

@@ -117,8 +117,9 @@ class Step:
         sign, scale = split_scale(self.scale)
         signed = query if sign == 1 else query * sign
         ignored = None if self.ignored is None else self.ignored.unsqueeze(1)
-        shape = (*query.shape[:3], self.value.shape[3])
-        out = query.new_zeros(shape, dtype=statistics_dtype(query.dtype))
+        batch, num_heads, tokens, _ = query.shape
+        shape = batch, tokens, num_heads, self.value.shape[3]
+        out = query.new_zeros(shape, dtype=statistics_dtype(query.dtype)).transpose(1, 2)
         lse = torch.full_like(out[..., 0], -math.inf)
         ring = cache.ring
         for number, group in enumerate(groups(self.pattern, query.shape[1], cache.seq_len, query.shape[2])):
@@ -281,7 +282,8 @@ def check_step(
         score_mod=score_mod,
         value_dim=value.shape[3],
     )
-    chosen = select_kernel(kernel, needs)
+    # No kernel of steps decodes, so a score_mod is not translated.
+    chosen = select_kernel("math" if kernel == "auto" and score_mod is not None else kernel, needs)
     if isinstance(chosen, StepKernel):
         chosen = select_kernel("math", needs)
     scale = query.shape[3] ** -0.5 if scale is None else scale
@@ -303,7 +305,10 @@ def check_cache(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
     }
     for name, (given, own) in wanted.items():
         if given != own:
-            raise ValueError(f"key has {name} = {given}, and the cache {own}: pass keys like those that it holds.")
+            which = "value" if name == "value_dim" else "key"
+            raise ValueError(
+                f"{which} has {name} = {given}, and the cache {own}: pass {which}s like those that it holds."
+            )
 
 
 def configuration_of(step: Step, module_number: str) -> Configuration:

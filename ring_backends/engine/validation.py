@@ -15,6 +15,10 @@ from ring_backends.schedule.pattern import DilatedPattern
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
+_SHAPES = dict.fromkeys(("query", "key"), "[batch, seq, heads, head_dim]")
+_SHAPES["value"] = "[batch, seq, heads, value_dim]"
+
+
 def check_tensors(
     query: object, key: object, value: object, key_padding_mask: object, document_ids: object = None
 ) -> None:
@@ -22,11 +26,10 @@ def check_tensors(
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"{name} = {tensor!r}: expected a torch.Tensor of shape [batch, seq, heads, head_dim].")
+            raise TypeError(f"{name} = {tensor!r}: expected a torch.Tensor of shape {_SHAPES[name]}.")
         if tensor.dim() != 4:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}: expected [batch, seq, heads, head_dim]; split or add "
-                "dimensions first."
+                f"{name} has shape {list(tensor.shape)}: expected {_SHAPES[name]}; split or add dimensions first."
             )
         if tensor.dtype not in DTYPES:
             raise ValueError(

@@ -82,7 +82,7 @@ class AtenCudaPartsKernel(AtenCudaKernel):
         reasons = super().not_supported_reasons(inputs)
         dim = max(inputs.dims)  # the narrower rows are padded
         if dim % 8 or dim > self.max_head_dim:
-            reasons.append(f"head_dim must be a multiple of 8 and at most {self.max_head_dim}")
+            reasons.append(f"{inputs.widest} must be a multiple of 8 and at most {self.max_head_dim}")
         if inputs.has_key_mask:
             reasons.append("it does not support a key mask")
         return reasons
@@ -168,7 +168,9 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
             reasons.append(f"torch {torch.__version__} was built without FlashAttention")
         small_shared_memory = (8, 6) <= capability <= (8, 9) or capability >= (12, 0)
         if inputs.needs_grad and max(inputs.dims) > 192 and small_shared_memory:
-            reasons.append(f"its backward supports head_dim up to 192 on compute capability {_dotted(capability)}")
+            reasons.append(
+                f"its backward supports {inputs.widest} up to 192 on compute capability {_dotted(capability)}"
+            )
         return reasons
 
     def forward(
@@ -363,7 +365,8 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
         elif inputs.dtype == torch.float32 and capability >= (8, 0):
             multiple = 4
         if any(dim % multiple for dim in inputs.dims):
-            reasons.append(f"head_dim must be a multiple of {multiple} for {inputs.dtype} on this GPU")
+            name = "head_dim" if inputs.head_dim % multiple else "value_dim"
+            reasons.append(f"{name} must be a multiple of {multiple} for {inputs.dtype} on this GPU")
         return reasons
 
     def forward(

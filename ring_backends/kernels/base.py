@@ -31,7 +31,6 @@ class KernelInputs:
     Attributes:
         device, dtype: of query, key and value.
         head_dim: D, in elements.
-        value_dim: V, in elements; None if it is D.
         has_key_mask: whether tiles may have a key mask.
         needs_grad: whether the backward may be called.
         has_dropout: whether the call has dropout.
@@ -44,6 +43,7 @@ class KernelInputs:
             the tiles of a window in pieces.
         is_step: whether the call is a step of decoding, whose tiles have another number of keys each time. It decides
             the same.
+        value_dim: V, in elements; None if it is D.
     """
 
     device: torch.device
@@ -68,6 +68,11 @@ class KernelInputs:
     def dims(self) -> tuple[int, int]:
         """D and V."""
         return self.head_dim, self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def widest(self) -> str:
+        """The name of the larger of D and V, for messages."""
+        return "value_dim" if self.dims[1] > self.dims[0] else "head_dim"
 
     def __str__(self) -> str:
         mask = "with" if self.has_key_mask else "without"

@@ -212,11 +212,29 @@ def _captured(function: Any) -> dict[str, object]:
     return dict(getattr(function, "__dict__", {}))
 
 
+@dataclass(frozen=True)
+class TranslatedScoreMod:
+    """A score_mod with its translation for one call.
+
+    Attributes:
+        function: the score_mod.
+        translation: a :class:`~ring_backends.kernels.triton_score_mod.Translation`.
+    """
+
+    function: ScoreMod
+    translation: Any
+
+    def __call__(self, *pair: Tensor) -> Tensor:
+        return self.function(*pair)
+
+
 def identity(function: object) -> str:
     """The name of a function, and a hash of its code and of the functions of its closure.
 
     It is the same on ranks that run the same program.
     """
+    if isinstance(function, TranslatedScoreMod):
+        function = function.function
     return f"{_name(function)} #{zlib.crc32(''.join(_codes(function)).encode()):08x}"
 
 

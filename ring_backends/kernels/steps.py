@@ -3,8 +3,8 @@
 A kernel of this kind reads the rows of a step where they lie and adds its results to the sums of a block of heads. So
 nothing is gathered, scattered or merged outside of the kernel, and tiles are not cut.
 
-Tensors are [batch, local seq, heads, head_dim]; LSE is [batch, local seq, heads]. Keys that arrived from
-another rank lie in one buffer of packed parcels (:class:`PackedParcels`).
+Tensors are [batch, local seq, heads, …]; LSE is [batch, local seq, heads]. Keys that arrived from another rank lie in
+one buffer of packed parcels (:class:`PackedParcels`).
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import Tensor
 from ring_backends.kernels.base import Kernel
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dropout import Dropout
-from ring_backends.kernels.score_mod import ScoreMod
-from ring_backends.kernels.triton_score_mod import Translation, UntranslatableError, translate
+from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
+from ring_backends.kernels.triton_score_mod import Translation, translate
 from ring_backends.schedule.rank_plan import HeadBlock, Parcel, Tile
 from ring_backends.torch_internals import mode_of
 
@@ -58,15 +58,11 @@ class StepRows:
 
     @cached_property
     def translation(self) -> Translation | None:
-        """The score_mod for Triton kernels; None without.
-
-        Raises:
-            ValueError: it has no translation, although an earlier call with the same code had one.
-        """
-        try:
-            return None if self.score_mod is None else translate(self.score_mod)
-        except UntranslatableError as error:
-            raise ValueError(f"score_mod = {self.score_mod!r}: {error}; pass kernel='math'.") from error
+        """The score_mod for Triton kernels; None without."""
+        if self.score_mod is None:
+            return None
+        found = self.score_mod
+        return found.translation if isinstance(found, TranslatedScoreMod) else translate(found)
 
     def block(self, block: HeadBlock) -> StepRows:
         """The rows of the heads of one block."""

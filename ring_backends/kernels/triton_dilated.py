@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.base import KernelInputs, check_tile
-from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
 from ring_backends.kernels.triton_score_mod import UntranslatableError, translate
@@ -52,11 +52,9 @@ class TritonDilatedKernel(StepKernel):
         device = torch.device("meta") if is_interpreted else inputs.device
         reasons = super().not_supported_reasons(replace(inputs, device=device))
         if max(inputs.dims) > MAX_HEAD_DIM:
-            reasons.append(f"head_dim must be at most {MAX_HEAD_DIM}")
+            reasons.append(f"{inputs.widest} must be at most {MAX_HEAD_DIM}")
         if inputs.score_mod is not None and inputs.has_dropout:
             reasons.append("it calls no score_mod in a call with dropout")
-        elif inputs.score_mod is not None:
-            reasons.extend(_not_translated(inputs.score_mod))
         if device.type == "cuda":
             reasons.extend(triton_launch.device_reasons(device))
         if not reasons and (is_interpreted or device.type == "cuda"):
@@ -65,6 +63,8 @@ class TritonDilatedKernel(StepKernel):
                 reasons.append(failure)
             elif is_interpreted and not triton_launch.kernels().is_interpreted:
                 reasons.append("TRITON_INTERPRET=1 was set too late; set it before the first call")
+        if not reasons and inputs.score_mod is not None:
+            reasons.extend(_not_translated(inputs.score_mod))
         return reasons
 
     def auto_order(self, inputs: KernelInputs) -> int | None:
@@ -154,6 +154,8 @@ class TritonDilatedKernel(StepKernel):
 
 def _not_translated(score_mod: ScoreMod) -> list[str]:
     """Why a score_mod cannot be translated, as a list of at most one sentence."""
+    if isinstance(score_mod, TranslatedScoreMod):
+        return []
     try:
         translate(score_mod)
     except UntranslatableError as error:

@@ -250,7 +250,7 @@ class Launch:
             "threshold": 0 if rows.dropout is None else rows.dropout.threshold,
             "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
             "first_head": rows.first_head,
-            "captured": None if mod is None else _pointers(mod.captured),
+            "captured": None if mod is None else mod.captured,
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "VALUE_DIM": value_dim,
@@ -296,10 +296,6 @@ def _words(rows: StepRows, of_dropout: Tensor | None) -> Tensor | None:
 def _words_of_parcel(rows: StepRows, parcel: Parcel) -> Tensor:
     """The words of a parcel's keys: [streams, rows]."""
     return parcel_key_words(rows, parcel) if rows.score_mod is None else parcel_positions(parcel, rows.key)
-
-
-def _pointers(captured: Sequence[Tensor]) -> tuple[Tensor, ...] | None:
-    return tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in captured) or None
 
 
 def _offsets(

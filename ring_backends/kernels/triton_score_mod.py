@@ -15,7 +15,7 @@ import importlib
 import linecache
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 from zlib import crc32
@@ -39,18 +39,27 @@ class Translation:
 
     Attributes:
         source: a function of a block of scores, the index in the batch, the head, positions that broadcast to the
-            scores, which rows, keys and pairs exist, and the captured tensors. It returns the modified scores and
-            their derivatives.
-        captured: the tensors that it loads from.
+            scores, which rows, keys and pairs exist, and what is captured: tensors and numbers. It returns the modified
+            scores and their derivatives.
+        tensors: the tensors that it loads from.
+        numbers: their sizes and strides where they are indexed, and captured numbers. The source holds none of them, so
+            that a longer sequence has the same source.
     """
 
     source: str
-    captured: tuple[Tensor, ...]
+    tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
 
     @property
     def function(self) -> Any:
         """The function for kernels."""
         return _compiled(self.source)
+
+    @property
+    def captured(self) -> tuple[tuple[Tensor, ...] | None, tuple[float, ...] | None]:
+        """The tensors and numbers as an argument of a kernel."""
+        tensors = tuple(x.view(torch.uint8) if x.dtype == torch.bool else x for x in self.tensors)
+        return tensors or None, self.numbers or None
 
 
 @lru_cache(maxsize=256)
@@ -69,14 +78,19 @@ def translate(function: ScoreMod) -> Translation:
     Raises:
         UntranslatableError: it applies an operator that has no translation, or branches on a value.
     """
-    score = torch.empty((), device="meta")
+    with torch.inference_mode(False):  # in which operators would not be decomposed
+        return _translated(function)
+
+
+def _translated(function: ScoreMod) -> Translation:
+    score = torch.empty((), dtype=torch.float32, device="meta")
     places = [torch.empty((), dtype=torch.int64, device="meta") for _ in range(4)]
     tracer = _Tracer()
     tracer.values[id(score)] = score, _Value("score", float, _PAIR, "1.0")
     for tensor, name in zip(places, ("batch", "head", "query", "key"), strict=True):
         tracer.values[id(tensor)] = tensor, _Value(name, int, _PAIR & {name})
     try:
-        with without_dispatch_modes(), torch.no_grad(), tracer, IndexByTensors():
+        with without_dispatch_modes(), torch.enable_grad(), tracer, IndexByTensors():
             found = function(score, *places)
         result = tracer.value(found)
     except UntranslatableError:
@@ -87,7 +101,8 @@ def translate(function: ScoreMod) -> Translation:
     texts = f"{result.to(float)} + zeros, {result.slope or 0.0} + zeros"
     arguments = "score, batch, head, query, key, is_row, is_key, seen, captured"
     lines = [f"def score_mod({arguments}):", "zeros = tl.zeros(score.shape, tl.float32)", *tracer.lines]
-    return Translation("\n    ".join([*lines, f"return {texts}"]) + "\n", tuple(tracer.captured))
+    source = "\n    ".join([*lines, f"return {texts}"]) + "\n"
+    return Translation(source, tuple(tracer.tensors), tuple(tracer.numbers))
 
 
 _PAIR = frozenset({"query", "key"})
@@ -126,14 +141,16 @@ class _Tracer(TorchDispatchMode):
     Attributes:
         values: these tensors and their values, by the identity of the tensor.
         lines: of Triton.
-        captured: the tensors that the lines load from.
+        tensors, numbers: what the lines load from, and read.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.values: dict[int, tuple[Tensor, _Value]] = {}
         self.lines: list[str] = []
-        self.captured: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.numbers: list[float] = []
+        self._aliased: set[int] = set()  # the identities of tensors that share memory with others
 
     def value(self, x: Any) -> _Value:
         """The value of an argument: of a tensor with a value, a number, or a captured tensor of one element."""
@@ -141,9 +158,19 @@ class _Tracer(TorchDispatchMode):
             return _number(x)
         if id(x) in self.values:
             return self.values[id(x)][1]
-        if x.numel() != 1 or x.device.type == "meta":
-            raise UntranslatableError(f"it computes with a tensor of shape {[*x.shape]}")
-        return _number(x.item()) if x.device.type == "cpu" else self._loaded(x, "0", frozenset())
+        if x.device.type == "meta":
+            raise UntranslatableError("it makes or copies a tensor on the device of the score")
+        if x.numel() != 1:
+            raise UntranslatableError(f"it computes with a captured tensor of shape {[*x.shape]}")
+        if x.device.type != "cpu":
+            return self._loaded(x, "0", frozenset())
+        kind = float if x.is_floating_point() else int
+        return _Value(self._line(f"tl.zeros([1, 1], {_TYPES[kind]}) + {self._read(kind(x.item()))}"), kind)
+
+    def _read(self, number: float) -> str:
+        """The text of a number that may change from call to call."""
+        self.numbers.append(number)
+        return f"captured[1][{len(self.numbers) - 1}]"
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -160,7 +187,19 @@ class _Tracer(TorchDispatchMode):
             raise UntranslatableError(f"torch.ops.aten.{name} does not return one number")
         if func._schema.is_mutable:
             name, result = name.rstrip("_"), args[0]
-        self.values[id(result)] = result, self._applied(name, _kind(result.dtype), args, kwargs)
+            if id(result) in self._aliased:
+                raise UntranslatableError("it changes a tensor in place that shares memory with another one")
+        elif name in _VIEWS:
+            self._aliased |= {id(args[0]), id(result)}
+        kind = _kind(result.dtype)
+        if kind is int and result.dtype != torch.int64 and name not in ("index", "clone", *_VIEWS):
+            raise UntranslatableError(f"it computes in {result.dtype}, and not in int64")
+        if kind is bool and name not in _OF_BOOL:
+            raise UntranslatableError(f"torch.ops.aten.{name} returns a bool")
+        value = self._applied(name, kind, args, kwargs)
+        if value.slope is not None and (name == "detach" or not torch.is_grad_enabled()):
+            value = replace(value, slope=None)
+        self.values[id(result)] = result, value
         return result
 
     def _applied(self, name: str, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Value:
@@ -168,7 +207,10 @@ class _Tracer(TorchDispatchMode):
         if name == "index":
             return self._index(*args)
         if name in _CONSTANTS:
-            return _number(kind(args[1] if name == "full_like" else _CONSTANTS[name]))
+            # A block, since Triton takes the exponential of no number, for example.
+            number = _number((int if kind is bool else kind)(args[1] if name == "full_like" else _CONSTANTS[name]))
+            value = _Value(self._line(f"tl.full([1, 1], {number.text}, {_TYPES[number.kind]})"), number.kind)
+            return self._converted(value, kind)
         if name in _SAME:
             return self._converted(self.value(args[0]), kind)
         rule, values = _rule(name, kind, args, kwargs), [self.value(x) for x in args if x is not None]
@@ -179,8 +221,10 @@ class _Tracer(TorchDispatchMode):
         names = dict(zip("abc", texts, strict=False))
         y = self._line(rule.text.format(**names))
         terms = []
-        for x, partial in zip(values, rule.partials, strict=False):
-            if kind is float and x.slope is not None and partial:
+        for x, partial in zip(values, (*rule.partials, *[""] * len(values)), strict=False):
+            if kind is float and x.slope is not None and partial != "0":
+                if not partial:
+                    raise UntranslatableError(f"the derivative of torch.ops.aten.{name} has no translation")
                 factor = partial.format(y=y, **names)
                 terms.append(x.slope if factor == "1.0" else factor if x.slope == "1.0" else f"{x.slope} * ({factor})")
         slope = None if not terms else terms[0] if terms == ["1.0"] else self._line(" + ".join(terms))
@@ -196,23 +240,25 @@ class _Tracer(TorchDispatchMode):
         """An element of a captured tensor."""
         if id(tensor) in self.values or len(indices) != tensor.dim() or any(index is None for index in indices):
             raise UntranslatableError("it indexes something else than one element of a captured tensor")
+        if tensor.device.type == "meta":
+            raise UntranslatableError("it makes or copies a tensor on the device of the score")
         parts, dims = ["0"], frozenset[str]()
         for index, size, stride in zip(map(self.value, indices), tensor.shape, tensor.stride(), strict=True):
             if index.kind is not int:
                 raise UntranslatableError("it indexes by a mask")
             place = self._line(f"{index.text} + tl.zeros([1, 1], tl.int64)")
-            parts.append(f"tl.where({place} < 0, {place} + {size}, {place}) * {stride}")
+            parts.append(f"tl.where({place} < 0, {place} + {self._read(size)}, {place}) * {self._read(stride)}")
             dims |= index.dims
         return self._loaded(tensor, " + ".join(parts), dims)
 
     def _loaded(self, tensor: Tensor, offset: str, dims: frozenset[str]) -> _Value:
-        number = next((i for i, x in enumerate(self.captured) if x is tensor), len(self.captured))
-        if number == len(self.captured):
-            self.captured.append(tensor)
+        number = next((i for i, x in enumerate(self.tensors) if x is tensor), len(self.tensors))
+        if number == len(self.tensors):
+            self.tensors.append(tensor)
         kind = _kind(tensor.dtype)
         mask = f", mask={_MASKS[dims]}, other=0" if dims else ""
         converted = " != 0" if kind is bool else f".to({_TYPES[kind]})"
-        return _Value(self._line(f"tl.load(captured[{number}] + ({offset}){mask}){converted}"), kind, dims)
+        return _Value(self._line(f"tl.load(captured[0][{number}] + ({offset}){mask}){converted}"), kind, dims)
 
     def _line(self, text: str) -> str:
         """Write a line for an expression, and return the name of its value."""
@@ -249,7 +295,8 @@ class _Rule:
 
     Attributes:
         text: its value, with a, b and c for the arguments.
-        partials: the derivatives with respect to the arguments, also with y for the value; empty text for 0.
+        partials: the derivatives with respect to the arguments, also with y for the value; ``"0"`` for 0. A missing one
+            is not known.
         of: the kind of the arguments; None for that of the value.
         condition: the number of the argument that is a bool in any case.
     """
@@ -261,20 +308,23 @@ class _Rule:
 
 
 def _rule(name: str, kind: type, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Rule:
-    if kwargs.get("alpha", 1) != 1:
-        raise UntranslatableError(f"torch.ops.aten.{name} has alpha = {kwargs['alpha']}")
+    if kwargs.get("alpha", 1) != 1 or (name in ("add", "sub", "rsub") and len(args) > 2):
+        raise UntranslatableError(f"torch.ops.aten.{name} has an alpha")
     if name == "pow" and args[1] in _POWERS:
         return _POWERS[args[1]]
     if name == "pow" and isinstance(args[0], (int, float)) and args[0] > 0 and kind is float:
-        return _Rule(f"tl.exp2({{b}} * {math.log2(args[0])!r})", ("", f"{{y}} * {math.log(args[0])!r}"))
+        return _Rule(f"tl.exp2({{b}} * {math.log2(args[0])!r})", ("0", f"{{y}} * {math.log(args[0])!r}"))
     if name == "clamp":
         return _clamp(*args, **kwargs)
     if name == "bitwise_not":
         return _Rule("{a} == 0" if kind is bool else "~{a}")
-    if name == "remainder" and kind is int:
-        return _Rule("(({a} % {b}) + {b}) % {b}")
-    if name == "floor_divide" or kwargs.get("rounding_mode") == "floor":
-        return _Rule("tl.floor({a} / {b})" if kind is float else "({a} - (({a} % {b}) + {b}) % {b}) // {b}")
+    if kind is int:  # Triton's division of floats is not exact enough for the floor of a quotient
+        if name == "remainder":
+            return _Rule("(({a} % {b}) + {b}) % {b}")
+        if name == "floor_divide" or kwargs.get("rounding_mode") == "floor":
+            return _Rule("({a} - (({a} % {b}) + {b}) % {b}) // {b}")
+        if name in ("floor", "ceil"):
+            return _Rule("{a}")
     found = _RULES.get(name)
     if found is None or kwargs.get("rounding_mode") is not None:
         raise UntranslatableError(f"torch.ops.aten.{name} has no translation")
@@ -289,12 +339,16 @@ def _clamp(x: Any, low: Any = None, high: Any = None, **limits: Any) -> _Rule:
     for limit, is_outside, is_inside in ((low, "<", ">="), (high, ">", "<=")):
         if limit is not None:
             number = _number(limit).text
-            text = f"tl.where({{a}} {is_outside} {number}, {number}, {text})"
+            text = f"tl.where({text} {is_outside} {number}, {number}, {text})"
             inside += f" & ({{a}} {is_inside} {number})"
     return _Rule(text, (f"tl.where({inside}, 1.0, 0.0)",))
 
 
-_SAME = {"_to_copy", "alias", "clone", "detach", "expand", "squeeze", "unsqueeze", "view", "_unsafe_view"}
+_VIEWS = {"alias", "detach", "expand", "squeeze", "unsqueeze", "view", "_unsafe_view"}
+_SAME = {"_to_copy", "clone", *_VIEWS}
+_OF_BOOL = {"eq", "ge", "gt", "index", "isinf", "isnan", "le", "lt", "masked_fill", "ne", "where", "full_like"}
+_OF_BOOL |= {"bitwise_and", "bitwise_not", "bitwise_or", "bitwise_xor", "ones_like", "zeros_like", *_SAME}
+_OF_BOOL |= {"logical_and", "logical_not", "logical_or", "logical_xor"}
 _CONSTANTS = {"zeros_like": 0, "ones_like": 1, "full_like": None}
 _POWERS = {
     2: _Rule("{a} * {a}", ("2 * {a}",)),
@@ -305,7 +359,7 @@ _POWERS = {
     -1: _Rule("1 / {a}", ("-{y} * {y}",)),
     -2: _Rule("1 / ({a} * {a})", ("-2 * {y} / {a}",)),
 }
-_LARGER, _EQUAL = "tl.where({a} > {b}, 1.0, 0.0)", "tl.where({a} == {b}, 0.5, 0.0)"
+_SHARE = "tl.where({{a}} {0} {{b}}, 1.0, tl.where({{a}} == {{b}}, 0.5, 0.0))"
 _SIGN = "tl.where({a} > 0, 1.0, tl.where({a} < 0, -1.0, 0.0))"
 _RULES = {
     "__lshift__": _Rule("{a} << {b}"),
@@ -317,14 +371,14 @@ _RULES = {
     "bitwise_or": _Rule("{a} | {b}"),
     "bitwise_right_shift": _Rule("{a} >> {b}"),
     "bitwise_xor": _Rule("{a} ^ {b}"),
-    "ceil": _Rule("tl.ceil({a})"),
+    "ceil": _Rule("tl.ceil({a})", ("0",)),
     "cos": _Rule("tl.cos({a})", ("-tl.sin({a})",)),
     "div": _Rule("{a} / {b}", ("1 / {b}", "-{y} / {b}")),
     "eq": _Rule("{a} == {b}", of=_NUMBER),
     "erf": _Rule("tl.erf({a})", (f"{2 / math.sqrt(math.pi)!r} * tl.exp(-{{a}} * {{a}})",)),
     "exp": _Rule("tl.exp({a})", ("{y}",)),
     "exp2": _Rule("tl.exp2({a})", (f"{{y}} * {math.log(2)!r}",)),
-    "floor": _Rule("tl.floor({a})"),
+    "floor": _Rule("tl.floor({a})", ("0",)),
     "ge": _Rule("{a} >= {b}", of=_NUMBER),
     "gt": _Rule("{a} > {b}", of=_NUMBER),
     "hypot": _Rule("tl.sqrt({a} * {a} + {b} * {b})", ("{a} / {y}", "{b} / {y}")),
@@ -339,15 +393,16 @@ _RULES = {
     "logical_or": _Rule("{a} | {b}", of=bool),
     "logical_xor": _Rule("{a} ^ {b}", of=bool),
     "lt": _Rule("{a} < {b}", of=_NUMBER),
-    "masked_fill": _Rule("tl.where({b}, {c}, {a})", ("tl.where({b}, 0.0, 1.0)",), condition=1),
-    "maximum": _Rule("tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})", (f"{_LARGER} + {_EQUAL}",)),
-    "minimum": _Rule("tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})"),
+    "masked_fill": _Rule(
+        "tl.where({b}, {c}, {a})", ("tl.where({b}, 0.0, 1.0)", "0", "tl.where({b}, 1.0, 0.0)"), condition=1
+    ),
+    "maximum": _Rule("tl.where(({a} > {b}) | ({a} != {a}), {a}, {b})", (_SHARE.format(">"), _SHARE.format("<"))),
+    "minimum": _Rule("tl.where(({a} < {b}) | ({a} != {a}), {a}, {b})", (_SHARE.format("<"), _SHARE.format(">"))),
     "mul": _Rule("{a} * {b}", ("{b}", "{a}")),
     "ne": _Rule("{a} != {b}", of=_NUMBER),
     "neg": _Rule("-{a}", ("-1.0",)),
     "reciprocal": _Rule("1 / {a}", ("-{y} * {y}",)),
-    "relu": _Rule("tl.where({a} > 0, {a}, 0.0)", ("tl.where({a} > 0, 1.0, 0.0)",)),
-    "remainder": _Rule("{a} - {b} * tl.floor({a} / {b})", ("1.0",)),
+    "relu": _Rule("tl.where({a} <= 0, 0.0, {a})", ("tl.where({a} > 0, 1.0, 0.0)",)),
     "rsqrt": _Rule("1 / tl.sqrt({a})", ("-0.5 * {y} / {a}",)),
     "rsub": _Rule("{b} - {a}", ("-1.0", "1.0")),
     "sigmoid": _Rule("1 / (1 + tl.exp(-{a}))", ("{y} * (1 - {y})",)),
@@ -356,5 +411,5 @@ _RULES = {
     "sub": _Rule("{a} - {b}", ("1.0", "-1.0")),
     # exp(2 a) may be infinite or 0. Both give the right limit.
     "tanh": _Rule("1 - 2 / (tl.exp(2 * {a}) + 1)", ("1 - {y} * {y}",)),
-    "where": _Rule("tl.where({a}, {b}, {c})", ("", "tl.where({a}, 1.0, 0.0)", "tl.where({a}, 0.0, 1.0)"), condition=0),
+    "where": _Rule("tl.where({a}, {b}, {c})", ("0", "tl.where({a}, 1.0, 0.0)", "tl.where({a}, 0.0, 1.0)"), condition=0),
 }

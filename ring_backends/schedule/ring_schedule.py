@@ -127,7 +127,6 @@ class RingSchedule:
 
         Args:
             itemsize: bytes per element of K and V.
-            value_dim: width of a value, in elements; None if it is ``head_dim``.
             backward: whether dK and dV are sent too.
             few_hops: whether sparse branches are spread. False lets the rows of all branches go around.
         """
@@ -193,6 +192,7 @@ class RingSchedule:
         Args:
             batch, head_dim: sizes of the inputs.
             itemsize: bytes per element of K and V.
+            value_dim: width of a value, in elements; None if it is ``head_dim``.
             backward: whether to count a backward instead of a forward.
             masked: whether the call has a key padding mask. It takes one byte per key and head.
             document_bytes: bytes of a document number; 0 without documents. Each key of each head travels with its
@@ -206,12 +206,14 @@ class RingSchedule:
             sent += int(self.rows_received[rank]) * row * (grad_itemsize or statistics_itemsize(itemsize))
         return batch * sent
 
-    def bytes_between_hosts(self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int) -> int:
+    def bytes_between_hosts(
+        self, hosts: Sequence[int], *, batch: int, head_dim: int, itemsize: int, value_dim: int | None = None
+    ) -> int:
         """Payload bytes that cross between hosts in one forward and one backward of the ring.
 
         Args:
             hosts: for each ring rank, a number that identifies its host.
-            batch, head_dim, itemsize: as in :meth:`wire_bytes`.
+            batch, head_dim, itemsize, value_dim: as in :meth:`wire_bytes`.
         """
         numbers, total = _integers(hosts), 0
         for backward in (False, True):
@@ -219,12 +221,15 @@ class RingSchedule:
             for branch in self.branches:
                 keys, grads = rows_between(branch, numbers, travel.spreads.get(branch.index))
                 total += keys * itemsize + (grads * statistics_itemsize(itemsize) if backward else 0)
-        return 2 * batch * head_dim * total
+        return batch * key_value_dim(head_dim, value_dim) * total
 
     def tile_flops(self, rank: int, *, batch: int, head_dim: int, value_dim: int | None = None) -> int:
         """Floating-point operations of ``rank`` in a forward, which has two matrix products.
 
         A backward has five matrix products.
+
+        Args:
+            batch, head_dim, value_dim: as in :meth:`wire_bytes`.
         """
         return int(self.pairs[rank]) * 2 * key_value_dim(head_dim, value_dim) * batch
 

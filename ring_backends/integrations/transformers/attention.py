@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -97,7 +98,7 @@ class Step:
         self._num_calls = [0] * len(self.caches)
 
     def attend(self, attention: RingDilatedAttention, layer: nn.Module, tensors: list[Tensor], mask: _RingMask) -> Any:
-        """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, head_dim]."""
+        """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, …]."""
         index: Any = getattr(layer, "layer_idx", None)
         if index is None or index >= len(self.caches):
             raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
@@ -183,7 +184,7 @@ def register_as(name: str, registration: Registration) -> None:
         ring_layout: str | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
-        """q, k and v are [batch, heads, local seq, head_dim]; out is [batch, local seq, heads, head_dim]."""
+        """q, k and v are [batch, heads, local seq, …]; out is [batch, local seq, heads, …], as wide as v."""
         step = current_step.get()
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
@@ -306,7 +307,10 @@ def _check_layer(
     default = query.shape[-1] ** -0.5
     wanted, own = (default if given is None else given for given in (scaling, scale))
     if abs(wanted - own) > 1e-9 * abs(own):
-        raise ValueError(f"scaling = {wanted}: the attention has scale = {own}; make it with scale={wanted}.")
+        default_of = " (the default of the layer)" if scaling is None else ""
+        raise ValueError(
+            f"scaling = {wanted}{default_of}: the attention has scale = {own}; make it with scale={wanted}."
+        )
     num_queries, num_keys = query.shape[2], key.shape[2]
     if num_keys != num_queries:
         raise ValueError(
@@ -323,8 +327,11 @@ def check_layerdrop(model: Any) -> None:
     Raises:
         ValueError: it does. Each rank would skip others.
     """
-    for name in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop") if model.training else ():
-        value = getattr(model.config, name, None)
+    if not model.training:
+        return
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    for config, name in product(configs.values(), ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")):
+        value = getattr(config, name, None)
         if value:
             raise ValueError(
                 f"{name} = {value}: each rank of a ring would skip other layers; set it to 0 in the configuration and "

@@ -250,8 +250,8 @@ class ShardedForward:
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         self.check_implementation("do not change it after use_ring()")
-        for model in self.models if self.ring.size > 1 else ():
-            check_layerdrop(model)
+        if self.ring.size > 1:
+            check_layerdrop(self.inner)
         for name, instead in _REFUSED.items():
             if name in batch:
                 raise ValueError(f"{name} is given: {instead}.")
