@@ -383,8 +383,11 @@ SPILLED = {
         (90, 128, "grad_key_value_kernel", "plain, window"): 212,
         (90, 128, "grad_key_value_kernel", "packed, window"): 188,
         (90, 128, "grad_key_value_kernel", "key mask, packed, window"): 164,
-        (80, 64, "forward_kernel", "distances, packed, window"): 48,
-        (86, 64, "forward_kernel", "distances, packed, window"): 84,
+        (80, 64, "forward_kernel", "distances, packed, window"): 96,
+        (80, 64, "grad_query_kernel", "distances, packed, window"): 20,
+        (80, 64, "forward_kernel", "narrow values, packed"): 16,
+        (86, 64, "forward_kernel", "distances, packed, window"): 76,
+        (86, 64, "grad_query_kernel", "distances, packed, window"): 20,
     },
     "3.9": {
         (80, 64, "forward_kernel", "plain"): 8,
