@@ -91,7 +91,7 @@ def choices(device_name: str) -> list[dict[str, str]]:
     )
     for dtype, head_dim, what, needs in calls:
         name, why = explain_choice(KernelInputs(device, dtype, head_dim, **needs))
-        call = ", ".join([str(dtype).removeprefix("torch."), f"head_dim {head_dim}", *([what] if what else [])])
+        call = ", ".join(filter(None, (str(dtype).removeprefix("torch."), f"head_dim {head_dim}", what)))
         rows.append({"device": device_name, "call": call, "kernel": name, "why": why})
     return rows
 

@@ -3,8 +3,8 @@
 The function is called once, with tensors that have no values, and a dispatch mode writes down which operators of torch
 it applies to them. Each operator becomes a line of Triton, and a line for the derivative with respect to the score
 (forward-mode differentiation). What the function computes from captured tensors alone, torch computes. What it reads
-from them at an index in the batch, a head or a position becomes a load. There, floating-point numbers are fp32, and
-integers int64. A function that applies another operator, or that branches on a value, is not translated.
+from them at an index in the batch, a head or a position becomes a load. In the translation, floating-point numbers are
+fp32, and integers int64. A function that applies another operator, or that branches on a value, is not translated.
 
 This module itself does not import Triton.
 """

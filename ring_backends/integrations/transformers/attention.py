@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import product
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ring_backends.attention import RingDilatedAttention
@@ -321,17 +322,15 @@ def _check_layer(
         raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
 
 
-def check_layerdrop(model: Any) -> None:
-    """Check that a model does not skip layers at random in its training.
+def check_layerdrop(models: Iterable[PreTrainedModel]) -> None:
+    """Check that none of these models is in training and skips layers at random there.
 
     Raises:
-        ValueError: it does. Each rank would skip others.
+        ValueError: one does. Each rank would skip others.
     """
-    if not model.training:
-        return
-    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
-    for config, name in product(configs.values(), ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")):
-        value = getattr(config, name, None)
+    in_training = [model for model in models if model.training]
+    for model, name in product(in_training, ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")):
+        value = getattr(model.config, name, None)
         if value:
             raise ValueError(
                 f"{name} = {value}: each rank of a ring would skip other layers; set it to 0 in the configuration and "

@@ -106,14 +106,18 @@ def _checked_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 PreTrainedModel.__call__ = _checked_call  # type: ignore[method-assign, unused-ignore]
 
 
+def models_of(model: nn.Module) -> list[PreTrainedModel]:
+    """The models of transformers within a model, and itself."""
+    return [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+
+
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _check(model: Any, arguments: dict[str, Any]) -> None:
     implementation = model.config._attn_implementation
     registration = registered.get(implementation)
     if registration is None:
         # Only a part of a model may be on the ring, such as its text model.
-        parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-        is_on_ring = any(part.config._attn_implementation in registered for part in parts)
+        is_on_ring = any(part.config._attn_implementation in registered for part in models_of(model))
         if not is_on_ring and "seq_len" not in inspect.signature(model.forward).parameters:
             raise ValueError(
                 f"attn_implementation of {type(model).__name__} = {implementation!r}: the arguments are this rank's "
@@ -125,7 +129,7 @@ def _check(model: Any, arguments: dict[str, Any]) -> None:
         return
     with registration.attention.ring.report_refusals():
         if registration.attention.ring.size > 1:
-            check_layerdrop(model)
+            check_layerdrop(models_of(model))
         for cache in ("cache", "past_key_values"):
             if arguments.get(cache) is not None:
                 raise ValueError(
@@ -163,14 +167,15 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
     if not registration.probes:
         return None
     is_alone = registration.attention.ring.size == 1
-    if _found.get(model) is None and not (is_alone and model in _found):
+    is_known = model in _found and (is_alone or _found[model] is not None)
+    if not is_known:
         try:
             findings = probe(model, "register(attention, probe=False) skips this check")
         except ValueError:
             if not is_alone:
                 raise
             findings = None
-        _found.update((part, findings) for part in model.modules() if isinstance(part, PreTrainedModel))
+        _found.update(dict.fromkeys(models_of(model), findings))
     return _found[model]
 
 

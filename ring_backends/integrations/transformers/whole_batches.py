@@ -36,7 +36,7 @@ from ring_backends.integrations.transformers.inputs import (
     next_labels,
     shard_inputs,
 )
-from ring_backends.integrations.transformers.probe import Findings, LabelOf
+from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of
 from ring_backends.integrations.transformers.probe import probe as probe_model
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
@@ -159,7 +159,7 @@ class ShardedForward:
             )
         self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
         self.label_smoothing = label_smoothing
-        self.models = [module for module in inner.modules() if isinstance(module, PreTrainedModel)]
+        self.models = models_of(inner)
         self.names = [*inspect.signature(inner.forward).parameters]
         self.first_position = first_position_of(inner.config)
         self.skips_padding = self.first_position > 0
@@ -251,7 +251,7 @@ class ShardedForward:
     def _check(self, batch: Mapping[str, Any]) -> None:
         self.check_implementation("do not change it after use_ring()")
         if self.ring.size > 1:
-            check_layerdrop(self.inner)
+            check_layerdrop(self.models)
         for name, instead in _REFUSED.items():
             if name in batch:
                 raise ValueError(f"{name} is given: {instead}.")
