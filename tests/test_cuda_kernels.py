@@ -48,6 +48,7 @@ class CudaOperators(TorchDispatchMode):
     def __init__(self, cudnn_lse_dims: int) -> None:
         super().__init__()
         self.cudnn_lse_dims = cudnn_lse_dims
+        self.cudnn_plans: dict[Any, Any] = {}
         self.calls: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,15 +139,16 @@ class CudaOperators(TorchDispatchMode):
         self.demand_cudnn(q, k, v)
         out, lse = dense(q.float(), k.float(), v.float(), causal_pairs(q, k, causal), scale)
         lse = lse if self.cudnn_lse_dims == 3 else lse.unsqueeze(-1)
-        return torch.empty_like(q).copy_(out), lse, None, None, q.shape[2], k.shape[2], None, None, None
+        return out.to(q.dtype), lse, None, None, q.shape[2], k.shape[2], None, None, None
 
     def cudnn_attention_backward(
         self, do, q, k, v, out, lse, seed, offset, bias, cum_q, cum_k, max_q, max_k, dropout, causal, *, scale
     ):
         self.demand_cudnn(q, k, v)
-        # torch caches a plan by the strides of q, k and v, so those of the others must follow from these.
-        for x in (do, out):
-            assert x.stride() == torch.empty_like(q).stride()
+        # torch caches a plan by the sizes and strides of q, k and v, so those of the others must follow from these.
+        strides = do.stride(), out.stride()
+        plan = *(x.shape for x in (q, k, v)), *(x.stride() for x in (q, k, v))
+        assert self.cudnn_plans.setdefault(plan, strides) == strides
         if torch.__version__ >= "2.14":
             assert all(x.stride() == torch.empty_like(x).stride() for x in (q, k, v))
         assert lse.is_contiguous()
@@ -156,7 +158,7 @@ class CudaOperators(TorchDispatchMode):
 
     @staticmethod
     def demand_cudnn(q: Tensor, k: Tensor, v: Tensor) -> None:
-        demand_one_width(q, k, v)
+        demand_vectors(q, k, v)
         assert q.shape[0] <= aten_cudnn.MAX_ENTRIES
         assert min(q.shape[2], k.shape[2]) > 1
         assert all(stride or size == 1 for x in (q, k, v) for size, stride in zip(x.shape, x.stride(), strict=True))
@@ -275,13 +277,33 @@ def test_a_head_beyond_the_limits_of_flash_is_an_error() -> None:
         kernel.backward(rows, rows, key, key, rows, lse, is_causal=True, scale=1.0, key_mask=None)
 
 
-def test_cudnn_leaves_single_rows_to_flash() -> None:
+@pytest.mark.parametrize("value_dim", [64, 32])
+def test_cudnn_leaves_single_rows_to_flash(value_dim: int) -> None:
     query = torch.empty(2, 4, 1, 64, device="meta", dtype=torch.bfloat16)
     key = torch.empty(2, 2, 300, 64, device="meta", dtype=torch.bfloat16)
+    value, grad_out = key[..., :value_dim], query[..., :value_dim]
     with CountOperators() as launched:
-        run_tile(aten_cudnn.AtenCudaCudnnKernel(), query, key, key, query, scale=1.0)
+        out, _, *grads = run_tile(aten_cudnn.AtenCudaCudnnKernel(), query, key, value, grad_out, scale=1.0)
+    assert [x.shape for x in (out, *grads)] == [x.shape for x in (grad_out, query, key, value)]
     assert launched.counts["aten._scaled_dot_product_flash_attention.default"] == 1
     assert launched.counts["aten._scaled_dot_product_flash_attention_backward.default"] == 1
+
+
+@pytest.mark.parametrize("value_dim", [16, 24])
+def test_a_plan_of_cudnn_serves_every_layout_of_the_gradient(value_dim: int) -> None:
+    query, key = (torch.randn(2, 7, 4, 16).transpose(1, 2) for _ in range(2))
+    value = torch.randn(2, 7, 4, value_dim).transpose(1, 2)
+    kernel, options = aten_cudnn.AtenCudaCudnnKernel(), {"is_causal": True, "scale": 0.3, "key_mask": None}
+    grad_out = torch.randn(value.shape)
+    wide = torch.nn.functional.pad(grad_out, (0, 8))[..., :-8]
+    with CudaOperators(cudnn_lse_dims=4) as model:
+        out, lse = kernel.forward(query, key, value, **options)
+        found = [
+            kernel.backward(do, query, key, value, of, lse, **options)
+            for do, of in ((grad_out, out), (wide, out.transpose(1, 2).contiguous().transpose(1, 2)))
+        ]
+    assert len(model.cudnn_plans) == 1
+    torch.testing.assert_close(found[0], found[1])
 
 
 def test_cudnn_refuses_torch_s_ragged_plans(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ from ring_backends.kernels import (
     select_kernel,
     triton_launch,
 )
+from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.score_mods import softcap
 
 
@@ -160,8 +161,9 @@ def test_which_kernels_call_a_score_mod(gpu_of: Callable[..., None]) -> None:
     ("inputs", "expected", "refused"),
     [
         ({"head_dim": 64, "value_dim": 100}, "math", ["aten_cuda_flash", "aten_cuda_cudnn", "aten_cuda_efficient"]),
-        ({"head_dim": 100, "value_dim": 128}, "aten_cuda_cudnn", ["aten_cuda_efficient"]),
-        ({"head_dim": 192, "value_dim": 128}, "aten_cuda_flash", ["aten_cuda_cudnn"]),
+        ({"head_dim": 100, "value_dim": 128}, "aten_cuda_flash", ["aten_cuda_cudnn", "aten_cuda_efficient"]),
+        ({"head_dim": 192, "value_dim": 128}, "aten_cuda_cudnn", []),
+        ({"head_dim": 192, "value_dim": 64}, "aten_cuda_flash", ["aten_cuda_cudnn"]),
         ({"head_dim": 64, "value_dim": 512}, "aten_cuda_efficient", ["aten_cuda_flash", "triton_dilated"]),
     ],
     ids=str,
@@ -177,6 +179,15 @@ def test_values_of_another_width(
             ValueError, match=rf"value_dim={inputs['value_dim']}, .*\n  {name}: .*(head|value)_dim must be"
         ):
             select_kernel(name, inputs_of(**inputs))
+
+
+@pytest.mark.parametrize(("capability", "expected"), [((10, 0), True), ((8, 0), False), ((12, 0), False)])
+def test_gpus_with_latent_attention_in_cudnn(
+    gpu_of: Callable[..., None], capability: tuple[int, int], *, expected: bool
+) -> None:
+    gpu_of(capability)
+    reasons = AtenCudaCudnnKernel().not_supported_reasons(inputs_of(head_dim=192, value_dim=128))
+    assert reasons == ([] if expected else ["head_dim must be at most 128 on this GPU"])
 
 
 @pytest.mark.parametrize("option", [None, "has_key_mask", "has_documents", "has_dropout"])
@@ -336,7 +347,12 @@ def test_a_file_without_times_is_an_error(
         ((9, 0), {}, "aten_cuda_cudnn", "on an H100, cuDNN ran at 563 TFLOP/s"),
         ((8, 6), {}, "aten_cuda_flash", r"compute capability 8\.x.* not measured$"),
         ((10, 0), {}, "aten_cuda_flash", "no figures are known"),
-        ((9, 0), {"head_dim": 256}, "aten_cuda_flash", "; aten_cuda_cudnn cannot: head_dim must be .*128$"),
+        (
+            (9, 0),
+            {"head_dim": 256},
+            "aten_cuda_flash",
+            "; aten_cuda_cudnn cannot: head_dim and value_dim must be .*128$",
+        ),
         (
             (9, 0),
             {"has_key_mask": True},

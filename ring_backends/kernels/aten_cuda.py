@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ring_backends.kernels import widths
 from ring_backends.kernels.base import (
     Kernel,
     KernelInputs,
@@ -80,9 +81,9 @@ class AtenCudaPartsKernel(AtenCudaKernel):
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:
         reasons = super().not_supported_reasons(inputs)
-        dim = max(inputs.dims)  # the narrower rows are padded
-        if dim % 8 or dim > self.max_head_dim:
-            reasons.append(f"{inputs.widest} must be a multiple of 8 and at most {self.max_head_dim}")
+        reason = self._dims_reason(inputs)
+        if reason is not None:
+            reasons.append(reason)
         if inputs.has_key_mask:
             reasons.append("it does not support a key mask")
         return reasons
@@ -92,9 +93,9 @@ class AtenCudaPartsKernel(AtenCudaKernel):
     ) -> tuple[Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        other = self._kernel_instead(query, key)
+        other = self._kernel_instead(query, key, value)
         if other is not None:
-            return other.forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
+            return widths.forward(other, query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
         attend = partial(self._attend, is_causal=is_causal, scale=scale)
         out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
         return out, lse
@@ -114,10 +115,10 @@ class AtenCudaPartsKernel(AtenCudaKernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         check_tile(query, key, value, is_causal, key_mask)
         assert key_mask is None
-        other = self._kernel_instead(query, key)
+        other = self._kernel_instead(query, key, value)
         if other is not None:
-            return other.backward(
-                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
+            return widths.backward(
+                other, grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
             )
         differentiate = partial(self._differentiate, is_causal=is_causal, scale=scale)
         tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
@@ -125,7 +126,11 @@ class AtenCudaPartsKernel(AtenCudaKernel):
         grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=entries, kv_heads=kv_heads)
         return grad_query, grad_key, grad_value
 
-    def _kernel_instead(self, query: Tensor, key: Tensor) -> Kernel | None:
+    @abstractmethod
+    def _dims_reason(self, inputs: KernelInputs) -> str | None:
+        """Why the operator does not support D and V; None if it does."""
+
+    def _kernel_instead(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         """The kernel that runs a tile which the operator refuses; None if the operator runs it."""
         return None
 
@@ -256,6 +261,12 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
             unused,
             scale=scale,
         )
+
+    def _dims_reason(self, inputs: KernelInputs) -> str | None:
+        width = max(inputs.dims)  # the narrower rows are padded
+        if width % 8 == 0 and width <= self.max_head_dim:
+            return None
+        return f"{inputs.widest} must be a multiple of 8 and at most {self.max_head_dim}"
 
     def _size_of_backward(self, query: Tensor, key: Tensor) -> tuple[int, int]:
         """The operator sums dQ in a buffer with padded rows, and some releases compute offsets in it in 32 bits."""

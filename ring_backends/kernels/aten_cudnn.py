@@ -30,17 +30,25 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
     caches cuDNN's plans by the strides of query, key and value only, so out and grad_out always get the layout of the
     query. From torch 2.14 on, the backward may check that gradients, which have no gaps, have the strides of query, key
     and value. So rows with gaps are copied there.
+
+    No GPU has run it with a V other than D yet: the tests replace the operator by a model of MHA.cpp.
     """
 
     name = "aten_cuda_cudnn"
     reads_strided_rows = True
     operators = ("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+    unverified = f"{AtenCudaPartsKernel.unverified}; no GPU has run it with a value_dim other than head_dim"
+    takes_value_dim = True
     max_head_dim = 128
+    latent_dims = (192, 128)
+    """D and V of multi-head latent attention, which cuDNN supports on some GPUs."""
     min_version = 91501
     """cuDNN 9.15.1. Older versions may give wrong results for lengths not divisible by 128 (torch issue 169849)."""
 
     def device_reasons(self, inputs: KernelInputs, capability: tuple[int, int]) -> list[str]:
         reasons = super().device_reasons(inputs, capability)
+        if inputs.dims == self.latent_dims and capability not in ((9, 0), (10, 0), (10, 3)):
+            reasons.append(f"head_dim must be at most {self.max_head_dim} on this GPU")
         version = torch.backends.cudnn.version()
         if version is None or version < self.min_version:
             reasons.append(f"it needs cuDNN 9.15.1 ({self.min_version}), this is {version}")
@@ -50,10 +58,16 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
             reasons.append("it does not support TORCH_CUDNN_SDPA_AVOID_RECOMPILE, with which the LSE has other strides")
         return reasons
 
-    def _kernel_instead(self, query: Tensor, key: Tensor) -> Kernel | None:
+    def _dims_reason(self, inputs: KernelInputs) -> str | None:
+        has_own_plan = inputs.dims == self.latent_dims
+        if has_own_plan or all(dim % 8 == 0 and dim <= self.max_head_dim for dim in inputs.dims):
+            return None
+        return f"head_dim and value_dim must be multiples of 8 and at most {self.max_head_dim}, or 192 and 128"
+
+    def _kernel_instead(self, query: Tensor, key: Tensor, value: Tensor) -> Kernel | None:
         if min(query.shape[2], key.shape[2]) > 1:
             return None
-        return _kernel_of_single_rows(query.device, query.dtype, query.shape[3])
+        return _kernel_of_single_rows(query.device, query.dtype, query.shape[3], value.shape[3])
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float
@@ -108,12 +122,15 @@ class AtenCudaCudnnKernel(AtenCudaPartsKernel):
 
 
 @cache
-def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: int) -> Kernel:
+def _kernel_of_single_rows(device: torch.device, dtype: torch.dtype, head_dim: int, value_dim: int) -> Kernel:
     """The kernel for tiles of a single query or key, which cuDNN refuses."""
     flash = AtenCudaFlashKernel()
-    return MathKernel() if flash.not_supported_reasons(KernelInputs(device, dtype, head_dim)) else flash
+    inputs = KernelInputs(device, dtype, head_dim, value_dim=value_dim)
+    return MathKernel() if flash.not_supported_reasons(inputs) else flash
 
 
 def _in_layout_of(query: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the strides that torch gives to a tensor like ``query``, copied if needed."""
-    return with_strides(x, torch.empty_like(query, device="meta").stride())
+    """Return ``x`` without gaps, its dims in the order of those of ``query`` in memory, copied if needed."""
+    strides = torch.empty_like(query, device="meta").stride()
+    outer_to_inner = sorted(range(4), key=lambda dim: strides[dim], reverse=True)
+    return with_strides(x, torch.empty_permuted(x.shape, outer_to_inner, device="meta").stride())
