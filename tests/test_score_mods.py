@@ -135,7 +135,7 @@ def test_no_tensor_has_all_pairs() -> None:
             out, lse = forward(call, inputs, None)
             backward(call, inputs, out, lse, grad_out, None)
         sizes.append(largest.numel)
-    assert 1000 * 1000 < sizes[0] == sizes[1] < 2000 * 2000
+    assert 700 * 700 < sizes[0] == sizes[1] < 2000 * 2000
 
 
 @pytest.mark.parametrize("policy", [CheckpointPolicy.MUST_SAVE, CheckpointPolicy.MUST_RECOMPUTE])

@@ -26,7 +26,7 @@ from ring_backends.kernels.score_mod import PairScores
 from ring_backends.schedule.bands import CAUSAL, Band, as_slice, trimmed
 from ring_backends.torch_internals import has_values
 
-BLOCK_PAIRS = 2**20
+BLOCK_PAIRS = 2**19
 """How many scores are computed at a time. More would not stay in a cache of the CPU; fewer cost more calls."""
 
 
@@ -70,11 +70,14 @@ class MathKernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`Kernel.forward`. ``rule`` adds documents, dropout and a score_mod."""
         check_tile(query, key, value, is_causal, key_mask)
+        is_finite = _is_finite(value)
         out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with without_autocast(query.device):
             for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
-                out[:, :, rows], lse[:, :, rows] = _forward_rows(query, key, value, scale, key_mask, rule, rows, pairs)
+                out[:, :, rows], lse[:, :, rows] = _forward_rows(
+                    query, key, value, scale, key_mask, rule, rows, pairs, is_finite=is_finite
+                )
         return out, lse
 
     def backward(
@@ -94,6 +97,7 @@ class MathKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`, with gradients in the statistics dtype. ``rule`` is as in the forward."""
         check_tile(query, key, value, is_causal, key_mask)
+        is_finite = all(map(_is_finite, (grad_out, query, key, value)))
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
         grad_key = torch.zeros_like(key, dtype=stats)
@@ -101,7 +105,8 @@ class MathKernel(Kernel):
         with without_autocast(query.device):
             for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
                 grad_query[:, :, rows] = _backward_rows(
-                    grad_out, query, key, value, out, lse, scale, key_mask, rule, rows, pairs, grad_key, grad_value
+                    *(grad_out, query, key, value, out, lse, scale, key_mask, rule, rows, pairs, grad_key, grad_value),
+                    is_finite=is_finite,
                 )
         if key_mask is not None:
             grad_key.masked_fill_(key_mask.unsqueeze(-1), 0.0)
@@ -139,6 +144,8 @@ def _forward_rows(
     rule: PairRule | None,
     rows: slice,
     pairs: list[_BlockPair],
+    *,
+    is_finite: bool,
 ) -> tuple[Tensor, Tensor]:
     """out [B, Hq, b, V] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
     num_kv_heads = key.shape[1]
@@ -149,26 +156,26 @@ def _forward_rows(
     weighted = q.new_zeros(*q.shape[:-1], value.shape[3])
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
-        scores = q @ k.transpose(-1, -2)
+        product = scores = q @ k.transpose(-1, -2)
         of_pair = _pair_scores(pair, rule)
         if of_pair is not None:
-            scores = _fold(of_pair.modified(_unfold(scores, repeats)), num_kv_heads, scores.dtype)
-        hidden = _hidden(pair, repeats, key_mask, rule, scores)
+            scores = _fold(of_pair.modified(_unfold(product, repeats)), num_kv_heads, product.dtype)
+        hidden = _hidden(pair, repeats, key_mask, rule, q)
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
+        unseen = None if is_finite else _unseen(pair, rule, hidden, scores)
         new_maximum = torch.maximum(maximum, scores.amax(-1, keepdim=True))
         # For a row that has seen no key yet, exp(−inf − 0) is 0, but exp(−inf + inf) would be NaN.
         shift = new_maximum.masked_fill(new_maximum == -torch.inf, 0.0)
-        weights = (scores - shift).exp_()
+        weights = torch.sub(scores, shift, out=product).exp_()
         rescale = torch.exp(maximum - shift)
         total = total * rescale + weights.sum(-1, keepdim=True)
         dropout = _dropout(pair, num_kv_heads, rule, weights.dtype)
         if dropout is not None:
             weights *= dropout
-        if of_pair is not None:
-            hidden = scores == -torch.inf
-        weighted = weighted * rescale + _product(weights, v, hidden if _is_pairwise(pair, rule) else None)
+        weighted = weighted * rescale + _product(weights, v, unseen)
         maximum = new_maximum
+        del product, scores, weights, hidden, unseen  # before the next block is computed
     blind = maximum == -torch.inf
     out = (weighted / total).masked_fill(blind, 0.0)
     lse = (maximum + total.log()).masked_fill(blind, -torch.inf)
@@ -189,50 +196,65 @@ def _backward_rows(
     pairs: list[_BlockPair],
     grad_key: Tensor,
     grad_value: Tensor,
+    *,
+    is_finite: bool,
 ) -> Tensor:
     """grad_query [B, Hq, b, D] of one block of b rows; adds the rows' share to grad_key and grad_value.
 
-    ``do`` is the gradient of the output, ``p`` the softmax weights of the pair, ``ds`` the gradient of its scores.
+    ``do`` is the gradient of the output, ``p`` the softmax weights of the pair, ``ds`` the gradient of its scores. The
+    score_mod and its gradient are computed between the products: few blocks of scores are held at a time.
     """
     num_kv_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
     stats = grad_key.dtype
     row_lse = _fold(lse[:, :, rows].unsqueeze(-1), num_kv_heads, stats)
     blind = row_lse == -torch.inf
+    row_lse = row_lse.masked_fill(blind, torch.inf)  # so that exp(score − LSE) is 0
+    has_blind = not (blind.device.type == "cpu" and has_values(blind)) or bool(blind.any())
     q = _fold(query[:, :, rows], num_kv_heads, stats).masked_fill(blind, 0.0)
     do = _fold(grad_out[:, :, rows], num_kv_heads, stats).masked_fill(blind, 0.0)
     o = _fold(out[:, :, rows], num_kv_heads, stats)
     delta = (do * o).sum(-1, keepdim=True).masked_fill(blind, 0.0)
     grad_q = torch.zeros_like(q)
+    q *= scale
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
-        masked = _hidden(pair, repeats, key_mask, rule, q)
-        hidden = blind if masked is None else masked | blind
-        scores = (q * scale) @ k.transpose(-1, -2)
+        product = scores = q @ k.transpose(-1, -2)
         of_pair, gradient = _pair_scores(pair, rule), None
         if of_pair is not None:
-            modified, gradient = of_pair.modified_with_gradient(_unfold(scores, repeats))
-            scores = _fold(modified, num_kv_heads, stats)
-            masked = scores == -torch.inf if masked is None else masked | (scores == -torch.inf)
-            hidden = masked | blind
-        p = (scores - row_lse).exp_().masked_fill_(hidden, 0.0)
-        grad_p = do @ v.transpose(-1, -2)
+            scores, gradient = of_pair.modified_with_gradient(_unfold(product, repeats))
+            scores = _fold(scores, num_kv_heads, stats)
+            product = torch.empty_like(product)  # the graph of the gradient may hold the former one
+        hidden = _hidden(pair, repeats, key_mask, rule, q)
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, -torch.inf)
+        unseen = None if is_finite else _unseen(pair, rule, hidden, scores)
+        zero = blind if has_blind else None
+        if unseen is not None:
+            zero = unseen if zero is None else unseen | zero
+        p = torch.sub(scores, row_lse, out=product).exp_()
+        ds = do @ v.transpose(-1, -2)
         dropout = _dropout(pair, num_kv_heads, rule, p.dtype)
         if dropout is not None:
-            grad_p *= dropout
-        ds = grad_p.sub_(delta).mul_(p)
+            ds *= dropout
+        ds.sub_(delta).mul_(p)
+        if zero is not None:
+            p.masked_fill_(zero, 0.0)
+            ds.masked_fill_(zero, 0.0)
         if gradient is not None:
-            ds = _fold(gradient(_unfold(ds.masked_fill_(hidden, 0.0), repeats)), num_kv_heads, stats)
-        ds = (ds * scale).masked_fill_(hidden, 0.0)
-        weights = p if dropout is None else p * dropout
+            ds = _fold(gradient(_unfold(ds, repeats)), num_kv_heads, stats)
+            if not _is_finite(ds):  # the slope of a score_mod may be infinite where it hides
+                ds = ds.masked_fill((scores == -torch.inf) | blind, 0.0)
+        if dropout is not None:
+            p *= dropout
         # Rows of q and do that see no key are 0 already, and so are masked keys. Only the pairs that the band, the
         # documents or a score_mod hide are left.
-        unseen = masked if _is_pairwise(pair, rule) else None
         unseen_by = None if unseen is None else unseen.transpose(-1, -2)
         keys = pair.keys
         grad_q += _product(ds, k, unseen)
         grad_key[:, :, keys] += _product(ds.transpose(-1, -2), q, unseen_by)
-        grad_value[:, :, keys] += _product(weights.transpose(-1, -2), do, unseen_by)
-    return _unfold(grad_q.masked_fill(blind, 0.0), repeats)
+        grad_value[:, :, keys] += _product(p.transpose(-1, -2), do, unseen_by)
+        del product, scores, p, ds, hidden, unseen, unseen_by, zero, gradient  # before the next block is computed
+    return _unfold(grad_q.mul_(scale).masked_fill(blind, 0.0), repeats)
 
 
 def _fold(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:
@@ -290,11 +312,21 @@ def _pair_scores(pair: _BlockPair, rule: PairRule | None) -> PairScores | None:
     return None if rule is None or rule.scores is None else rule.scores.part(pair.rows, pair.keys)
 
 
-def _is_pairwise(pair: _BlockPair, rule: PairRule | None) -> bool:
-    """Whether different rows of the pair may see different keys."""
-    if rule is not None and (rule.query_documents is not None or rule.scores is not None):
-        return True
-    return pair.band is not None
+def _unseen(pair: _BlockPair, rule: PairRule | None, hidden: Tensor | None, scores: Tensor) -> Tensor | None:
+    """Which keys each row does not see, if different rows may see different keys; else None."""
+    if rule is not None and rule.scores is not None:
+        return scores == -torch.inf
+    is_pairwise = pair.band is not None or (rule is not None and rule.query_documents is not None)
+    return hidden if is_pairwise else None
+
+
+def _is_finite(x: Tensor) -> bool:
+    """Whether all elements are known to be finite. On a GPU, the host would have to wait for the answer.
+
+    The sum may overflow. This costs time, but no result depends on it.
+    """
+    is_known = x.device.type == "cpu" and has_values(x)
+    return is_known and bool(x.sum(dtype=statistics_dtype(x.dtype)).isfinite())
 
 
 def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
@@ -303,14 +335,11 @@ def _product(weights: Tensor, x: Tensor, hidden: Tensor | None) -> Tensor:
     Args:
         weights: [B, Hk, m, k], 0 where hidden.
         x: [B, Hk, k, D].
-        hidden: bool, broadcasts to ``weights``; None if nothing is hidden.
+        hidden: bool, broadcasts to ``weights``; None if nothing is hidden, or ``x`` is known to be finite.
     """
     if hidden is None:
         return weights @ x
     finite = x.isfinite()
-    # On a GPU, the host would have to wait for the answer.
-    if x.device.type == "cpu" and has_values(x) and bool(finite.all()):
-        return weights @ x
     seen = (~hidden).to(x.dtype).expand(weights.shape)
     product = weights @ x.masked_fill(~finite, 0.0)
     found = torch.cat([x.isnan(), x == torch.inf, x == -torch.inf], -1).to(x.dtype)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from ring_backends.kernels.constants import constant
@@ -78,7 +79,7 @@ class PairScores:
         of_queries = torch.vmap(of_keys, (0, None, None, 0, None))
         of_heads = torch.vmap(of_queries, (0, None, 0, query_dims[1], key_dims[1]))
         if len(batch) == 1:
-            found: Tensor = of_heads(scores[0], batch[0], heads, queries, keys).unsqueeze(0)
+            found: Tensor = of_heads(scores.squeeze(0), batch[0], heads, queries, keys).unsqueeze(0)
         else:
             of_batch = torch.vmap(of_heads, (0, 0, None, query_dims[0], key_dims[0]))
             found = of_batch(scores, batch, heads, queries, keys)
@@ -89,11 +90,13 @@ class PairScores:
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
             modified = self.modified(scores)
+        # The edges of the graph, and not the tensors at them, which would stay in memory.
+        edges = [get_gradient_edge(x) for x in (modified, scores) if x.requires_grad]
 
         def gradient(of_modified: Tensor) -> Tensor:
-            if not modified.requires_grad:  # the function does not depend on the score
+            if len(edges) < 2:  # the function does not depend on the score
                 return torch.zeros_like(of_modified)
-            (found,) = torch.autograd.grad(modified, scores, of_modified)
+            (found,) = torch.autograd.grad(edges[:1], edges[1:], of_modified)
             return found
 
         return modified.detach(), gradient
