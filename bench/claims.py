@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import rank
 import typer
+from attach import attach_command
 from blocks import blocks_command
 from calls import latency_command, tiny_calls_command
 from case import BARE_KERNELS, FLEX, MASKED_SDPA, ONE_DEVICE, STANDARD, Branches, Case
@@ -35,6 +36,7 @@ TILES: Branches = ((2048, 1), (20480, 8), (102400, 64))
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 app.command("hidden-hops")(hidden_hops_command)
+app.command("attach")(attach_command)
 app.command("blocks")(blocks_command)
 app.command("tiny-calls")(tiny_calls_command)
 app.command("latency")(latency_command)

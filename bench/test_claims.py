@@ -7,6 +7,7 @@ import os
 import subprocess
 from typing import Any
 
+import attach
 import blocks
 import calls
 import claims
@@ -113,6 +114,12 @@ def test_timelines_of_all_ranks_share_one_clock(worlds: Worlds) -> None:
                 assert all(start <= begin <= finish <= end for _, _, begin, finish in inside)
             # The ranks begin together. Neither can end before the other has begun.
             assert max(start for _, _, start, _ in whole) < min(end for _, _, _, end in whole)
+
+
+def test_attach() -> None:
+    pytest.importorskip("transformers")
+    (row,) = attach.attach_steps(2, 32)
+    assert row["ratio_of_medians"] > 0
 
 
 def test_blocks() -> None:

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.kernels.score_mod import ScoreMod, with_in_place
 from ring_backends.schedule.checks import check_integer
 
 __all__ = ["alibi", "distance", "relative", "softcap"]
@@ -39,11 +39,12 @@ def softcap(cap: float) -> ScoreMod:
         raise ValueError(f"cap = {cap}: must be above 0 and finite; leave score_mod out for no cap.")
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        if _may_be_changed(score):
-            return score.div_(cap).tanh_().mul_(cap)
         return cap * torch.tanh(score / cap)
 
-    return score_mod
+    def in_place(score: Tensor, *pair: Tensor) -> Tensor:
+        return score.div_(cap).tanh_().mul_(cap)
+
+    return with_in_place(score_mod, in_place)
 
 
 def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:
@@ -63,7 +64,7 @@ def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreM
     slopes = torch.tensor((lower + higher[::2])[:num_heads], dtype=torch.float32, device=device)
 
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return _minus(score, slopes[head] * (q_idx - kv_idx).abs().to(score.dtype))
+        return score - slopes[head] * (q_idx - kv_idx).abs().to(score.dtype)
 
     return score_mod
 
@@ -92,7 +93,7 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
     def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         across = first[batch, q_idx] - first[batch, kv_idx]
         down = second[batch, q_idx] - second[batch, kv_idx]
-        return _minus(score, slopes[head] * torch.hypot(across, down))
+        return score - slopes[head] * torch.hypot(across, down)
 
     return score_mod
 
@@ -141,15 +142,6 @@ def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 1
         return score + biases[head, (kv_idx - q_idx).clamp(-max_distance, max_distance) + max_distance]
 
     return score_mod
-
-
-def _may_be_changed(score: Tensor) -> bool:
-    """Whether a function may change the score in place, as in the forward of the kernel ``math``. This is faster."""
-    return score.device.type == "cpu" and not torch.is_grad_enabled()
-
-
-def _minus(score: Tensor, bias: Tensor) -> Tensor:
-    return score.sub_(bias) if _may_be_changed(score) else score - bias
 
 
 def _check_has_no_gradient(name: str, tensor: Tensor) -> None:

@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from native_ranks import world_of
 from torch.utils.data import DataLoader
-from trainer_cases import PLAIN, assert_equal, make_model, reset_accelerate, run_accelerate
+from trainer_cases import assert_equal, make_model, reset_accelerate, run_accelerate
 
 from ring_backends import Ring
 from ring_backends.integrations.accelerate import attach
@@ -47,7 +47,7 @@ def rates(ring_size: int | None) -> list[float]:
     reset_accelerate()
     accelerator, model = Accelerator(cpu=True), make_model("llama")
     if ring_size is not None:
-        attach(accelerator, model, *PLAIN, ring_size=ring_size)
+        attach(accelerator, model, ring_size=ring_size)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=12)
     optimizer, scheduler = accelerator.prepare(optimizer, scheduler)
@@ -67,7 +67,7 @@ def test_a_scheduler_takes_one_step_per_ring(two: World) -> None:
 def attached(ring_size: int) -> tuple[Accelerator, Ring]:
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    return accelerator, attach(accelerator, make_model("llama"), *PLAIN, ring_size=ring_size)
+    return accelerator, attach(accelerator, make_model("llama"), ring_size=ring_size)
 
 
 def orders(ring_size: int) -> list[int]:
@@ -103,7 +103,7 @@ def attached_state() -> bool:
     reset_accelerate()
     accelerator, model = Accelerator(cpu=True), make_model("llama")
     state = torch.get_rng_state()
-    attach(accelerator, model, *PLAIN)
+    attach(accelerator, model)
     return torch.equal(state, torch.get_rng_state())
 
 

@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from trainer_cases import PLAIN, make_model
+from trainer_cases import make_model
 
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
@@ -40,7 +40,7 @@ def call_with_batches(length: int) -> tuple[int, Ended]:
     """
     rank, model = dist.get_rank(), make_model("llama")
     ring = native.initialize(timeout=timedelta(seconds=60))
-    use_ring(model, native.RingDilatedAttention(*PLAIN, ring=ring))
+    use_ring(model, ring)
     tokens = torch.arange(1, 9).view(1, -1)
     model(tokens, labels=tokens)
     with mock.patch.object(whole_batches, "agree") as agree:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_cases import PLAIN, SIZES, VOCABULARY, assert_equal, run
+from trainer_cases import SIZES, VOCABULARY, assert_equal, run
 
 from ring_backends.testing.world import World
 
@@ -38,7 +38,7 @@ def probe_partitioned_models() -> bool:
     bart = transformers.BartForCausalLM._from_config(transformers.BartConfig(vocab_size=VOCABULARY, **own_sizes))
     assert settings.is_zero3()
     assert all(parameter.numel() == 0 for model in (llama, bart) for parameter in model.parameters())
-    attention = backend.RingDilatedAttention(*PLAIN, ring=ring)
+    attention = backend.RingDilatedAttention([None], [1], ring=ring)
     use_ring(llama, attention)
     with pytest.raises(ValueError, match=r"BartForCausalLM: model\.decoder\.embed_positions"):
         use_ring(bart, attention)

@@ -68,6 +68,19 @@ def test_a_row_with_infinite_lse_has_no_gradient(kernel: Kernel) -> None:
     check_a_row_without_keys(kernel, torch.float64, 1e-12)
 
 
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_nan_of_another_tile_stays_in_its_row(is_causal: bool) -> None:
+    """A row that is NaN because of another tile gives no gradient to keys that it does not see, or that are masked."""
+    query, key, value, grad_out = (torch.randn(1, 1, 4, 8) for _ in range(4))
+    key_mask = torch.tensor([[[False, True, False, False]]])
+    options = {"is_causal": is_causal, "scale": 0.5, "key_mask": key_mask}
+    out, lse = MathKernel().forward(query, key, value, **options)
+    out[:, :, 1], lse[:, :, 1] = torch.nan, torch.nan
+    for grad in MathKernel().backward(grad_out, query, key, value, out, lse, **options)[1:]:
+        rows = grad[0, 0].isfinite().all(1).tolist()
+        assert rows == ([False, True, True, True] if is_causal else [False, True, False, False])
+
+
 @pytest.mark.parametrize(
     "poison", [torch.nan, torch.inf, pytest.param(-torch.inf, marks=pytest.mark.matrix(reason="inf of the other sign"))]
 )

@@ -62,6 +62,7 @@ FUNCTIONS = {
     "relative": score_mods.relative(TABLE, max_distance=9),
     "vectors": by_vectors,
     "constant": lambda score, batch, head, q_idx, kv_idx: SLOPES[head] * (q_idx < kv_idx),
+    "within another": lambda score, *pair: torch.where(pair[3] < 4, score, score_mods.softcap(1.0)(score, *pair)),
     "partial": functools.partial(lambda cap, score, *pair: torch.tanh(score) * cap, 2.0),
 }
 

@@ -29,11 +29,12 @@ def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     expected = run(name, None)
     for ring_size, layout in ((2, "contiguous"), (2, "zigzag"), (1, "contiguous")):
-        assert_equal(two.run(run, name, ring_size, layout), expected)
+        if (name, ring_size) != ("router-loss", 1):  # the Trainer adds such a loss once per process
+            assert_equal(two.run(run, name, ring_size, layout), expected)
 
 
 @LONG
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"router-loss"}))
 def test_two_by_two(four: World, name: str) -> None:
     expected = run(name, None)
     assert_equal(four.run(run, name, 2, "zigzag"), expected)
@@ -46,10 +47,10 @@ def test_two_by_two_on_the_axes_of_accelerate(four: World) -> None:
 
 
 @LONG
-@pytest.mark.parametrize("strategy", ["fsdp2", "cp"])
-def test_fsdp2(two: World, strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "name"), [("fsdp2", "llama"), ("cp", "llama"), ("fsdp2", "router-loss")])
+def test_fsdp2(two: World, strategy: str, name: str) -> None:
     """FSDP2 of Accelerate, and its cp axis as the ring."""
-    assert_equal(two.run(run, "llama", 2, "zigzag", strategy), run("llama", None))
+    assert_equal(two.run(run, name, 2, "zigzag", strategy), run(name, None))
 
 
 @pytest.mark.parametrize("ring_size", [pytest.param(1, marks=LONG), 2])

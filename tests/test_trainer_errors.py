@@ -18,8 +18,9 @@ import transformers
 from accelerate import Accelerator
 from native_ranks import world_of
 from torch import Tensor
-from trainer_cases import PLAIN, SIZES, Case, make_model, make_trainer, reset_accelerate
+from trainer_cases import SIZES, Case, make_model, make_trainer, reset_accelerate
 
+from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
@@ -37,19 +38,13 @@ def config_of(kind: str, **options: Any) -> Any:
 
 
 def on_a_ring(model: Any) -> Any:
-    use_ring(model, native.RingDilatedAttention(*PLAIN))
+    use_ring(model, Ring())
     return model
 
 
 @pytest.mark.parametrize(
     ("config", "maker", "message"),
     [
-        (
-            config_of("mistral", sliding_window=16),
-            "CausalLM",
-            "sliding_window = 16: its window would be ignored",
-        ),
-        (config_of("modernbert"), "MaskedLM", "sliding_window = .*: its window would be ignored"),
         (config_of("llama"), "SequenceClassification", "LlamaForSequenceClassification: its head may pool rows"),
         (config_of("bert"), "", "BertModel: its head may pool rows"),
         (config_of("t5", d_model=32, d_kv=8, d_ff=32), "Seq2SeqLM", "is_encoder_decoder = True"),
@@ -84,7 +79,7 @@ def test_a_model_that_is_wrapped() -> None:
         ({"labels": TOKENS[:, :7]}, r"labels is \[1, 7\]: expected \[1, 8\]"),
         ({"attention_mask": torch.ones(8, 8)[None, None]}, r"attention_mask is \[1, 1, 8, 8\]: expected \[batch, 8"),
         ({"lengths": torch.tensor([8])}, r"lengths is \[1\]: expected \[batch, 8"),
-        ({"output_router_logits": True}, "output_router_logits = True"),
+        ({"output_router_logits": True}, "output_router_logits = True: LlamaForCausalLM has another router loss"),
         ({"output_attentions": True}, "output_attentions = True: a ring has no matrix"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
@@ -141,14 +136,14 @@ def test_trainers(arguments: dict[str, Any], change: Callable[[Any], None] | Non
     if change is not None:
         change(trainer)
     with pytest.raises(ValueError, match=message):
-        attach(trainer, *PLAIN)
+        attach(trainer)
 
 
 def test_what_is_no_trainer() -> None:
     with pytest.raises(TypeError, match=r"trainer = object: expected a transformers\.Trainer"):
-        attach(object(), *PLAIN)
+        attach(object())
     with pytest.raises(TypeError, match=r"accelerator = object: expected an accelerate\.Accelerator"):
-        attach_accelerator(object(), make_model("llama"), *PLAIN)
+        attach_accelerator(object(), make_model("llama"))
 
 
 def messages(ranks: World, function: Callable[..., Any], *arguments: Any) -> list[str]:
@@ -163,7 +158,7 @@ def call_with_own_tokens(length: int) -> None:
     rank = int(os.environ["RANK"])
     model = make_model("llama")
     ring = native.initialize()
-    use_ring(model, native.RingDilatedAttention(*PLAIN, ring=ring))
+    use_ring(model, ring)
     tokens = torch.arange(1, 1 + (length if rank else 8)).view(1, -1)
     tokens[0, -1] += rank
     model(tokens, labels=tokens)
@@ -180,7 +175,7 @@ def test_batches_that_differ_within_a_ring(two: World, length: int) -> None:
 def attach_alone() -> None:
     """Without GPUs and without ``cpu=True``, an Accelerator does not use the other processes."""
     reset_accelerate()
-    attach_accelerator(Accelerator(), make_model("llama"), *PLAIN)
+    attach_accelerator(Accelerator(), make_model("llama"))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with GPUs, Accelerate uses all processes")
@@ -196,7 +191,7 @@ def train_with(name: str) -> None:
         owner, method = name.split(".")
         owners = {"Accelerator": Accelerator, "Trainer": transformers.Trainer}
         with mock.patch.object(owners[owner], method, CHANGES[name]):
-            attach(trainer, *PLAIN)
+            attach(trainer)
 
 
 def batches_by_rank(self: Any, loader: Any, **_: Any) -> Any:

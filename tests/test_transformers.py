@@ -214,15 +214,15 @@ def call(model: Any, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 16}, "sliding_window is given: its window would be ignored"),
-        ({"softcap": 30.0}, "softcap is given"),
+        ({"sliding_window": 16}, "sliding_window = 16: LlamaAttention has a window, and its mask has none"),
+        ({"position_bias": torch.zeros(1, 4, N, N)}, "position_bias is given: biases of scores are not supported"),
         ({"output_attentions": True}, "output_attentions = True"),
         ({"attention_mask": torch.zeros(2, 1, N, N)}, r"attention_mask is \[2, 1, 45, 45\]"),
         ({"position_ids": torch.arange(N).flip(0)[None], "attention_mask": torch.ones(2, N)}, "position_ids = "),
         ({"position_ids": torch.arange(N)[None] % 20}, "in packed sequences or .* call the model with shard_inputs"),
         ({"use_cache": True, "past_key_values": ...}, "past_key_values is given: key/value caches"),
     ],
-    ids=["sliding window", "soft-capping", "weights", "4-D mask", "local positions", "packed", "cache"],
+    ids=["sliding window", "bias", "weights", "4-D mask", "local positions", "packed", "cache"],
 )
 def test_unsupported_options_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     put_on(Ring())
@@ -341,7 +341,7 @@ def test_dropout_follows_train_and_eval(pair: World, kind: str) -> None:
 
 def test_a_scale_that_differs_from_the_model_is_refused() -> None:
     register(native.RingDilatedAttention(*DILATED, scale=0.5))
-    with pytest.raises(ValueError, match=r"the attention has scale = 0\.5; make it with scale="):
+    with pytest.raises(ValueError, match=r"the attention has scale = 0\.5; make it without a scale"):
         call(make_model("llama"))
 
 

@@ -95,8 +95,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("xLSTMForCausalLM", {}, "xLSTMForCausalLM: backbone"),
     ("MobileBertForMaskedLM", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
     ("EsmForMaskedLM", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
-    # The numbers of rows matter only beyond 8,192 rows.
-    ("Llama4ForCausalLM", LLAMA_4, "Llama4ForCausalLM: it numbers its rows itself"),
     # The attention's mask or its arguments are used in another way.
     ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
     ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is no tensor"),

@@ -6,9 +6,7 @@ shard of a test. A model that uses a part of the sequence in another way than by
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -85,7 +83,8 @@ _SPECIAL_TOKENS: dict[int | None, str] = {
     94: "eoi_token_id eoi_token_index eoa_token_id vision_end_token_id",
 }
 
-_TABLE = [*_NAMES_BY_SIZE.items(), *_SPECIAL_TOKENS.items()]
+_SOFT_CAPS = {2.0: "attn_logit_softcapping attn_logit_softcap"}
+_TABLE = [*_NAMES_BY_SIZE.items(), *_SOFT_CAPS.items(), *_SPECIAL_TOKENS.items()]
 SIZES = {name: value for value, names in _TABLE for name in names.split()}
 """The value of a field of a configuration, wherever a configuration has a field with this name."""
 
@@ -126,6 +125,8 @@ BY_TYPE: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "mobilebert": {"intra_bottleneck_size": 16, "true_hidden_size": 16, "intermediate_size": 32},
     "neomme": {"head_dim": 16},
+    "phi3": {"sliding_window": 16},
+    "qwen2": {"use_sliding_window": True},
     "xlstm": {"embedding_dim": 32, "num_heads": 4},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "attention_hidden_size": 64, "attention_head_dim": 16},
@@ -154,16 +155,6 @@ CHANGES = (
 )
 """Changes to try in order until a model can be built and runs."""
 
-FULL_LAYERS = "windows and chunks replaced by full attention in layer_types"
-_PLAIN = {"layer_types": FULL_LAYERS, "attn_logit_softcapping": None, "attn_logit_softcap": None}
-_NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None}
-PLAIN: dict[str, dict[str, Any]] = {
-    "": {},
-    "windows off in layer_types, soft-capping off": _PLAIN,
-    "windows and soft-capping off": {**_PLAIN, **_NO_WINDOWS},
-}
-"""Features to turn off if a ring refuses a model, by what is then said of the model. Tried in order."""
-
 
 @dataclass(frozen=True)
 class TinyModel:
@@ -174,9 +165,7 @@ class TinyModel:
         model_type: the type of its configuration.
         kind: what it predicts.
         change: an index in CHANGES.
-        plain: a key of PLAIN.
         implementation: its attention in one process.
-        scale: the scale of the ring's attention; None for the default.
         num_layers: the number of layers; None for that of SIZES.
         has_loss: whether it takes labels.
         dtype: the dtype of its parameters.
@@ -186,9 +175,7 @@ class TinyModel:
     model_type: str
     kind: Kind
     change: int = 0
-    plain: str = ""
     implementation: str = "sdpa"
-    scale: float | None = None
     num_layers: int | None = None
     has_loss: bool = True
     dtype: torch.dtype = torch.float32
@@ -206,7 +193,6 @@ class TinyModel:
         if self.kind == "token":
             fields["num_labels"] = VOCABULARY
         config = config_class(**fields)
-        turn_off(config, PLAIN[self.plain])
         if self.kind == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True
         for name in ("use_cache", "output_router_logits"):
@@ -290,8 +276,8 @@ def default_fields(config_class: Any) -> dict[str, Any]:
 
 
 def tiny_value(name: str, default: Any) -> Any:
-    is_absent_window = default is None and ("window" in name or name == "attention_chunk_size")
-    if name in SIZES and not is_absent_window and not isinstance(default, (list, dict)):
+    is_absent = default is None and ("window" in name or "softcap" in name or name == "attention_chunk_size")
+    if name in SIZES and not is_absent and not isinstance(default, (list, dict)):
         return SIZES[name]
     if name in LISTS:
         return LISTS[name]
@@ -314,20 +300,3 @@ def tiny_part(part_class: Any, default: Any) -> dict[str, Any] | None:
     model_type = part_class.model_type
     named = {"model_type": model_type} if model_type else {}
     return tiny_fields(part_class) | BY_TYPE.get(model_type, {}) | named
-
-
-def turn_off(config: Any, fields: Mapping[str, Any]) -> None:
-    """Set fields that a configuration and its parts have, and that are not None."""
-    parts = [config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", {}))]
-    for part, (name, value) in itertools.product(parts, fields.items()):
-        old = getattr(part, name, None)
-        if old is None:
-            continue
-        if value is FULL_LAYERS:
-            value = [full_attention_for(layer_type) for layer_type in old]
-        with contextlib.suppress(Exception):  # a field that this configuration checks or computes
-            setattr(part, name, value)
-
-
-def full_attention_for(layer_type: str) -> str:
-    return "full_attention" if "sliding" in layer_type or "chunked" in layer_type else layer_type

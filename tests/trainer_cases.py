@@ -6,7 +6,7 @@ import os
 import tempfile
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -25,10 +25,9 @@ from ring_backends.integrations.trainer import attach
 from ring_backends.integrations.transformers import IGNORED
 
 N, VOCABULARY, STEPS = 45, 23, 10
-PLAIN = ((4 * N,), (1,))
-"""One segment over the longest batch, of four packed documents: the model's own full attention."""
 
-Kind = Literal["llama", "qwen3", "bert", "modernbert"]
+CausalKind = Literal["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
+Kind = Literal[CausalKind, "bert", "modernbert"]
 SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0},
@@ -37,7 +36,14 @@ OWN_SIZES: dict[Kind, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
     "bert": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
-    "modernbert": {"global_attn_every_n_layers": 1, "attention_dropout": 0.0, "cls_token_id": 1, "sep_token_id": 2},
+    "modernbert": {"local_attention": 16, "attention_dropout": 0.0, "cls_token_id": 1, "sep_token_id": 2},
+    "mistral": {"num_key_value_heads": 2, "sliding_window": 16},
+    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "attn_logit_softcapping": 2.0},
+    "qwen3_moe": {
+        **{"num_key_value_heads": 2, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 16, "output_router_logits": True, "router_aux_loss_coef": 0.5},
+    },
+    "gpt_oss": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
 }
 
 
@@ -48,9 +54,8 @@ def make_model(kind: Kind, lora: bool = False) -> Any:
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(kind, **SIZES, **OWN_SIZES[kind])
     config.use_cache = False  # with a cache, transformers ignores position_ids that restart
-    is_causal = kind in ("llama", "qwen3")
-    make = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModelForMaskedLM
-    model = make.from_config(config, attn_implementation="sdpa")
+    make = transformers.AutoModelForCausalLM if kind in get_args(CausalKind) else transformers.AutoModelForMaskedLM
+    model = make.from_config(config, attn_implementation="eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
     if lora:
         peft = pytest.importorskip("peft")
         adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
@@ -105,6 +110,10 @@ CASES = {
     "qwen3-packed": Case("qwen3", packed=True),
     "bert": Case("bert"),
     "modernbert": Case("modernbert"),
+    "mistral-packed": Case("mistral", packed=True),
+    "gemma2": Case("gemma2"),
+    "gpt-oss-lora": Case("gpt_oss", lora=True),
+    "router-loss": Case("qwen3_moe"),
     "accumulation": Case("qwen3", arguments={"gradient_accumulation_steps": 3}),
     "bert-accumulation": Case("bert", arguments={"gradient_accumulation_steps": 2}),
     "lora": Case(lora=True),
@@ -137,7 +146,7 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     reset_accelerate()
     model = make_model(case.kind, case.lora)  # before DeepSpeed would partition it, which draws other weights
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
-    data = Documents(padded=not case.packed, every_label=case.kind in ("llama", "qwen3"))
+    data = Documents(padded=not case.packed, every_label=case.kind in get_args(CausalKind))
     options = {
         "use_cpu": True,
         "per_device_train_batch_size": 4 // rings,
@@ -178,7 +187,7 @@ def make_attached(case: Case, ring_size: int | None, folder: str, layout: Any = 
     trainer = make_trainer(case, num_rings(ring_size), folder, **arguments)
     if ring_size is not None:
         has_axes = "parallelism_config" in arguments
-        attach(trainer, *PLAIN, ring_size=None if has_axes else ring_size, layout=layout)
+        attach(trainer, ring_size=None if has_axes else ring_size, layout=layout)
     return trainer
 
 
@@ -191,7 +200,10 @@ def results_of(trainer: Any, case: Case) -> dict[str, Any]:
     # Trainer joins the logits of batches by padding, and packed batches differ in length.
     trainer.args.prediction_loss_only = case.packed
     if not case.packed:
-        results["predictions"] = torch.from_numpy(trainer.predict(Documents(5)).predictions)
+        found = trainer.predict(Documents(5)).predictions
+        logits = next(x for x in found if x.ndim == 3) if isinstance(found, tuple) else found  # beside router's logits
+        is_real = torch.stack([Documents(5)[index]["attention_mask"] for index in range(5)])
+        results["predictions"] = torch.from_numpy(logits) * is_real.unsqueeze(-1)
     results["evaluation loss"] = torch.tensor(trainer.evaluate()["eval_loss"], dtype=torch.float64)
     parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     return results | {name: whole(value) for name, value in parameters if value.requires_grad}
@@ -267,7 +279,7 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     model = make_model(case.kind, case.lora)
     if ring_size is not None:
-        attach_accelerator(accelerator, model, *PLAIN, ring_size=ring_size, layout=layout)
+        attach_accelerator(accelerator, model, ring_size=ring_size, layout=layout)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
     data = DataLoader(Documents(40, padded=not case.packed), batch_size=4 // rings, collate_fn=collator)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

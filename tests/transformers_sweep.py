@@ -29,16 +29,10 @@ def table(rows: Iterable[Row]) -> str:
     """One line per class. Below it, one line per check that is not equal."""
     lines = []
     for row in rows:
-        statuses = dict.fromkeys((row.configured.status, row.adapted.status))
         passed = sum(verdict.status == "EQUAL" for verdict in row.checks.values())
         further = f"{passed} of {len(row.checks)} further checks equal" if row.checks else ""
-        lines.append(f"{row.model.name:44} {', then '.join(statuses):22} {further}".rstrip())
-        changes = [row.model.plain] if row.model.plain else []
-        changes += [] if row.model.scale is None else [f"scale={row.model.scale:g}"]
-        shown = {"": row.configured}
-        if changes:
-            shown[", ".join(changes)] = row.adapted
-        shown |= row.checks
+        lines.append(f"{row.model.name:44} {row.first.status:10} {further}".rstrip())
+        shown = {"": row.first, **row.checks}
         for name, verdict in shown.items():
             if verdict.status != "EQUAL":
                 lines.append(f"    {name + ': ' if name else ''}{verdict.status} {verdict.why}")
@@ -46,7 +40,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def counts(rows: Sequence[Row]) -> str:
-    columns = {"as configured": [row.configured for row in rows], "without features": [row.adapted for row in rows]}
+    columns = {"as configured": [row.first for row in rows]}
     columns |= {name: [row.checks[name] for row in rows if name in row.checks] for name in CHECKS}
     lines = [f"{len(rows)} classes"]
     for name, verdicts in columns.items():
@@ -66,17 +60,15 @@ INTRODUCTION = f"""\
 
 The command `{{command}}` wrote this page, with
 Transformers {{release}} and torch {{torch}}. It built each text model with a tiny configuration and random weights, and
-ran it on one process and on a ring of two ranks, by [`use_ring`](accelerate.md). The pattern was one branch over the
-whole sequence, which is full attention. *Equal* means that the logits, the loss and all gradients differ by at most
-{TOLERANCE:g} of the largest value. The batch had padding on the right.
+ran it on one process and on a ring of two ranks, by [`use_ring(model, ring)`](accelerate.md#other-loops), so that every
+layer computed [its own attention](hugging-face.md#the-attention-of-each-layer). *Equal* means that the logits, the loss
+and all gradients differ by at most {TOLERANCE:g} of the largest value. The batch had padding on the right.
 
 A class that is not equal is *refused*: it raises an error that names the reason.
 """
 SECTIONS = {
     "Equal": "These classes run as Transformers configures them, apart from their sizes.",
-    "Equal without a feature": "The default configuration of these classes is refused. They are equal if it turns the "
-    "feature off, or if the attention is made with the scale that the error names.",
-    "Refused": "These classes raise an error, also without the features that a configuration can turn off.",
+    "Refused": "These classes raise an error.",
     "Not tested": "One process could not build or run these classes with a tiny configuration and text alone.",
     "Defects": "These classes give other results than one process, or raise an error that does not name the reason.",
 }
@@ -94,9 +86,7 @@ COMMAND = "python tests/transformers_sweep.py --write docs/hugging-face-models.m
 def section(row: Row) -> str:
     if row.defects:
         return "Defects"
-    if row.configured.status == "EQUAL":
-        return "Equal"
-    return {"EQUAL": "Equal without a feature", "REFUSED": "Refused"}.get(row.adapted.status, "Not tested")
+    return {"EQUAL": "Equal", "REFUSED": "Refused"}.get(row.first.status, "Not tested")
 
 
 def page(rows: Sequence[Row]) -> str:
@@ -115,11 +105,10 @@ def page(rows: Sequence[Row]) -> str:
         elif title == "Defects":
             parts.append(by_reason((row, f"{name}: {why.why}") for row in found for name, why in row.defects.items()))
         elif title == "Not tested":
-            parts.append(by_reason((row, row.configured.why.partition(" | ")[0][:120]) for row in found))
+            parts.append(by_reason((row, row.first.why.partition(" | ")[0][:120]) for row in found))
         else:
-            is_equal = title == "Equal without a feature"
-            parts.append(by_reason((row, rule_of(row, row.configured if is_equal else row.adapted)) for row in found))
-    checked = [row for row in rows if section(row).startswith("Equal")]
+            parts.append(by_reason((row, rule_of(row, row.first)) for row in found))
+    checked = [row for row in rows if section(row) == "Equal"]
     limits = [
         (row, f"{name}: {rule_of(row, verdict)}")
         for name in CHECKS

@@ -1,7 +1,7 @@
 """Training loops of Hugging Face Accelerate, with the batches of each ring on all of its ranks::
 
     accelerator = Accelerator()
-    ring = attach(accelerator, model, [2048, 16384], [1, 8])
+    ring = attach(accelerator, model)
     model, optimizer, dataloader = accelerator.prepare(model, optimizer, dataloader)
 
 The rest of the loop stays as it is. Accelerate replicates or shards the model: DistributedDataParallel, FSDP2 and
@@ -43,8 +43,8 @@ __all__ = ["attach"]
 def attach(
     accelerator: Any,
     model: nn.Module,
-    segment_lengths: Sequence[int | None],
-    dilation_rates: Sequence[int],
+    segment_lengths: Sequence[int | None] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
@@ -65,7 +65,9 @@ def attach(
             and Accelerate's own context parallelism is off.
         model: a causal or masked language model of transformers, a token classifier, or a model without a head; also
             within a ``PeftModel``.
-        segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`.
+        segment_lengths, dilation_rates: the pattern that takes the place of full attention, as in
+            :class:`~ring_backends.DilatedPattern`. Without one, every layer computes the attention that the model's
+            configuration says, on all ranks.
         ring_size: number of processes per ring. None is the size of the cp axis, or all processes without one.
         layout: ``"contiguous"`` or ``"zigzag"``.
         timeout: the longest time from a call's first wait for a peer until it returns or raises.
@@ -82,8 +84,25 @@ def attach(
             message names it.
     """
     ring = join(accelerator, ring_size, layout, timeout)
-    use_ring(model, native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options), probe=probe)
+    use_ring(model, make_attention(segment_lengths, dilation_rates, ring, options), probe=probe)
     return ring
+
+
+def make_attention(
+    segment_lengths: Sequence[int | None] | None,
+    dilation_rates: Sequence[int] | None,
+    ring: Ring,
+    options: dict[str, Any],
+) -> native.RingDilatedAttention:
+    """The attention of these arguments of :func:`attach`; full attention without a pattern."""
+    if segment_lengths is None and dilation_rates is None:
+        segment_lengths, dilation_rates = [None], [1]
+    if segment_lengths is None or dilation_rates is None:
+        raise ValueError(
+            f"segment_lengths = {segment_lengths}, dilation_rates = {dilation_rates}: give both; or neither, and every "
+            "layer computes the model's own attention."
+        )
+    return native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
 
 
 def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: timedelta) -> Ring:

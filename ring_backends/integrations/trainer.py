@@ -1,7 +1,7 @@
 """Hugging Face's Trainer on rings, with one more line in a script::
 
-    trainer = Trainer(model=model, args=args, train_dataset=dataset)
-    attach(trainer, [2048, 16384], [1, 8])
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)  # or TRL's SFTTrainer
+    attach(trainer)
     trainer.train()
 
 Start the script with ``torchrun`` or ``accelerate launch``. The ranks of a ring count as one process of data
@@ -11,6 +11,7 @@ parallelism: they read the same batches, and the losses that the Trainer logs ar
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -18,9 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.accelerate import join, replace_method
+from ring_backends.integrations.accelerate import join, make_attention, replace_method
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
@@ -52,6 +52,10 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "its batches differ between the ranks of a ring; choose another strategy",
     ),
     "label_names": (lambda trainer: trainer.label_names not in ([], ["labels"]), "the loss is that of labels"),
+    "label_smoothing_factor with SFTTrainer": (
+        lambda trainer: _is_sft(trainer) and bool(trainer.args.label_smoothing_factor),
+        "leave it out",
+    ),
     "DataParallel": (lambda trainer: trainer.args.n_gpu > 1, "start one process per GPU with torchrun"),
     "a wrapped model": (lambda trainer: trainer.model_wrapped is not trainer.model, "call attach() before train()"),
 }
@@ -60,8 +64,8 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def attach(
     trainer: Any,
-    segment_lengths: Sequence[int | None],
-    dilation_rates: Sequence[int],
+    segment_lengths: Sequence[int | None] | None = None,
+    dilation_rates: Sequence[int] | None = None,
     *,
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
@@ -91,7 +95,7 @@ def attach(
     """
     _check_trainer(trainer)
     ring = join(trainer.accelerator, ring_size, layout, timeout)
-    attention = native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
+    attention = make_attention(segment_lengths, dilation_rates, ring, options)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
     attached = _Attached(trainer, ring, sharded)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
@@ -110,14 +114,25 @@ def attach(
 def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer = {type(trainer).__name__}: expected a transformers.Trainer.")
-    if type(trainer).compute_loss is not Trainer.compute_loss:
+    if type(trainer).compute_loss is not Trainer.compute_loss and not _is_sft(trainer):
         raise ValueError(
             f"{type(trainer).__name__}.compute_loss: the loss of a ring is computed over the rows of all ranks, so "
-            "attach() replaces this method; use a Trainer that does not override it, with compute_loss_func."
+            "attach() replaces this method; use a Trainer that does not override it, with a function of whole logits "
+            "and labels:\n"
+            "    def loss(outputs, labels, num_items_in_batch=None):\n"
+            "        return …\n"
+            "    trainer = Trainer(…, compute_loss_func=loss)"
         )
     for name, (is_refused, instead) in _REFUSED.items():
         if is_refused(trainer):
             raise ValueError(f"{name}: not supported by a ring; {instead}.")
+
+
+def _is_sft(trainer: Any) -> bool:
+    """Whether a trainer has the loss of TRL's SFTTrainer, over the log-probabilities of the head that it has added."""
+    trl = sys.modules.get("trl.trainer.sft_trainer")
+    has_head = hasattr(trl, "add_fused_lm_head")  # from TRL 1.15 on
+    return has_head and type(trainer).compute_loss is trl.SFTTrainer.compute_loss  # type: ignore[union-attr]
 
 
 class _Attached:
@@ -125,8 +140,11 @@ class _Attached:
 
     def __init__(self, trainer: Any, ring: Ring, sharded: ShardedForward) -> None:
         self.trainer, self.ring, self.label_of = trainer, ring, sharded.label_of
-        self.original_prediction_step = trainer.prediction_step
+        self.original_prediction_step, self.original_compute_loss = trainer.prediction_step, trainer.compute_loss
         self.is_evaluating = False
+        self.is_sft = _is_sft(trainer)
+        if self.is_sft and trainer.compute_loss_func is not None:
+            trainer.compute_loss_func = self._over_whole_logits(trainer.compute_loss_func)
         takes_num_items, smoother = sharded.takes_num_items, trainer.label_smoother
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
         if smoother is not None:
@@ -141,13 +159,20 @@ class _Attached:
         """The loss of the whole batch, as :meth:`transformers.Trainer.compute_loss` returns it on one device."""
         trainer, inputs = self.trainer, dict(inputs)
         is_mean_of_rings = trainer.args.average_tokens_across_devices
+        if self.is_sft:
+            # TRL multiplies the loss by the number of processes over this size. A ring counts as one process.
+            trainer.get_tp_size = lambda: self.ring.size
+            try:
+                return self.original_compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            finally:
+                del trainer.get_tp_size
         if trainer.compute_loss_func is not None:
-            labels, seq_len = inputs.pop("labels", None), inputs["input_ids"].shape[1]
+            labels, shape = inputs.pop("labels", None), inputs["input_ids"].shape
             if self.is_evaluating and num_items_in_batch is not None:  # a ring may have no label
                 own: Any = labels_of_rows({"labels": labels}, self.label_of)
                 num_items_in_batch = trainer.accelerator.gather((own != IGNORED).sum()).sum()
                 is_mean_of_rings = True
-            outputs = self._whole(model(**inputs), seq_len)
+            outputs = self._whole(model(**inputs), shape)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
         else:
@@ -178,8 +203,8 @@ class _Attached:
             self.is_evaluating = False
         if loss is not None:
             loss = trainer.accelerator.gather(loss).mean()
-        if trainer.compute_loss_func is None or loss is None:
-            logits = self._whole(logits, inputs["input_ids"].shape[1])
+        if self.is_sft or trainer.compute_loss_func is None or loss is None:
+            logits = self._whole(logits, inputs["input_ids"].shape)
         return loss, logits, labels
 
     def _without_repetitions(self, inputs: dict[str, Any]) -> dict[str, Any]:
@@ -199,15 +224,25 @@ class _Attached:
         masked = {name: inputs[name].masked_fill(is_repeated, IGNORED) for name in LABELS & inputs.keys()}
         return {**inputs, **masked}
 
-    def _whole(self, outputs: Any, seq_len: int) -> Any:
-        """The whole of every tensor of rows."""
+    def _over_whole_logits(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A ``compute_loss_func`` that gets the outputs of one rank."""
+        return lambda outputs, labels, **options: function(self._whole(outputs, labels.shape), labels, **options)
+
+    def _whole(self, outputs: Any, shape: torch.Size) -> Any:
+        """The whole of every tensor of rows [batch, rows, …] or [batch × rows, …]; ``shape`` is [batch, seq]."""
         if isinstance(outputs, dict):
-            return type(outputs)(**{name: self._whole(value, seq_len) for name, value in outputs.items()})
+            return type(outputs)(**{name: self._whole(value, shape) for name, value in outputs.items()})
         if isinstance(outputs, (tuple, list)):
-            return type(outputs)(self._whole(value, seq_len) for value in outputs)
+            return type(outputs)(self._whole(value, shape) for value in outputs)
+        batch, seq_len = shape
         local_len = self.ring.layout(seq_len).local_len(self.ring.rank)
-        is_rows = isinstance(outputs, Tensor) and outputs.dim() > 1 and outputs.shape[1] == local_len
-        return self.ring.unshard(outputs, seq_len=seq_len) if is_rows else outputs
+        if not isinstance(outputs, Tensor) or outputs.dim() < 2:
+            return outputs
+        if outputs.shape[:2] == (batch, local_len):
+            return self.ring.unshard(outputs, seq_len=seq_len)
+        if len(outputs) == batch * local_len:
+            return self.ring.unshard(outputs.unflatten(0, (batch, -1)), seq_len=seq_len).flatten(0, 1)
+        return outputs
 
     def check(self) -> None:
         """Try what the Trainer itself computes from the number of processes.

@@ -97,7 +97,7 @@ class MathKernel(Kernel):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """As :meth:`Kernel.backward`, with gradients in the statistics dtype. ``rule`` is as in the forward."""
         check_tile(query, key, value, is_causal, key_mask)
-        is_finite = all(map(_is_finite, (grad_out, query, key, value)))
+        is_finite = all(map(_is_finite, (grad_out, query, key, value, out)))  # out is NaN if another tile has one
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
         grad_key = torch.zeros_like(key, dtype=stats)
@@ -228,9 +228,9 @@ def _backward_rows(
         if hidden is not None:
             scores = scores.masked_fill(hidden, -torch.inf)
         unseen = None if is_finite else _unseen(pair, rule, hidden, scores)
-        zero = blind if has_blind else None
-        if unseen is not None:
-            zero = unseen if zero is None else unseen | zero
+        zero = hidden if unseen is None else unseen
+        if has_blind:
+            zero = blind if zero is None else zero | blind
         p = torch.sub(scores, row_lse, out=product).exp_()
         ds = do @ v.transpose(-1, -2)
         dropout = _dropout(pair, num_kv_heads, rule, p.dtype)

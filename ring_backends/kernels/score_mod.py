@@ -71,9 +71,12 @@ class PairScores:
         queries, query_dims = _without_ones(self.query_positions.clone())
         keys, key_dims = _without_ones(self.key_positions.clone())
 
+        # Within another function, the score could be in use elsewhere, so the variant is not the function itself.
+        own = self.function if torch.is_grad_enabled() else getattr(self.function, "in_place", self.function)
+
         def function(*pair: Tensor) -> Tensor:
             with IndexByTensors():
-                return self.function(*pair)
+                return own(*pair)
 
         of_keys = torch.vmap(function, (0, None, None, None, 0))
         of_queries = torch.vmap(of_keys, (0, None, None, 0, None))
@@ -100,6 +103,12 @@ class PairScores:
             return found
 
         return modified.detach(), gradient
+
+
+def with_in_place(function: ScoreMod, in_place: ScoreMod) -> ScoreMod:
+    """The function, with a variant that changes the score in place, for blocks that need no gradient."""
+    function.in_place = in_place  # type: ignore[attr-defined]
+    return function
 
 
 def _without_ones(positions: Tensor) -> tuple[Tensor, Sequence[int | None]]:

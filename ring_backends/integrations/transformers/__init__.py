@@ -16,7 +16,7 @@ from __future__ import annotations
 from ring_backends.errors import AdapterUnavailableError
 
 try:  # importing a module of this package imports the package first, so this covers all of them
-    from ring_backends.integrations.transformers.attention import register
+    from ring_backends.integrations.transformers.attention import describe, register
     from ring_backends.integrations.transformers.generation import generate
     from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs
     from ring_backends.integrations.transformers.whole_batches import use_ring
@@ -25,4 +25,4 @@ except ImportError as error:
         f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
     ) from error
 
-__all__ = ["IGNORED", "generate", "register", "shard_inputs", "use_ring"]
+__all__ = ["IGNORED", "describe", "generate", "register", "shard_inputs", "use_ring"]

@@ -4,29 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import product
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import causal_mask_function
 
+from ring_backends.adapters import native
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
+from ring_backends.integrations.transformers.inputs import leading_padding_of
+from ring_backends.integrations.transformers.layers import (
+    ANY_LENGTH,
+    LayerAttention,
+    RingMask,
+    documents_of_chunks,
+    read_layer,
+    read_mask,
+    with_temperatures,
+)
 from ring_backends.ring.ring import Ring
-
-_REFUSED = {
-    "sliding_window": "its window would be ignored; give the attention window_lengths, and set it to None",
-    "softcap": "soft-capping is not supported; set it to None in the model",
-    "s_aux": "attention sinks are not supported; use a model without them",
-    "position_bias": "biases of scores are not supported; use a model with rotary or learned positions",
-    "head_mask": "masking heads is not supported; prune them instead",
-}
-"""Attention options that are not supported. Each maps to what the user can do."""
 
 _POSITIONS_AFTER_PADDING = frozenset(
     (
@@ -36,26 +39,22 @@ _POSITIONS_AFTER_PADDING = frozenset(
 )
 """Model types whose first position is ``pad_token_id + 1``."""
 
-_OTHER_MASK = (
-    "the model requests a mask that is neither causal nor bidirectional: sliding windows, chunks and custom masks are "
-    "not supported. If position_ids are not consecutive, as in packed sequences or with a zigzag layout, call the "
-    "model with shard_inputs(ring, …), which passes an attention_mask."
-)
-
 
 @dataclass(frozen=True)
 class Registration:
     """What is registered under one name.
 
     Attributes:
-        attention: the attention that every layer gets a copy of.
+        attention: the attention of which every layer gets a copy, with the layer's own pattern where it has one.
         probes: whether a model is probed before its first call.
         takes_whole_batches: whether hooks of the model cut its arguments, as those of ``use_ring`` do.
+        layers: what each layer has computed in its first call, in words.
     """
 
     attention: RingDilatedAttention
     probes: bool = True
     takes_whole_batches: bool = False
+    layers: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary, compare=False)
 
 
 registered: dict[str, Registration] = {}
@@ -86,19 +85,28 @@ class Step:
         max_len: as in :meth:`~ring_backends.RingDilatedAttention.new_cache`.
         caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
             of the model. Each of these calls has a cache of its own.
+        is_padded: whether the prompt has padding.
         seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
             tokens, the same on every rank.
     """
 
     max_len: int | None
     caches: list[list[KeyValueCache]]
+    is_padded: bool = False
     seq_len: int | None = None
 
     def begin(self) -> None:
         """Begin a call of the model."""
         self._num_calls = [0] * len(self.caches)
 
-    def attend(self, attention: RingDilatedAttention, layer: nn.Module, tensors: list[Tensor], mask: _RingMask) -> Any:
+    def attend(
+        self,
+        attention: RingDilatedAttention,
+        layer: nn.Module,
+        tensors: list[Tensor],
+        padding: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
         """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, …]."""
         index: Any = getattr(layer, "layer_idx", None)
         if index is None or index >= len(self.caches):
@@ -107,42 +115,41 @@ class Step:
         self._num_calls[index] += 1
         if call == len(caches):
             caches.append(attention.new_cache(self.max_len))
-        ignored = None if mask.padding is None else ~mask.padding
+        options = {"key_padding_mask": None if padding is None else ~padding, **options}
         arguments = *tensors, caches[call]
         if self.seq_len is not None:
-            return attention.prefill(*arguments, seq_len=self.seq_len, key_padding_mask=ignored)
-        return attention.decode(*arguments, key_padding_mask=ignored)
+            return attention.prefill(*arguments, seq_len=self.seq_len, **options)
+        return attention.decode(*arguments, **options)
 
 
-@dataclass(frozen=True)
-class _RingMask:
-    """The mask that a model passes to its layers. It is not a tensor, so no other attention can use it by mistake."""
-
-    padding: Tensor | None
-    is_causal: bool
-    refusal: str | None = None
-
-
-def register(attention: RingDilatedAttention, name: str = "ring_dilated", *, probe: bool = True) -> None:
+def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated", *, probe: bool = True) -> None:
     """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
 
-    The model's masks decide whether the attention is causal. Grouped key/value heads, padding masks, packed sequences
-    and the model's attention dropout are supported. The forward raises an error that names the option for sliding
-    windows, soft-capping, returned attention weights, cross-attention, key/value caches and four-dimensional masks. On
-    a ring of several ranks, it also raises an error for layers that mix positions in other ways (convolutions, states),
-    for encoder-decoders, and for rotary embeddings that depend on the length (dynamic, longrope).
+    Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
+    scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
+    ``attention`` takes the place of full attention, and of nothing else. Padding masks and packed sequences are
+    supported. The forward raises an error that names the option for other masks, biases of scores, returned attention
+    weights, cross-attention and key/value caches. On a ring of several ranks, it also raises an error for layers that
+    mix positions in other ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on
+    the length (dynamic, longrope).
 
     Args:
-        attention: a RingDilatedAttention of any adapter. Every layer of a model gets a copy.
+        attention: a RingDilatedAttention of any adapter, or a ring: full attention then is full attention. Every layer
+            of a model gets a copy.
         name: value of ``attn_implementation``. An existing name is replaced.
         probe: whether a model is tried before its first call on a ring of several ranks
             (:mod:`ring_backends.integrations.transformers.probe`).
 
     Raises:
-        TypeError: ``attention`` is not a RingDilatedAttention, or ``name`` is not a string.
+        TypeError: ``attention`` is not a RingDilatedAttention or a ring, or ``name`` is not a string.
         ValueError: ``attention`` has dropout. The model's configuration decides about it.
     """
-    register_as(name, Registration(attention, probe))
+    register_as(name, Registration(attention_on(attention), probe))
+
+
+def attention_on(attention: RingDilatedAttention | Ring) -> RingDilatedAttention:
+    """The attention itself, or full attention on a ring."""
+    return native.RingDilatedAttention([None], [1], ring=attention) if isinstance(attention, Ring) else attention
 
 
 def register_as(name: str, registration: Registration) -> None:
@@ -150,8 +157,8 @@ def register_as(name: str, registration: Registration) -> None:
     attention = registration.attention
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(
-            f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter; make one with "
-            "backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring)."
+            f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter, or a ring; make "
+            "one with backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring)."
         )
     if not isinstance(name, str):
         raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
@@ -161,14 +168,26 @@ def register_as(name: str, registration: Registration) -> None:
             "with dropout_p=0, and set the model's attention_dropout (BERT: attention_probs_dropout_prob)."
         )
     ring = attention.ring
-    by_layer: dict[int, RingDilatedAttention] = {}
+    copies: dict[Any, RingDilatedAttention] = {}
 
-    def attention_of(layer: nn.Module) -> RingDilatedAttention:
+    def attention_of(layer: nn.Module, what: LayerAttention) -> RingDilatedAttention:
         """Return the layer's own copy. If ranks call layers in different orders, they then raise an error."""
         index: Any = getattr(layer, "layer_idx", None)
-        if index is not None and index not in by_layer and not torch.compiler.is_compiling():
-            by_layer[index] = attention.copy_for(f"layer {index}")
-        return by_layer.get(index, attention)
+        kind = index, what.window, what.chunk, what.scale
+        if kind in copies:
+            return copies[kind]
+        has_own = what.pattern is not None or what.scale is not None
+        if not has_own and (index is None or torch.compiler.is_compiling()):
+            return attention
+        own: RingDilatedAttention = make_copy(kind, what, "" if index is None else f"layer {index}", has_own=has_own)
+        return own
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def make_copy(kind: Any, what: LayerAttention, name: str, *, has_own: bool) -> RingDilatedAttention:
+        own = copies[kind] = attention.copy_for(f"{name}, {what}" if has_own else name)
+        own.pattern = what.pattern or own.pattern
+        own.scale = own.scale if what.scale is None else what.scale
+        return own
 
     def forward(
         module: nn.Module,
@@ -183,17 +202,28 @@ def register_as(name: str, registration: Registration) -> None:
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         ring_layout: str | None = None,
+        row_numbers: Tensor | None = None,
+        leading_padding: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, …]; out is [batch, local seq, heads, …], as wide as v."""
         step = current_step.get()
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
-            _check_layer(module, query, key, scaling, attention.scale, options)
+            what = read_layer(module, query, key, mask, scaling, attention.scale, options)
             if step is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
+            if step is not None and step.is_padded and what.chunk is not None:
+                raise ValueError(
+                    f"attention_mask has padding: {type(module).__name__} has chunks of {what.chunk} tokens that begin "
+                    "after it, and those of a cache begin with the sequence; generate from texts of one length."
+                )
+        query = with_temperatures(module, query, row_numbers)
+        if not torch.compiler.is_compiling() and module not in registration.layers:
+            registration.layers[module] = f"{what}{'' if what.pattern else f' by {attention.pattern}'}"
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if is_probing.get():
+            attention_of(module, what)  # made here, since a graph cannot make it
             query, key, value = map(autocast, rows)
             check_tensors(query, key, value, None)
             if seq_len is None:
@@ -202,12 +232,17 @@ def register_as(name: str, registration: Registration) -> None:
                     "cannot know the length of the sequence (seq_len)."
                 )
             return _attend_alone(query, key, value), None
-        own = attention_of(module)
+        if what.chunk is not None and ring.size == 1 and row_numbers is None and mask.padding is not None:
+            seq_len = query.shape[2]
+            row_numbers = torch.arange(seq_len, device=query.device).expand_as(mask.padding)
+            leading_padding = leading_padding_of(mask.padding)
+        has_parts = what.chunk is not None and (document_ids is not None or leading_padding is not None)
+        own = attention_of(module, replace(what, chunk=ANY_LENGTH) if has_parts else what)
         if own.dropout_p != dropout:  # the model passes 0 after its eval()
             own.dropout_p = dropout
             own.train()
         if step is not None:
-            return step.attend(own, module, rows, mask), None
+            return step.attend(own, module, rows, mask.padding, what.options), None
         with ring.report_refusals():
             config = getattr(module, "config", None)
             if ring.size > 1:
@@ -222,6 +257,8 @@ def register_as(name: str, registration: Registration) -> None:
                 )
             if position_ids is not None and document_ids is None:
                 _check_positions(position_ids, mask.padding, ring, query.shape[2], seq_len, config)
+            if has_parts and what.chunk is not None:
+                document_ids = documents_of_chunks(what.chunk, document_ids, row_numbers, leading_padding, seq_len)
         out = own(
             *rows,
             is_causal=mask.is_causal,
@@ -229,6 +266,7 @@ def register_as(name: str, registration: Registration) -> None:
             # Passed even if this rank has no padding, since either all ranks or no rank must pass a mask.
             key_padding_mask=None if mask.padding is None else ~mask.padding,
             document_ids=document_ids,
+            **what.options,
         )
         return out, None
 
@@ -242,7 +280,7 @@ def register_as(name: str, registration: Registration) -> None:
         mask_function: Any = causal_mask_function,
         attention_mask: Tensor | None = None,
         **_: Any,
-    ) -> _RingMask:
+    ) -> RingMask:
         # Some releases of transformers pass the positions of the queries, others their number.
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
@@ -254,10 +292,7 @@ def register_as(name: str, registration: Registration) -> None:
                     f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
                     "not supported by a ring; call the model on whole sequences, with use_cache=False."
                 )
-        padding = None if attention_mask is None else attention_mask.bool()
-        # A model may make masks that no layer uses, so the layer refuses it.
-        is_known = mask_function in (causal_mask_function, bidirectional_mask_function)
-        return _RingMask(padding, mask_function is causal_mask_function, None if is_known else _OTHER_MASK)
+        return read_mask(mask_function, None if attention_mask is None else attention_mask.bool())
 
     registered[name] = registration
     AttentionInterface.register(name, forward)
@@ -277,8 +312,8 @@ def _attend_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (factors.unsqueeze(-1) * value.repeat_interleave(groups, 2)).contiguous()
 
 
-def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
-    if not isinstance(attention_mask, _RingMask):
+def _check_mask(attention_mask: Any, is_causal: bool | None) -> RingMask:
+    if not isinstance(attention_mask, RingMask):
         given = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else attention_mask
         raise ValueError(
             f"attention_mask is {given}: expected None, or [batch, local seq] with 0 for padding, passed through "
@@ -290,36 +325,6 @@ def _check_mask(attention_mask: Any, is_causal: bool | None) -> _RingMask:
     if is_causal is not None and is_causal != attention_mask.is_causal:
         raise ValueError(f"is_causal = {is_causal}: contradicts the model's mask; leave it out.")
     return attention_mask
-
-
-def _check_layer(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    scaling: float | None,
-    scale: float | None,
-    options: dict[str, Any],
-) -> None:
-    if options.get("output_attentions"):
-        raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
-    for name, instead in _REFUSED.items():
-        if options.get(name) is not None:
-            raise ValueError(f"{name} is given: {instead}.")
-    default = query.shape[-1] ** -0.5
-    wanted, own = (default if given is None else given for given in (scaling, scale))
-    if abs(wanted - own) > 1e-9 * abs(own):
-        default_of = " (the default of the layer)" if scaling is None else ""
-        raise ValueError(
-            f"scaling = {wanted}{default_of}: the attention has scale = {own}; make it with scale={wanted}."
-        )
-    num_queries, num_keys = query.shape[2], key.shape[2]
-    if num_keys != num_queries:
-        raise ValueError(
-            f"key has {num_keys} rows and query {num_queries}: key/value caches and cross-attention are not "
-            "supported by a ring; call the model on whole sequences, with use_cache=False."
-        )
-    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
-        raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
 
 
 def check_layerdrop(models: Iterable[PreTrainedModel]) -> None:
@@ -342,25 +347,18 @@ def check_config(config: Any) -> None:
     """Check that a model of this configuration can run on a ring of several ranks.
 
     Raises:
-        ValueError: it has windows, is an encoder-decoder, mixes positions in other layers, or rotates by the length.
+        ValueError: it is an encoder-decoder, mixes positions in other layers, or rotates by the length.
     """
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             "is_encoder_decoder = True: encoder-decoders are not supported by a ring; use its encoder or its decoder."
         )
     layer_types = set(getattr(config, "layer_types", None) or ())
-    try:
-        window = getattr(config, "sliding_window", None)
-    except RuntimeError:  # it differs between layers, whose masks are checked
-        window = None
-    has_windows = "sliding_attention" in layer_types if layer_types else getattr(config, "use_sliding_window", True)
-    if window is not None and has_windows:
-        raise ValueError(f"sliding_window = {window}: {_REFUSED['sliding_window']}.")
-    others = layer_types - {"full_attention", "attention"}
+    others = layer_types - {"full_attention", "attention", "sliding_attention", "chunked_attention"}
     if others:
         raise ValueError(
             f"layer_types has {', '.join(sorted(others))}: layers that mix positions without this attention "
-            "would see only one shard; use a model of full_attention."
+            "would see only one shard; use a model whose layers all have attention."
         )
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
@@ -370,6 +368,27 @@ def check_config(config: Any) -> None:
                 f"rope_type = {rope_type!r}: its angles depend on the largest position, which differs between ranks; "
                 "use 'default', 'linear', 'yarn' or 'llama3'."
             )
+
+
+def describe(model: nn.Module) -> str:
+    """What each attention layer of a model on a ring computes, a line for each kind of layer.
+
+    It is known from the probe of ``use_ring`` and ``attach`` on, or from the first call of the model.
+
+    Raises:
+        ValueError: no layer of the model has been called with an attention of a ring.
+    """
+    kinds: dict[str, list[str]] = {}
+    for registration in registered.values():
+        for name, layer in model.named_modules():
+            if layer in registration.layers:
+                kinds.setdefault(registration.layers[layer], []).append(name)
+    if not kinds:
+        raise ValueError(
+            f"model = {type(model).__name__}: no layer of it has been called on a ring; call use_ring() or attach() "
+            "with probe=True, or the model once."
+        )
+    return "\n".join(f"{', '.join(names)}: {what}" for what, names in kinds.items())
 
 
 def first_position_of(config: Any) -> int:

@@ -143,14 +143,18 @@ class _Generation:
         num_cached = max((cache.seq_len for caches in self.step.caches for cache in caches), default=0)
         self._check(input_ids, kwargs, num_cached)
         self.step.begin()
+        mask = kwargs.get("attention_mask")  # transformers makes one of the padding tokens
+        if not num_cached and isinstance(mask, Tensor):
+            self.step.is_padded = not bool(mask.all())
         if num_cached or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
             return args, kwargs
         length = input_ids.shape[1] - 1
         rows = {name: value for name, value in kwargs.items() if _has_rows(value, input_ids)}
         local = {name: self.ring.shard(value[:, :length]) for name, value in rows.items()}
-        if "position_ids" not in local:
-            positions = self.ring.positions(length).to(input_ids.device)
-            local["position_ids"] = positions.expand(len(input_ids), -1)
+        row_numbers = self.ring.positions(length).to(input_ids.device).expand(len(input_ids), -1)
+        local.setdefault("position_ids", row_numbers)
+        if "kwargs" in inspect.signature(module.base_model.forward).parameters:
+            local["row_numbers"] = row_numbers
         if local.get("attention_mask") is None:
             local["attention_mask"] = torch.ones_like(local["input_ids"])
         self.step.seq_len = length

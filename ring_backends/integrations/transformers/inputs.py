@@ -53,16 +53,17 @@ def shard_inputs(
 
     Returns:
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
+        ``row_numbers`` (the number of each row in its document), ``leading_padding`` if a sequence begins with padding,
         ``seq_len``, and marks by which the layers check that the rows are those of their ring. A loss that the model
         itself computes is the mean over this rank's labels. For the gradient of the mean over all labels pass a sum to
         ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
-            documents; two arguments mark different documents; there are fewer tokens than ranks; or ``seq_len`` or
-            ``document_ids`` is given.
+            documents; two arguments mark different documents; there are fewer tokens than ranks; or ``seq_len``,
+            ``document_ids`` or ``row_numbers`` is given.
     """
-    for name in {"seq_len", "document_ids"} & set(others):
+    for name in {"seq_len", "document_ids", "row_numbers"} & set(others):
         raise ValueError(f"{name} is given: shard_inputs() computes it; leave it out, and give position_ids.")
     seq_len = input_ids.shape[1]
     given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **others}
@@ -82,6 +83,9 @@ def shard_inputs(
         attention_mask = torch.ones_like(input_ids)
     whole: dict[str, Tensor | None] = {"input_ids": input_ids, "attention_mask": attention_mask}
     whole |= {"position_ids": positions, "document_ids": documents if is_packed else None}
+    whole["row_numbers"] = (
+        positions - first_position if is_packed else torch.arange(seq_len, device=input_ids.device).expand_as(positions)
+    )
     whole |= {name: tensor for name, tensor in others.items() if name not in MARKS}
     if labels is not None:
         whole["labels"] = labels
@@ -95,7 +99,14 @@ def shard_inputs(
     local: dict[str, Any] = {name: ring.shard(tensor) for name, tensor in whole.items() if tensor is not None}
     if is_padded_before:
         local[PADDED_BEFORE] = True
+    if not bool(is_real[:, 0].all()):
+        local["leading_padding"] = leading_padding_of(is_real)  # of the whole sequence
     return {**local, "seq_len": seq_len, "ring_layout": ring.layout_kind}
+
+
+def leading_padding_of(is_real: Tensor) -> Tensor:
+    """The number of rows before the first token of each sequence: int64 [batch]."""
+    return (is_real.cumsum(1) == 0).sum(1)
 
 
 def check_padding_tokens(input_ids: Tensor, is_real: Tensor, padding: int) -> None:

@@ -235,12 +235,12 @@ class _Probe:
             if isinstance(error, ValueError) and "ring_backends" in origin:
                 raise
             found = f"{type(error).__name__}: {error}"
-            if "_RingMask" in found:
+            if "RingMask" in found:
                 self._refuse(f"it computes with the attention mask, which on a ring is no tensor ({found})", error)
             self._refuse(f"its forward raised {found}", error)
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-        options: dict[str, Any] = {"use_cache": False} if "use_cache" in self.parameters else {}
+        options = dict.fromkeys({"use_cache", "output_router_logits"} & self.parameters.keys(), False)
         outputs = self.outer(**arguments, **options, return_dict=True)
         return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
 

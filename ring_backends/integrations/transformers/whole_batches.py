@@ -22,6 +22,7 @@ from ring_backends.errors import AdapterUnavailableError
 from ring_backends.integrations.describe import describe
 from ring_backends.integrations.transformers.attention import (
     Registration,
+    attention_on,
     check_config,
     check_layerdrop,
     current_step,
@@ -38,6 +39,11 @@ from ring_backends.integrations.transformers.inputs import (
 )
 from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of
 from ring_backends.integrations.transformers.probe import probe as probe_model
+from ring_backends.integrations.transformers.router_losses import (
+    compute_over_all_rows,
+    current_rows,
+    has_router_loss,
+)
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
@@ -69,9 +75,9 @@ LABELS = frozenset(("labels", "shift_labels"))
 
 
 def use_ring(
-    model: nn.Module, attention: RingDilatedAttention, *, label_smoothing: float = 0.0, probe: bool = True
+    model: nn.Module, attention: RingDilatedAttention | Ring, *, label_smoothing: float = 0.0, probe: bool = True
 ) -> None:
-    """Put a Hugging Face model on the ring of ``attention``, with whole batches as its arguments.
+    """Put a Hugging Face model on a ring, with whole batches as its arguments.
 
     After this call every rank of a ring calls the model with the same whole batch, as on one device. The ranks share
     the work. ``loss`` of the result is the mean over all labels of the batch, the same on every rank; an argument
@@ -82,17 +88,19 @@ def use_ring(
     Args:
         model: a causal or masked language model, a token classifier, or a model without a head; also within a
             ``PeftModel``. Call this function before the model is wrapped or compiled.
-        attention: a RingDilatedAttention of any adapter. Every layer gets a copy.
+        attention: a ring, on which every layer computes its own attention as the model configures it
+            (:func:`~ring_backends.integrations.transformers.register`); or a RingDilatedAttention of any adapter, whose
+            pattern then takes the place of full attention.
         label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
         probe: whether to try the model with short random sequences first
             (:mod:`ring_backends.integrations.transformers.probe`).
 
     Raises:
-        TypeError: ``model`` is not such a model, or ``attention`` is not a RingDilatedAttention.
+        TypeError: ``model`` is not such a model, or ``attention`` is not a RingDilatedAttention or a ring.
         ValueError: the model has a part that is not supported by a ring, or is on a ring already. Its forward raises
             ValueError for arguments that are not supported, and RingMismatchError if the batches of the ranks differ.
     """
-    put_on_ring(model, attention, label_smoothing, probe)
+    put_on_ring(model, attention_on(attention), label_smoothing, probe)
 
 
 def put_on_ring(
@@ -121,7 +129,7 @@ def put_on_ring(
         inner.set_attn_implementation(own_implementation)
         raise
     model.register_forward_pre_hook(sharded.before, with_kwargs=True)
-    model.register_forward_hook(sharded.after, with_kwargs=True)
+    model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True)
     return sharded
 
 
@@ -167,6 +175,7 @@ class ShardedForward:
         self.batches = ComparedBatches(self.ring)
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
+        self.fused_len: int | None = None
 
     def use(self, findings: Findings) -> None:
         """Replace what the class of the model suggests by what a probe has found."""
@@ -207,7 +216,7 @@ class ShardedForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut a whole batch into this rank's rows."""
-        self.labels = None
+        self.labels = self.fused_len = None
         if current_step.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
@@ -215,23 +224,38 @@ class ShardedForward:
             self._check(batch)
         self.batches.compare(batch, self._findings)
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
-        if labels is not None:
+        is_fused = batch.get("fused_lm_head", False)  # TRL's own head: it returns log-probabilities, and no logits
+        if labels is not None and not is_fused:
             self.labels = self.ring.shard(labels)
             self.count = (labels != IGNORED).sum() if num_items is None else num_items
         batch = {name: value for name, value in batch.items() if name not in LABELS}
+        if is_fused:
+            self.fused_len = batch["input_ids"].shape[1]
+            batch["shift_labels"] = labels
         if "use_cache" in self.names:
             batch["use_cache"] = False
         if self.skips_padding and "position_ids" not in batch and not marks_documents(batch):
             with self.ring.report_refusals():
                 positions = self._positions_after_padding(batch)
             batch |= {} if positions is None else {"position_ids": positions}
+        if self._has_router_loss(batch):
+            compute_over_all_rows(self.inner)
+            current_rows.set((self.ring, *batch["input_ids"].shape))
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
         return (), {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
-        """Add the loss of the whole batch."""
+        """Add the loss of the whole batch. The results of TRL's head are those of all rows."""
+        current_rows.set(None)
+        if outputs is None:  # the forward has raised an error
+            return outputs
+        if self.fused_len is not None:
+            seq_len, self.fused_len = self.fused_len, None
+            rows = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.dim() == 2}
+            whole = {name: self.ring.unshard(value, seq_len=seq_len) for name, value in rows.items()}
+            return type(outputs)(**{**whole, "aux_loss": getattr(outputs, "aux_loss", None)})
         if self.labels is None:
             return outputs
         logits, labels, self.labels = outputs["logits"], self.labels, None
@@ -242,11 +266,19 @@ class ShardedForward:
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
-        return type(outputs)(**{"loss": sum_of_ranks(self.ring, own_sum) / self.count, **outputs})
+        loss = sum_of_ranks(self.ring, own_sum) / self.count
+        aux_loss = getattr(outputs, "aux_loss", None)
+        if aux_loss is not None:
+            loss = loss + self.inner.config.get_text_config().router_aux_loss_coef * aux_loss
+        return type(outputs)(**{"loss": loss, **outputs})
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from zip(self.names, args, strict=False)
         yield from kwargs.items()
+
+    def _has_router_loss(self, batch: Mapping[str, Any]) -> bool:
+        configured = getattr(self.inner.config.get_text_config(), "output_router_logits", False)
+        return bool(batch.get("output_router_logits", configured))
 
     def _check(self, batch: Mapping[str, Any]) -> None:
         self.check_implementation("do not change it after use_ring()")
@@ -261,9 +293,11 @@ class ShardedForward:
             value = batch.get(name, expected)
             if isinstance(value, Tensor) or value != expected:
                 raise ValueError(f"{name} = {batch[name]}: not supported by a ring; leave it out. generate() sets it.")
-        has_router_loss = batch.get("output_router_logits", getattr(self.inner.config, "output_router_logits", False))
-        if has_router_loss:
-            raise ValueError("output_router_logits = True: the loss of routers is not supported; set it to False.")
+        if self._has_router_loss(batch) and not has_router_loss(self.inner):
+            raise ValueError(
+                f"output_router_logits = True: {type(self.inner).__name__} has another router loss than "
+                "load_balancing_loss_func; set it to False."
+            )
         shape = batch["input_ids"].shape
         for name in LABELS & batch.keys():
             if batch[name].shape != shape:

@@ -1,0 +1,265 @@
+"""What one layer of a model computes: which keys a query sees, read from the model's mask, and how it scores them.
+
+Most models of transformers pass the same few masks and options to all their attentions: causal or not, windows
+(Mistral), chunks (Llama 4), a scale of their own, soft caps of scores (Gemma 2) and sinks (gpt-oss). A ring computes
+these as the model configures them, layer by layer. It refuses other masks and options by their names.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from ring_backends.kernels.score_mod import ScoreMod
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.score_mods import softcap
+
+MaskFunction = Callable[..., Any]
+"""A mask of transformers: (batch, head, q_idx, kv_idx) -> bool."""
+
+_REFUSED = {
+    "position_bias": "biases of scores are not supported; use a model with rotary or learned positions",
+    "sinks": "only sinks of one score per head are supported, as those of gpt-oss; use a model without them",
+    "head_mask": "masking heads is not supported; prune them instead",
+    "indices": "attention to selected keys is not supported; use a model of full attention",
+    "block_indices": "attention to selected blocks is not supported; use a model of full attention",
+}
+"""Options of a layer that are not supported. Each maps to what the user can do."""
+
+ANY_LENGTH = 2**31
+"""More tokens than any sequence has: a chunk of this length is the whole sequence."""
+
+_OTHER_MASK = (
+    "the model requests a mask that is none of these: causal, bidirectional, sliding windows and chunks. Custom masks "
+    "are not supported. If position_ids are not consecutive, as in packed sequences or with a zigzag layout, call the "
+    "model with shard_inputs(ring, …), which passes an attention_mask."
+)
+
+
+@dataclass(frozen=True)
+class RingMask:
+    """The mask that a model passes to its layers. It is not a tensor, so no other attention can use it by mistake.
+
+    Attributes:
+        padding: bool [batch, rows], False where a token is padding; None without padding.
+        is_causal: whether a query sees only keys at or before its own position.
+        window: a query sees only keys that are less than this many tokens away; None without a window.
+        chunk: the length of the chunks, in tokens, beyond which a query does not see; None without chunks.
+        refusal: why the layer cannot have this mask; None if it can. A model may make masks that no layer uses.
+    """
+
+    padding: Tensor | None
+    is_causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    refusal: str | None = None
+
+
+def _closure_of(function: Any) -> dict[str, Any]:
+    return dict(inspect.getclosurevars(function).nonlocals)
+
+
+def _code_of(name: str, *arguments: Any) -> Any:
+    """The code of the functions that a function of transformers makes; None if the release lacks it."""
+    make = getattr(masking_utils, name, None)
+    return None if make is None else make(*arguments).__code__
+
+
+_BOTH = _code_of("and_masks", causal_mask_function)
+_WINDOW = _code_of("sliding_window_overlay", 1)
+_TWO_SIDED_WINDOW = _code_of("sliding_window_bidirectional_overlay", 1)
+_CHUNK = _code_of("chunked_overlay", 1, torch.zeros(1))
+
+
+def read_mask(function: MaskFunction, padding: Tensor | None) -> RingMask:
+    """Recognise a mask of transformers by its code. Any other has a refusal."""
+    if function in (causal_mask_function, bidirectional_mask_function):
+        return RingMask(padding, function is causal_mask_function)
+    mask: RingMask = _read_overlays(function, padding)
+    return mask
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _read_overlays(function: MaskFunction, padding: Tensor | None) -> RingMask:
+    parts = _parts(function)
+    mask = RingMask(padding, causal_mask_function in parts)
+    for part in parts:
+        code = getattr(part, "__code__", None)
+        if code == _WINDOW is not None and mask.is_causal:
+            mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"]))
+        elif code == _TWO_SIDED_WINDOW is not None:
+            mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"] + 1))
+        elif code == _CHUNK is not None:
+            mask = replace(mask, chunk=_closure_of(part)["chunk_size"])
+        elif part not in (causal_mask_function, bidirectional_mask_function):
+            return replace(mask, refusal=_OTHER_MASK)
+    return mask
+
+
+def _smaller(window: int | None, other: int) -> int:
+    return other if window is None else min(window, other)
+
+
+def _parts(function: MaskFunction) -> list[MaskFunction]:
+    """The masks of which a mask is the intersection."""
+    if getattr(function, "__code__", None) != _BOTH:
+        return [function]
+    return [part for mask in _closure_of(function)["mask_functions"] for part in _parts(mask)]
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """The attention of one layer.
+
+    Attributes:
+        is_causal, window, chunk: as in :class:`RingMask`.
+        scale: factor on the scores; None for 1 / sqrt(head_dim).
+        softcap: the cap of the scores; None without.
+        sinks: floating point [heads], the score of one more key; None without.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def pattern(self) -> DilatedPattern | None:
+        """The layer's own pattern, if it is not full attention."""
+        if self.window is None and self.chunk is None:
+            return None
+        return DilatedPattern((self.chunk,), (1,), window_lengths=(self.window,))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Arguments of the attention."""
+        return {"sinks": self.sinks, "score_mod": None if self.softcap is None else _softcap(self.softcap)}
+
+    def __str__(self) -> str:
+        parts = ["causal" if self.is_causal else "bidirectional"]
+        parts.append("full attention" if self.pattern is None else "")
+        parts.append("" if self.window is None else f"window of {self.window} tokens")
+        parts.append("" if self.chunk is None else f"chunks of {self.chunk} tokens")
+        parts.append("" if self.scale is None else f"scale {self.scale:g}")
+        parts.append("" if self.softcap is None else f"soft cap {self.softcap:g}")
+        parts.append("" if self.sinks is None else "sinks")
+        return ", ".join(part for part in parts if part)
+
+
+@lru_cache(maxsize=64)
+def _softcap(cap: float) -> ScoreMod:
+    return softcap(cap)
+
+
+def read_layer(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    mask: RingMask,
+    scaling: float | None,
+    scale: float | None,
+    options: Mapping[str, Any],
+) -> LayerAttention:
+    """Read the attention of a layer from the arguments of its call.
+
+    Args:
+        query, key: [batch, heads, rows, head_dim].
+        scaling: factor on the scores; None for 1 / sqrt(head_dim).
+        scale: that of the registered attention; None if it has none of its own.
+        options: what else the layer passes.
+
+    Raises:
+        ValueError: an option is not supported, or ``scaling`` and ``scale`` differ.
+    """
+    if options.get("output_attentions"):
+        raise ValueError("output_attentions = True: a ring has no matrix of attention weights; leave it out.")
+    for name, instead in _REFUSED.items():
+        if options.get(name) is not None:
+            raise ValueError(f"{name} is given: {instead}.")
+    num_queries, num_keys = query.shape[2], key.shape[2]
+    if num_keys != num_queries:
+        raise ValueError(
+            f"key has {num_keys} rows and query {num_queries}: key/value caches and cross-attention are not "
+            "supported by a ring; call the model on whole sequences, with use_cache=False."
+        )
+    if getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__:
+        raise ValueError(f"{type(module).__name__}: cross-attention is not supported; use a model without it.")
+    if options.get("sliding_window") is not None and mask.window is None:
+        raise ValueError(
+            f"sliding_window = {options['sliding_window']}: {type(module).__name__} has a window, and its mask has "
+            "none; which of them it means is unknown. Set sliding_window to None in the configuration."
+        )
+    default = query.shape[-1] ** -0.5
+    wanted = default if scaling is None else scaling
+    if scale is not None and abs(wanted - scale) > 1e-9 * abs(scale):
+        default_of = " (the default of the layer)" if scaling is None else ""
+        raise ValueError(
+            f"scaling = {wanted}{default_of}: the attention has scale = {scale}; make it without a scale, and every "
+            "layer has its own."
+        )
+    own_scale = None if scale is not None or abs(wanted - default) <= 1e-9 * default else wanted
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    return LayerAttention(mask.is_causal, mask.window, mask.chunk, own_scale, softcap, sinks)
+
+
+def documents_of_chunks(
+    chunk: int,
+    documents: Tensor | None,
+    row_numbers: Tensor | None,
+    leading_padding: Tensor | None,
+    seq_len: int | None,
+) -> Tensor:
+    """The numbers of the chunks, where these do not begin with the sequence: int64 [batch, rows].
+
+    The chunks of a packed document begin with it, and those of a sequence begin after its leading padding.
+
+    Args:
+        documents: int [batch, rows], the number of each row's document; negative without a document.
+        row_numbers: int [batch, rows], the number of each row in its document, from 0 on.
+        leading_padding: int [batch], the number of rows before the first token.
+        seq_len: length of the whole sequence.
+    """
+    if row_numbers is None or seq_len is None:
+        raise ValueError(
+            "row_numbers are not given: the layers have chunks, which begin with each packed document and after "
+            "padding; call the model with shard_inputs(ring, …)."
+        )
+    if documents is None:
+        assert leading_padding is not None
+        row_numbers = row_numbers - leading_padding[:, None]
+        documents = torch.where(row_numbers < 0, -1, 0)
+    numbers = documents.long() * (seq_len // chunk + 1) + row_numbers // chunk
+    return torch.where(documents < 0, -1, numbers)
+
+
+def with_temperatures(module: nn.Module, query: Tensor, row_numbers: Tensor | None) -> Tensor:
+    """The query with the temperatures of its own positions, in those layers of Llama 4 that have temperatures.
+
+    The model numbers the rows that it gets from 0 on, which on a ring are those of one rank.
+
+    Args:
+        query: [batch, heads, rows, head_dim].
+        row_numbers: int [batch, rows], the number of each row in the sequence; None if the model has numbered them.
+    """
+    layer: Any = module
+    has_temperatures = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
+    if row_numbers is None or not has_temperatures:
+        return query
+
+    def temperatures(numbers: Tensor) -> Tensor:
+        logs = torch.log1p(torch.floor((numbers.float() + 1) / layer.floor_scale))
+        return logs * float(layer.attn_scale) + 1
+
+    numbers = torch.arange(query.shape[2], device=query.device)
+    factors = temperatures(row_numbers) / temperatures(numbers)
+    return (query * factors[:, None, :, None]).to(query.dtype)

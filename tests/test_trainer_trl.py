@@ -1,0 +1,194 @@
+"""TRL's SFTTrainer on rings equals the SFTTrainer on one process: losses, metrics, evaluation and parameters."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("trl")
+
+import transformers
+from datasets import Dataset
+from native_ranks import world_of
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from trainer_cases import OWN_SIZES, SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from ring_backends.integrations.trainer import attach
+from ring_backends.testing.world import World
+
+PRELOAD = ["trl", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
+two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
+
+STEPS, WORDS = 10, 18
+TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ' ' }}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + ' end ' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+def make_tokenizer() -> Any:
+    names = ["pad", "unknown", "end", "user", "assistant", *(f"w{number}" for number in range(WORDS))]
+    tokenizer = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="unknown"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    made = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="pad", eos_token="end", unk_token="unknown"
+    )
+    made.chat_template = TEMPLATE
+    return made
+
+
+def words(index: int, longest: int = 40) -> str:
+    generator = torch.Generator().manual_seed(index)
+    length = int(torch.randint(4, longest, (), generator=generator))
+    return " ".join(f"w{int(number)}" for number in torch.randint(WORDS, (length,), generator=generator))
+
+
+def texts(number: int) -> Dataset:
+    return Dataset.from_list([{"text": words(index)} for index in range(number)])
+
+
+def completions(number: int) -> Dataset:
+    return Dataset.from_list([{"prompt": words(i, 20), "completion": " " + words(i + 99, 20)} for i in range(number)])
+
+
+def conversations(number: int) -> Dataset:
+    def message(role: str, index: int) -> dict[str, str]:
+        return {"role": role, "content": words(index, 12)}
+
+    roles = ("user", "assistant", "user", "assistant")
+    return Dataset.from_list(
+        [{"messages": [message(role, 7 * i + turn) for turn, role in enumerate(roles)]} for i in range(number)]
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an SFTTrainer. ``config`` are arguments of its SFTConfig."""
+
+    data: Any = texts
+    kind: Kind = "llama"
+    lora: bool = False
+    config: dict[str, Any] = field(default_factory=dict)
+
+
+PACKED = {"packing": True, "max_length": 48, "eval_packing": True}
+CASES = {
+    "text": Case(config={"gradient_accumulation_steps": 2}),
+    "packing": Case(config=PACKED),
+    "padding-free": Case(kind="mistral", config={"padding_free": True, "max_length": None}),
+    "completion-only": Case(completions),
+    "assistant-only": Case(conversations, config={"assistant_only_loss": True}),
+    "lora": Case(completions, lora=True, config={"learning_rate": 1.0}),
+    "dft": Case(config={"loss_type": "dft"}),
+    "router-loss": Case(kind="qwen3_moe"),
+}
+
+
+def loss_of_next_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    logits = outputs.logits[:, :-1].flatten(0, 1)
+    return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
+
+
+def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
+    reset_accelerate()
+    torch.manual_seed(0)
+    own: dict[str, Any] = {"vocab_size": WORDS + 5}
+    own |= OWN_SIZES[case.kind]
+    config = transformers.AutoConfig.for_model(case.kind, **{**SIZES, **own})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    settings = {
+        **{"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd"},
+        **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings},
+        **{"logging_steps": 1, "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_length": 64},
+        **{"gradient_checkpointing": False, "dataset_num_proc": None},
+    }
+    if case.lora:
+        import peft
+
+        options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(output_dir=folder, **{**settings, **case.config}),
+        train_dataset=case.data(48),
+        eval_dataset=case.data(8),
+        processing_class=make_tokenizer(),
+        **options,
+    )
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
+    """Train ten steps and evaluate."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(CASES[name], folder, num_rings(ring_size))
+        if ring_size is not None:
+            attach(trainer, ring_size=ring_size, layout=layout)
+        trainer.train()
+        history = [entry for entry in trainer.state.log_history if "loss" in entry]
+        names = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
+        results: dict[str, Any] = {
+            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in names
+        }
+        evaluated = trainer.evaluate()
+        results |= {name: torch.tensor(evaluated[name]) for name in ("eval_loss", "eval_mean_token_accuracy")}
+        parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+        return results | {name: whole(value) for name, value in parameters if value.requires_grad}
+
+
+LONG = pytest.mark.matrix(reason="trains eight models")
+
+
+@pytest.mark.parametrize("name", [name if name == "packing" else pytest.param(name, marks=LONG) for name in CASES])
+def test_two_ranks(two: World, name: str) -> None:
+    expected = run(name, None)
+    for layout in ("contiguous", "zigzag"):
+        assert_equal(two.run(run, name, 2, layout), expected)
+
+
+@LONG
+def test_two_by_two(four: World) -> None:
+    """Two rings. Every text has labels of equal number in both, so that TRL's mean over processes is that of one."""
+    expected = run("text", None)
+    found = four.run(run, "text", 2, "zigzag")
+    for results in (expected, *found):
+        for name in ("eval_loss", "eval_mean_token_accuracy"):  # TRL takes the mean over processes
+            results.pop(name)
+    assert_equal(found, expected)
+
+
+def with_a_loss_function(ring_size: int | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Case(), folder, 1, compute_loss_func=loss_of_next_tokens)
+        if ring_size is not None:
+            attach(trainer, ring_size=ring_size)
+        trainer.train()
+        return {"loss": torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])}
+
+
+@LONG
+def test_a_loss_function(two: World) -> None:
+    assert_equal(two.run(with_a_loss_function, 2), with_a_loss_function(None))
+
+
+def test_what_is_refused(tmp_path: Any) -> None:
+    smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}), str(tmp_path), 1)
+    with pytest.raises(ValueError, match=r"label_smoothing_factor with SFTTrainer: not supported by a ring"):
+        attach(smoothed)
+    reset_accelerate()
+    pairs = Dataset.from_list([{"prompt": "w1", "chosen": " w2", "rejected": " w3"}] * 4)
+    model, reference = (make_trainer(Case(), str(tmp_path), 1).model for _ in range(2))
+    args = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[])
+    trainer = DPOTrainer(model, reference, args, train_dataset=pairs, processing_class=make_tokenizer())
+    with pytest.raises(ValueError, match=r"(?s)DPOTrainer\.compute_loss: .*Trainer\(…, compute_loss_func=loss\)"):
+        attach(trainer)

@@ -1,0 +1,180 @@
+"""Each layer of a model on a ring computes its own attention: windows, chunks, soft caps, sinks and scales."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+pytest.importorskip("transformers")
+
+import transformers
+from native_ranks import assert_near, on_ring
+from tiny_models import Kind, TinyModel
+from transformers import masking_utils
+from transformers.masking_utils import and_masks, causal_mask_function, or_masks
+from transformers_checks import CALL_SECONDS, PRELOAD, Check, Verdict, find_configuration, further_check
+
+from ring_backends import Ring
+from ring_backends.adapters import native
+from ring_backends.integrations.transformers import describe, register, shard_inputs, use_ring
+from ring_backends.integrations.transformers.layers import read_mask
+from ring_backends.testing.world import World
+
+TOLERANCE = 1e-5
+CLASSES: dict[str, tuple[str, Kind]] = {
+    "GptOssForCausalLM": ("gpt_oss", "causal"),
+    "Gemma2ForCausalLM": ("gemma2", "causal"),
+    "Llama4ForCausalLM": ("llama4_text", "causal"),
+    "Gemma3ForCausalLM": ("gemma3_text", "causal"),
+    "MistralForCausalLM": ("mistral", "causal"),
+    "Qwen2ForCausalLM": ("qwen2", "causal"),
+    "Phi3ForCausalLM": ("phi3", "causal"),
+    "Cohere2ForCausalLM": ("cohere2", "causal"),
+    "DeepseekV3ForCausalLM": ("deepseek_v3", "causal"),
+    "ModernBertForMaskedLM": ("modernbert", "masked"),
+}
+QUICK = ("GptOssForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM")
+NAMES = [
+    pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix(reason="runs ten classes")) for name in CLASSES
+]
+CHECKS = {
+    "padded": Check(seq_len=61, layout="zigzag"),
+    "packed": Check(padding="packed"),
+    "generate": Check(seq_len=32, padding="left", way="generate"),
+}
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
+    with World(request.param, call_timeout=CALL_SECONDS, preload=PRELOAD) as ranks:
+        yield ranks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> None:
+    """Logits and gradients, padded and packed, and the logits of new tokens."""
+    model_type, kind = CLASSES[name]
+    (found,) = ranks.run(find_configuration, TinyModel(name, model_type, kind), ranks=[0])[:1]
+    assert not isinstance(found, Verdict), found
+    for way, check in CHECKS.items():
+        if way != "generate" or kind == "causal":
+            verdict = further_check(ranks, found[0], check, TOLERANCE)
+            has_chunks = name == "Llama4ForCausalLM" and way == "generate"
+            assert verdict.status == ("REFUSED" if has_chunks else "EQUAL"), (way, verdict)
+
+
+N, WINDOW = 45, 9
+SIZES = {
+    **{"vocab_size": 23, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0},
+}
+
+
+def make_model(kind: str = "mistral", **options: Any) -> Any:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SIZES, **options)
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").double().eval()
+
+
+def tokens() -> Tensor:
+    return torch.randint(1, 23, (2, N), generator=torch.Generator().manual_seed(1))
+
+
+def described(ring: Ring) -> str:
+    options = {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "head_dim": 8, "query_pre_attn_scalar": 16}
+    model = make_model("gemma2", **options)
+    with pytest.raises(ValueError, match="model = Gemma2ForCausalLM: no layer of it has been called on a ring"):
+        describe(model)
+    use_ring(model, ring)
+    return describe(model)
+
+
+def test_what_each_layer_computes_in_words(pair: World) -> None:
+    expected = (
+        "model.layers.0.self_attn: causal, window of 9 tokens, scale 0.25, soft cap 2\n"
+        "model.layers.1.self_attn: causal, full attention, scale 0.25, soft cap 2 by DilatedPattern"
+    )
+    for text in (described(Ring()), *pair.run(on_ring, described)):
+        assert text.startswith(expected), text
+
+
+def with_a_pattern(ring: Ring, segment: int) -> Tensor:
+    """The logits of a model whose second layer has full attention, with segments in its place."""
+    model = make_model("gemma2", sliding_window=WINDOW, head_dim=8)
+    use_ring(model, native.RingDilatedAttention([segment], [1], ring=ring))
+    return ring.unshard(model(input_ids=tokens()).logits.detach(), seq_len=N)
+
+
+def test_a_pattern_takes_the_place_of_full_attention_alone(pair: World) -> None:
+    model = make_model("gemma2", sliding_window=WINDOW, head_dim=8)
+    own = model(input_ids=tokens()).logits.detach()
+    segmented = with_a_pattern(Ring(), 15)
+    assert not torch.allclose(segmented, own)
+    for segment, expected in ((N, own), (15, segmented)):
+        for logits in (with_a_pattern(Ring(), segment), *pair.run(on_ring, with_a_pattern, segment)):
+            assert_near(logits, expected)
+
+
+def test_a_compiled_model_with_windows() -> None:
+    expected = make_model(sliding_window=WINDOW)(input_ids=tokens()).logits
+    register(Ring())
+    model = make_model(sliding_window=WINDOW)
+    model.set_attn_implementation("ring_dilated")
+    compiled: Any = torch.compile(model, backend="eager")
+    for _ in range(2):
+        assert_near(compiled(**shard_inputs(Ring(), input_ids=tokens())).logits, expected)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_chunks_begin_after_padding_on_the_left(sharded: bool) -> None:
+    """Also in a direct call on a ring of one."""
+    options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}
+    mask = (torch.arange(N) >= torch.tensor([[0], [5]])).long()
+    model = make_model("llama4_text", **options)
+    inputs = {"input_ids": tokens(), "attention_mask": mask}
+    expected = model(**inputs).logits
+    register(Ring())
+    model.set_attn_implementation("ring_dilated")
+    found = model(**(shard_inputs(Ring(), **inputs) if sharded else inputs)).logits
+    assert_near(found[mask.bool()], expected[mask.bool()])
+
+
+BLOCKS = torch.zeros(1, N, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        (causal_mask_function, (True, None, None)),
+        (masking_utils.bidirectional_mask_function, (False, None, None)),
+        (masking_utils.sliding_window_causal_mask_function(5), (True, 5, None)),
+        (masking_utils.sliding_window_bidirectional_mask_function(5), (False, 6, None)),
+        (masking_utils.chunked_causal_mask_function(5, torch.zeros(1)), (True, None, 5)),
+        (masking_utils.sliding_window_overlay(5), None),  # without a limit on later keys
+        (or_masks(causal_mask_function, lambda batch, head, q_idx, kv_idx: q_idx // 4 == kv_idx // 4), None),
+        (and_masks(causal_mask_function, lambda batch, head, q_idx, kv_idx: kv_idx % 2 == 0), None),
+        (masking_utils.packed_sequence_mask_function(BLOCKS), None),
+    ],
+)
+def test_masks(mask: Any, expected: tuple[bool, int | None, int | None] | None) -> None:
+    """A mask is recognised, with the pairs that it shows, or refused."""
+    found = read_mask(mask, None)
+    if expected is None:
+        assert found.refusal is not None
+        return
+    assert (found.is_causal, found.window, found.chunk) == expected
+    assert found.refusal is None
+    queries, keys = torch.arange(N)[:, None], torch.arange(N)
+    seen = (keys <= queries) | (not found.is_causal)
+    if found.window is not None:
+        seen &= (queries - keys).abs() < found.window
+    if found.chunk is not None:
+        seen &= queries // found.chunk == keys // found.chunk
+    zero = torch.zeros((), dtype=torch.int64)
+    assert torch.equal(torch.broadcast_to(mask(zero, zero, queries, keys), (N, N)), seen)
