@@ -22,6 +22,7 @@ from ring_backends.engine.validation import check_tensors
 from ring_backends.integrations.transformers.inputs import leading_padding_of
 from ring_backends.integrations.transformers.layers import (
     ANY_LENGTH,
+    FULL_ATTENTION,
     LayerAttention,
     RingMask,
     documents_of_chunks,
@@ -220,7 +221,8 @@ def register_as(name: str, registration: Registration) -> None:
                 )
         query = with_temperatures(module, query, row_numbers)
         if not torch.compiler.is_compiling() and module not in registration.layers:
-            registration.layers[module] = f"{what}{'' if what.pattern else f' by {attention.pattern}'}"
+            is_replaced = what.pattern is None and attention.pattern != FULL_ATTENTION
+            registration.layers[module] = f"{what}{f', replaced by {attention.pattern}' if is_replaced else ''}"
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if is_probing.get():
             attention_of(module, what)  # made here, since a graph cannot make it

@@ -37,6 +37,8 @@ _REFUSED = {
 ANY_LENGTH = 2**31
 """More tokens than any sequence has: a chunk of this length is the whole sequence."""
 
+FULL_ATTENTION = DilatedPattern((None,), (1,))
+
 _OTHER_MASK = (
     "the model requests a mask that is none of these: causal, bidirectional, sliding windows and chunks. Custom masks "
     "are not supported. If position_ids are not consecutive, as in packed sequences or with a zigzag layout, call the "
