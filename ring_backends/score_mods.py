@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.score_mod import ScoreMod, with_in_place
+from ring_backends.kernels.score_mod import ScoreMod, with_variants
 from ring_backends.schedule.checks import check_integer
 
 __all__ = ["alibi", "distance", "relative", "softcap"]
@@ -44,7 +44,12 @@ def softcap(cap: float) -> ScoreMod:
     def in_place(score: Tensor, *pair: Tensor) -> Tensor:
         return score.div_(cap).tanh_().mul_(cap)
 
-    return with_in_place(score_mod, in_place)
+    def with_slope(score: Tensor, *pair: Tensor) -> tuple[Tensor, Tensor]:
+        ratio = score.div_(cap).tanh_()
+        slope = torch.addcmul(torch.ones((), dtype=ratio.dtype, device=ratio.device), ratio, ratio, value=-1)
+        return ratio.mul_(cap), slope
+
+    return with_variants(score_mod, in_place, with_slope)
 
 
 def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:

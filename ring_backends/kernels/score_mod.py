@@ -66,30 +66,42 @@ class PairScores:
 
         The function may change ``scores``, if they need no gradient.
         """
+        # Within another function, the score could be in use elsewhere, so the variant is not the function itself.
+        own = self.function if torch.is_grad_enabled() else getattr(self.function, "in_place", self.function)
+        (found,) = self._evaluate(lambda *pair: (own(*pair),), scores)
+        return found
+
+    def _evaluate(self, function: Callable[..., tuple[Tensor, ...]], scores: Tensor) -> tuple[Tensor, ...]:
+        """The results of a function of one pair, for all pairs."""
         # The function gets copies, so that it may change them in place.
         batch, heads = self.batch.clone(), self.heads.clone()
         queries, query_dims = _without_ones(self.query_positions.clone())
         keys, key_dims = _without_ones(self.key_positions.clone())
 
-        # Within another function, the score could be in use elsewhere, so the variant is not the function itself.
-        own = self.function if torch.is_grad_enabled() else getattr(self.function, "in_place", self.function)
-
-        def function(*pair: Tensor) -> Tensor:
+        def of_pair(*pair: Tensor) -> tuple[Tensor, ...]:
             with IndexByTensors():
-                return own(*pair)
+                return function(*pair)
 
-        of_keys = torch.vmap(function, (0, None, None, None, 0))
+        of_keys = torch.vmap(of_pair, (0, None, None, None, 0))
         of_queries = torch.vmap(of_keys, (0, None, None, 0, None))
         of_heads = torch.vmap(of_queries, (0, None, 0, query_dims[1], key_dims[1]))
         if len(batch) == 1:
-            found: Tensor = of_heads(scores.squeeze(0), batch[0], heads, queries, keys).unsqueeze(0)
+            found = tuple(x.unsqueeze(0) for x in of_heads(scores.squeeze(0), batch[0], heads, queries, keys))
         else:
             of_batch = torch.vmap(of_heads, (0, 0, None, query_dims[0], key_dims[0]))
             found = of_batch(scores, batch, heads, queries, keys)
-        return found.to(scores.dtype)
+        return tuple(x.to(scores.dtype) for x in found)
 
     def modified_with_gradient(self, scores: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """The modified scores, and a function from their gradient to that of ``scores``."""
+        """The modified scores, and a function from their gradient to that of ``scores``.
+
+        The function may change ``scores``.
+        """
+        with_slope = getattr(self.function, "with_slope", None)
+        if with_slope is not None:
+            with torch.no_grad():
+                modified, slope = self._evaluate(with_slope, scores)
+            return modified, slope.mul_
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
             modified = self.modified(scores)
@@ -105,9 +117,14 @@ class PairScores:
         return modified.detach(), gradient
 
 
-def with_in_place(function: ScoreMod, in_place: ScoreMod) -> ScoreMod:
-    """The function, with a variant that changes the score in place, for blocks that need no gradient."""
-    function.in_place = in_place  # type: ignore[attr-defined]
+def with_variants(function: ScoreMod, in_place: ScoreMod, with_slope: Callable[..., tuple[Tensor, Tensor]]) -> ScoreMod:
+    """The function, with faster variants for blocks of scores, which change the score in place.
+
+    Args:
+        in_place: the same function.
+        with_slope: the result, and its derivative with respect to the score.
+    """
+    function.in_place, function.with_slope = in_place, with_slope  # type: ignore[attr-defined]
     return function
 
 
