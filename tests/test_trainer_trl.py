@@ -25,6 +25,8 @@ from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from ring_backends.integrations.trainer import attach
 from ring_backends.testing.world import World
 
+pytestmark = pytest.mark.matrix(reason="only the environments of the matrix have TRL")
+
 PRELOAD = ["trl", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
 
@@ -146,17 +148,13 @@ def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[st
         return results | {name: whole(value) for name, value in parameters if value.requires_grad}
 
 
-LONG = pytest.mark.matrix(reason="trains eight models")
-
-
-@pytest.mark.parametrize("name", [name if name == "packing" else pytest.param(name, marks=LONG) for name in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_two_ranks(two: World, name: str) -> None:
     expected = run(name, None)
     for layout in ("contiguous", "zigzag"):
         assert_equal(two.run(run, name, 2, layout), expected)
 
 
-@LONG
 def test_two_by_two(four: World) -> None:
     """Two rings. Every text has labels of equal number in both, so that TRL's mean over processes is that of one."""
     expected = run("text", None)
@@ -176,7 +174,6 @@ def with_a_loss_function(ring_size: int | None) -> dict[str, Any]:
         return {"loss": torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])}
 
 
-@LONG
 def test_a_loss_function(two: World) -> None:
     assert_equal(two.run(with_a_loss_function, 2), with_a_loss_function(None))
 
