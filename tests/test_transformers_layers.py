@@ -22,7 +22,7 @@ from transformers_checks import CALL_SECONDS, PRELOAD, Check, Verdict, find_conf
 
 from ring_backends import Ring
 from ring_backends.adapters import native
-from ring_backends.integrations.transformers import describe, register, shard_inputs, use_ring
+from ring_backends.integrations.transformers import describe, generate, register, shard_inputs, use_ring
 from ring_backends.integrations.transformers.layers import read_mask
 from ring_backends.testing.world import World
 
@@ -143,6 +143,24 @@ def test_chunks_begin_after_padding_on_the_left(sharded: bool) -> None:
     model.set_attn_implementation("ring_dilated")
     found = model(**(shard_inputs(Ring(), **inputs) if sharded else inputs)).logits
     assert_near(found[mask.bool()], expected[mask.bool()])
+
+
+def generated_in_chunks(ring: Ring | None) -> Tensor:
+    """The logits of new tokens of texts without padding; without a ring, those of transformers."""
+    options = {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 8, "head_dim": 8}
+    model = make_model("llama4_text", **options)
+    arguments: dict[str, Any] = {"input_ids": tokens(), "attention_mask": torch.ones(2, N, dtype=torch.int64)}
+    arguments |= {"max_new_tokens": 4, "eos_token_id": None, "return_dict_in_generate": True, "output_logits": True}
+    if ring is None:
+        return torch.stack(model.generate(**arguments).logits)
+    use_ring(model, ring)
+    return torch.stack(generate(model, ring, **arguments).logits)
+
+
+def test_chunks_in_generation(pair: World) -> None:
+    expected = generated_in_chunks(None)
+    for logits in (generated_in_chunks(Ring()), *pair.run(on_ring, generated_in_chunks)):
+        assert_near(logits, expected)
 
 
 BLOCKS = torch.zeros(1, N, dtype=torch.int64)

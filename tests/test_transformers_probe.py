@@ -82,9 +82,6 @@ def registered(ring: Ring, model: Any, **options: Any) -> Any:
     return model
 
 
-LLAMA_4 = {"num_hidden_layers": 4, "layer_types": ["full_attention"] * 4}
-"""Every fourth layer has no rotary embedding. It scales queries by the number of the row."""
-
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # The position_ids do not reach the embedding of positions.
     ("BartForCausalLM", {}, r"BartForCausalLM: model\.decoder\.embed_positions"),

@@ -80,8 +80,8 @@ def attach(
     ``predict`` returns whole sequences. ``compute_loss_func`` gets the whole logits on every rank.
 
     Args:
-        trainer: a ``transformers.Trainer`` with a causal or masked language model or a token classifier, also within a
-            ``PeftModel``.
+        trainer: a ``transformers.Trainer``, or TRL's ``SFTTrainer``, with a causal or masked language model or a token
+            classifier, also within a ``PeftModel``.
         segment_lengths, dilation_rates, ring_size, layout, timeout, probe, options: as in
             :func:`ring_backends.integrations.accelerate.attach`.
 

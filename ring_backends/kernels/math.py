@@ -5,9 +5,9 @@ sums and statistics are in fp32 (fp64 for fp64 inputs), also under autocast.
 
 A NaN or inf in a key never reaches a row that does not see the key. Scores are masked by ``masked_fill``, and masked
 keys and values are set to 0. If the rows of one block see different keys (on a causal diagonal, between documents), a
-matrix product would turn 0 × NaN into NaN. There :func:`_product` adds NaN and inf separately. In the backward, a NaN
-in a query or gradient row likewise never reaches a key that the row does not see. A score_mod is evaluated for hidden
-pairs too, and its results and gradients there are dropped.
+matrix product would turn 0 × NaN into NaN. There :func:`_product` adds NaN and inf separately, if there are any.
+In the backward, a NaN in a query or gradient row likewise never reaches a key that the row does not see. A score_mod is
+evaluated for hidden pairs too, and its results and gradients there are dropped.
 """
 
 from __future__ import annotations

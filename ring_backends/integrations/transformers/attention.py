@@ -234,11 +234,12 @@ def register_as(name: str, registration: Registration) -> None:
                     "cannot know the length of the sequence (seq_len)."
                 )
             return _attend_alone(query, key, value), None
-        if what.chunk is not None and ring.size == 1 and row_numbers is None and mask.padding is not None:
+        has_chunks = what.chunk is not None and step is None  # those of a cache begin with the sequence
+        if has_chunks and ring.size == 1 and row_numbers is None and mask.padding is not None:
             seq_len = query.shape[2]
             row_numbers = torch.arange(seq_len, device=query.device).expand_as(mask.padding)
             leading_padding = leading_padding_of(mask.padding)
-        has_parts = what.chunk is not None and (document_ids is not None or leading_padding is not None)
+        has_parts = has_chunks and (document_ids is not None or leading_padding is not None)
         own = attention_of(module, replace(what, chunk=ANY_LENGTH) if has_parts else what)
         if own.dropout_p != dropout:  # the model passes 0 after its eval()
             own.dropout_p = dropout

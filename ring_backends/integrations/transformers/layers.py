@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from torch import Tensor, nn
 from transformers import masking_utils
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.score_mods import softcap
 
@@ -145,7 +143,7 @@ class LayerAttention:
     @property
     def options(self) -> dict[str, Any]:
         """Arguments of the attention."""
-        return {"sinks": self.sinks, "score_mod": None if self.softcap is None else _softcap(self.softcap)}
+        return {"sinks": self.sinks, "score_mod": None if self.softcap is None else softcap(self.softcap)}
 
     def __str__(self) -> str:
         parts = ["causal" if self.is_causal else "bidirectional"]
@@ -156,11 +154,6 @@ class LayerAttention:
         parts.append("" if self.softcap is None else f"soft cap {self.softcap:g}")
         parts.append("" if self.sinks is None else "sinks")
         return ", ".join(part for part in parts if part)
-
-
-@lru_cache(maxsize=64)
-def _softcap(cap: float) -> ScoreMod:
-    return softcap(cap)
 
 
 def read_layer(
@@ -210,8 +203,8 @@ def read_layer(
             "layer has its own."
         )
     own_scale = None if scale is not None or abs(wanted - default) <= 1e-9 * default else wanted
-    softcap, sinks = options.get("softcap"), options.get("s_aux")
-    return LayerAttention(mask.is_causal, mask.window, mask.chunk, own_scale, softcap, sinks)
+    scores = options.get("softcap"), options.get("s_aux")
+    return LayerAttention(mask.is_causal, mask.window, mask.chunk, own_scale, *scores)
 
 
 def documents_of_chunks(
@@ -251,7 +244,7 @@ def with_temperatures(module: nn.Module, query: Tensor, row_numbers: Tensor | No
 
     Args:
         query: [batch, heads, rows, head_dim].
-        row_numbers: int [batch, rows], the number of each row in the sequence; None if the model has numbered them.
+        row_numbers: int [batch, rows], the number of each row in its document; None if the model has numbered them.
     """
     layer: Any = module
     has_temperatures = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True)
