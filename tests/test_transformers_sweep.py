@@ -22,12 +22,12 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "hugging-face-models.md
 PARTS: dict[Kind, int] = {"causal": 4, "masked": 1, "token": 2, "base": 4}
 """The number of tests per kind, which pytest-xdist distributes."""
 
-LEAST_EQUAL: dict[Kind, float] = {"causal": 0.5, "masked": 0.4, "token": 0.5, "base": 0.4}
+LEAST_EQUAL = 0.3
 MOST_UNTESTED: dict[Kind, float] = {"causal": 0.1, "masked": 0.1, "token": 0.1, "base": 0.3}
 MOST_UNCHECKED = 0.05
 """Fractions of the classes of a part, and of the further checks. A sweep that builds nothing must not pass.
 
-Models without a head need images or sound more often.
+The page says of each class whether it is equal. Models without a head need images or sound more often.
 """
 
 
@@ -55,7 +55,7 @@ def test_classes(two: World, kind: Kind, part: int) -> None:
     if defects:
         pytest.fail(f"{len(defects)} classes are neither equal nor refused:\n{table(defects)}", pytrace=False)
     found = Counter(section(row) for row in rows)
-    assert found["Equal"] >= LEAST_EQUAL[kind] * len(rows), counts(rows)
+    assert found["Equal"] >= LEAST_EQUAL * len(rows), counts(rows)
     assert found["Not tested"] <= MOST_UNTESTED[kind] * len(rows), counts(rows)
     checks = [verdict.status for row in rows for verdict in row.checks.values()]
     assert checks.count("NOT BUILT") <= MOST_UNCHECKED * len(checks), counts(rows)
