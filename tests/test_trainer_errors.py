@@ -45,8 +45,8 @@ def on_a_ring(model: Any) -> Any:
 @pytest.mark.parametrize(
     ("config", "maker", "message"),
     [
-        (config_of("llama"), "SequenceClassification", "LlamaForSequenceClassification: its head may pool rows"),
-        (config_of("bert"), "", "BertModel: its head may pool rows"),
+        (config_of("bert"), "MultipleChoice", "BertForMultipleChoice: its head may pool rows"),
+        (config_of("llama"), "QuestionAnswering", "LlamaForQuestionAnswering: its head may pool rows"),
         (config_of("t5", d_model=32, d_kv=8, d_ff=32), "Seq2SeqLM", "is_encoder_decoder = True"),
         (config_of("mpt", d_model=32, n_heads=4, n_layers=1), "CausalLM", "attn_implementation of Mpt.* own"),
     ],

@@ -1,7 +1,8 @@
-"""TRL's SFTTrainer on rings equals the SFTTrainer on one process: losses, metrics, evaluation and parameters."""
+"""TRL's trainers on rings equal those on one process: losses, metrics, evaluation and parameters."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,16 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from trainer_cases import OWN_SIZES, SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
-from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RewardConfig,
+    RewardTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from ring_backends.integrations.trainer import attach
 from ring_backends.testing.world import World
@@ -73,14 +83,41 @@ def conversations(number: int) -> Dataset:
     )
 
 
+def pairs(number: int) -> Dataset:
+    """Preferred and other completions."""
+
+    def pair(index: int) -> dict[str, str]:
+        chosen, rejected = (" " + words(index + other, 20) for other in (99, 999))
+        return {"prompt": words(index, 20), "chosen": chosen, "rejected": rejected}
+
+    return Dataset.from_list([pair(index) for index in range(number)])
+
+
+def judged(number: int) -> Dataset:
+    """Completions, half of them good ones."""
+    return Dataset.from_list(
+        [{**example, "label": index % 2 == 0} for index, example in enumerate(completions(number))]
+    )
+
+
+METRICS: dict[Any, tuple[str, ...]] = {
+    SFTTrainer: ("mean_token_accuracy", "entropy", "num_tokens"),
+    DPOTrainer: ("rewards/margins", "logps/chosen", "mean_token_accuracy", "entropy", "logits/chosen", "num_tokens"),
+    KTOTrainer: ("kl", "entropy", "rewards/chosen", "logps/rejected", "num_tokens"),
+    RewardTrainer: ("accuracy", "margin", "mean_reward", "num_tokens"),
+}
+CONFIGS = {SFTTrainer: SFTConfig, DPOTrainer: DPOConfig, KTOTrainer: KTOConfig, RewardTrainer: RewardConfig}
+
+
 @dataclass(frozen=True)
 class Case:
-    """One run of an SFTTrainer. ``config`` are arguments of its SFTConfig."""
+    """One run of a trainer. ``config`` are arguments of its configuration."""
 
     data: Any = texts
     kind: Kind = "llama"
     lora: bool = False
     config: dict[str, Any] = field(default_factory=dict)
+    trainer: Any = SFTTrainer
 
 
 PACKED = {"packing": True, "max_length": 48, "eval_packing": True}
@@ -93,6 +130,10 @@ CASES = {
     "lora": Case(completions, lora=True, config={"learning_rate": 1.0}),
     "dft": Case(config={"loss_type": "dft"}),
     "router-loss": Case(kind="qwen3_moe"),
+    "dpo": Case(pairs, "mistral", trainer=DPOTrainer),
+    "dpo-lora": Case(pairs, lora=True, trainer=DPOTrainer, config={"learning_rate": 1.0, "loss_type": ["ipo", "sft"]}),
+    "kto": Case(judged, trainer=KTOTrainer),
+    "reward": Case(pairs, "qwen3", trainer=RewardTrainer, config={"center_rewards_coefficient": 0.1}),
 }
 
 
@@ -103,11 +144,15 @@ def loss_of_next_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = Non
 
 def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
     reset_accelerate()
-    torch.manual_seed(0)
-    own: dict[str, Any] = {"vocab_size": WORDS + 5}
-    own |= OWN_SIZES[case.kind]
-    config = transformers.AutoConfig.for_model(case.kind, **{**SIZES, **own})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float()
+    is_reward = case.trainer is RewardTrainer
+    sizes: dict[str, Any] = {**SIZES, "vocab_size": WORDS + 5, **OWN_SIZES[case.kind]}
+    config = transformers.AutoConfig.for_model(case.kind, **sizes, num_labels=1 if is_reward else 2)
+    make = transformers.AutoModelForSequenceClassification if is_reward else transformers.AutoModelForCausalLM
+
+    def make_model(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return make.from_config(copy.deepcopy(config), attn_implementation="eager").float()
+
     settings = {
         **{"use_cpu": True, "bf16": False, "max_steps": STEPS, "learning_rate": 0.1, "optim": "sgd"},
         **{"per_device_train_batch_size": 4 // rings, "per_device_eval_batch_size": 4 // rings},
@@ -118,9 +163,11 @@ def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
         import peft
 
         options["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-    trainer = SFTTrainer(
-        model=model,
-        args=SFTConfig(output_dir=folder, **{**settings, **case.config}),
+    elif case.trainer in (DPOTrainer, KTOTrainer):
+        options["ref_model"] = make_model(1)
+    trainer = case.trainer(
+        model=make_model(0),
+        args=CONFIGS[case.trainer](output_dir=folder, **{**settings, **case.config}),
         train_dataset=case.data(48),
         eval_dataset=case.data(8),
         processing_class=make_tokenizer(),
@@ -132,18 +179,20 @@ def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
     """Train ten steps and evaluate."""
+    case = CASES[name]
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(CASES[name], folder, num_rings(ring_size))
+        trainer = make_trainer(case, folder, num_rings(ring_size))
         if ring_size is not None:
             attach(trainer, ring_size=ring_size, layout=layout)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "loss" in entry]
-        names = ("loss", "grad_norm", "mean_token_accuracy", "entropy", "num_tokens")
         results: dict[str, Any] = {
-            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64) for name in names
+            name: torch.tensor([entry[name] for entry in history], dtype=torch.float64)
+            for name in ("loss", "grad_norm", *METRICS[case.trainer])
         }
         evaluated = trainer.evaluate()
-        results |= {name: torch.tensor(evaluated[name]) for name in ("eval_loss", "eval_mean_token_accuracy")}
+        measures = ("eval_loss", f"eval_{METRICS[case.trainer][0]}")
+        results |= {name: torch.tensor(evaluated[name]) for name in measures if name in evaluated}
         parameters = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
         return results | {name: whole(value) for name, value in parameters if value.requires_grad}
 
@@ -180,12 +229,14 @@ def test_a_loss_function(two: World) -> None:
 
 def test_what_is_refused(tmp_path: Any) -> None:
     smoothed = make_trainer(Case(config={"label_smoothing_factor": 0.1}), str(tmp_path), 1)
-    with pytest.raises(ValueError, match=r"label_smoothing_factor with SFTTrainer: not supported by a ring"):
+    with pytest.raises(ValueError, match=r"label_smoothing_factor with a trainer of TRL: not supported by a ring"):
         attach(smoothed)
-    reset_accelerate()
-    pairs = Dataset.from_list([{"prompt": "w1", "chosen": " w2", "rejected": " w3"}] * 4)
-    model, reference = (make_trainer(Case(), str(tmp_path), 1).model for _ in range(2))
-    args = DPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to=[])
-    trainer = DPOTrainer(model, reference, args, train_dataset=pairs, processing_class=make_tokenizer())
-    with pytest.raises(ValueError, match=r"(?s)DPOTrainer\.compute_loss: .*Trainer\(…, compute_loss_func=loss\)"):
-        attach(trainer)
+
+    class Own(SFTTrainer):  # type: ignore[misc]
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            return super().compute_loss(*args, **kwargs)
+
+    own = make_trainer(Case(), str(tmp_path), 1)
+    own.__class__ = Own
+    with pytest.raises(ValueError, match=r"(?s)Own\.compute_loss: .*Trainer\(…, compute_loss_func=loss\)"):
+        attach(own)

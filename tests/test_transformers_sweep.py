@@ -19,11 +19,11 @@ from transformers_sweep import COMMAND, counts, make_ranks, section, sections_of
 from ring_backends.testing.world import World
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "hugging-face-models.md"
-PARTS: dict[Kind, int] = {"causal": 4, "masked": 1, "token": 2, "base": 4}
+PARTS: dict[Kind, int] = {"causal": 4, "masked": 1, "token": 2, "sequence": 2, "base": 4}
 """The number of tests per kind, which pytest-xdist distributes."""
 
 LEAST_EQUAL = 0.3
-MOST_UNTESTED: dict[Kind, float] = {"causal": 0.1, "masked": 0.1, "token": 0.1, "base": 0.3}
+MOST_UNTESTED: dict[Kind, float] = {"causal": 0.1, "masked": 0.1, "token": 0.1, "sequence": 0.1, "base": 0.3}
 MOST_UNCHECKED = 0.05
 """Fractions of the classes of a part, and of the further checks. A sweep that builds nothing must not pass.
 
@@ -39,7 +39,7 @@ def two() -> Iterator[World]:
 
 IN_MATRIX = pytest.mark.matrix(reason="runs over two hundred model classes")
 CASES = [
-    # Most token classifiers and models without a head have the layers of a language model.
+    # Most classifiers and models without a head have the layers of a language model.
     pytest.param(kind, part, marks=IN_MATRIX if kind in ("causal", "masked") else pytest.mark.slow)
     for kind, number in PARTS.items()
     for part in range(number)
@@ -88,7 +88,7 @@ def test_the_page_lists_every_class() -> None:
     if not is_of_this_release():
         pytest.skip(f"{PAGE.name} is of another release of transformers")
     written = sections_of(PAGE.read_text(encoding="utf-8"))
-    kinds: tuple[Kind, ...] = ("causal", "masked", "token")
+    kinds: tuple[Kind, ...] = ("causal", "masked", "token", "sequence")
     missing = [model for kind in kinds for model in models(kind) if model.name not in written]
     assert not [model.name for model in missing if model.is_for_text()], f"run {COMMAND}"
 

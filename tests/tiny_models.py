@@ -17,17 +17,20 @@ import transformers
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-Kind = Literal["causal", "masked", "token", "base"]
+Kind = Literal["causal", "masked", "token", "sequence", "base"]
 
 VOCABULARY = 96
 MASK, PAD = 0, 1
 FIRST_TOKEN, END_OF_TOKENS = 5, 90
 """Ordinary tokens. The others are special tokens, such as those of images."""
 
+NUM_LABELS: dict[Kind, int] = {"token": VOCABULARY, "sequence": 5}
+
 MAPPINGS: dict[Kind, Mapping[str, Any]] = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     "token": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    "sequence": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     "base": modeling_auto.MODEL_MAPPING_NAMES,
 }
 
@@ -190,8 +193,8 @@ class TinyModel:
             fields["num_key_value_heads"] = change.heads
         if change.layers is not None or self.num_layers is not None:
             fields["num_hidden_layers"] = self.num_layers or change.layers
-        if self.kind == "token":
-            fields["num_labels"] = VOCABULARY
+        if self.kind in NUM_LABELS:
+            fields["num_labels"] = NUM_LABELS[self.kind]
         config = config_class(**fields)
         if self.kind == "causal" and hasattr(config, "is_decoder"):
             config.is_decoder = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal, get_args
 
@@ -28,6 +29,7 @@ N, VOCABULARY, STEPS = 45, 23, 10
 
 CausalKind = Literal["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
 Kind = Literal[CausalKind, "bert", "modernbert"]
+Task = Literal["tokens", "sequence", "embedding"]
 SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0},
@@ -47,18 +49,22 @@ OWN_SIZES: dict[Kind, dict[str, Any]] = {
 }
 
 
-def make_model(kind: Kind, lora: bool = False) -> Any:
+def make_model(kind: Kind, lora: bool = False, task: Task = "tokens", **fields: Any) -> Any:
     """A model. The test is skipped if PEFT is missing, or if this release of transformers cannot run the model."""
     if kind == "modernbert" and not transformers.ModernBertForMaskedLM._can_set_attn_implementation():
         pytest.skip("this release's ModernBERT has an attention of its own")
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **OWN_SIZES[kind])
+    config = transformers.AutoConfig.for_model(kind, **{**SIZES, **OWN_SIZES[kind], **fields})
     config.use_cache = False  # with a cache, transformers ignores position_ids that restart
-    make = transformers.AutoModelForCausalLM if kind in get_args(CausalKind) else transformers.AutoModelForMaskedLM
+    make: Any = transformers.AutoModelForCausalLM if kind in get_args(CausalKind) else transformers.AutoModelForMaskedLM
+    if task != "tokens":
+        make = transformers.AutoModelForSequenceClassification if task == "sequence" else transformers.AutoModel
     model = make.from_config(config, attn_implementation="eager" if kind in ("gemma2", "gpt_oss") else "sdpa")
     if lora:
         peft = pytest.importorskip("peft")
-        adapter = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        task_type = "SEQ_CLS" if task == "sequence" else None
+        modules = ["q_proj", "v_proj"]
+        adapter = peft.LoraConfig(r=4, target_modules=modules, init_lora_weights=False, task_type=task_type)
         model = peft.get_peft_model(model, adapter)
     return model
 
@@ -70,6 +76,7 @@ class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
     number: int = 24
     padded: bool = True
     every_label: bool = True
+    task: Task = "tokens"
 
     def __len__(self) -> int:
         return self.number
@@ -82,10 +89,11 @@ class Documents(torch.utils.data.Dataset[dict[str, Tensor]]):
         if not self.padded:
             return {"input_ids": tokens.tolist(), "labels": labels.tolist()}
         missing = (0, N - length)
+        padded_labels = torch.nn.functional.pad(labels, missing, value=IGNORED)
         return {
             "input_ids": torch.nn.functional.pad(tokens, missing),
             "attention_mask": torch.nn.functional.pad(torch.ones_like(tokens), missing),
-            "labels": torch.nn.functional.pad(labels, missing, value=IGNORED),
+            "labels": padded_labels if self.task == "tokens" else torch.tensor(index % 3),
         }
 
 
@@ -96,15 +104,22 @@ class Case:
     Attributes:
         arguments: of TrainingArguments.
         loss_func: whether to pass a ``compute_loss_func``.
+        fields: of the model's configuration.
+        saved_on_cpu: whether tensors for the backward are saved by ``save_on_cpu``.
     """
 
     kind: Kind = "llama"
     lora: bool = False
     packed: bool = False
     loss_func: bool = False
+    task: Task = "tokens"
     arguments: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    saved_on_cpu: bool = False
 
 
+OFFLOAD = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}}
+KEEP_LABELS = {"remove_unused_columns": False, "label_names": ["labels"], "learning_rate": 0.001}
 CASES = {
     "llama": Case(),
     "qwen3-packed": Case("qwen3", packed=True),
@@ -119,7 +134,14 @@ CASES = {
     "lora": Case(lora=True),
     "label-smoothing": Case(arguments={"label_smoothing_factor": 0.1}),
     "activation-checkpointing": Case("qwen3", arguments={"gradient_checkpointing": True}),
+    "offloaded-activations": Case(arguments=OFFLOAD),
+    "saved-on-cpu": Case("gpt_oss", saved_on_cpu=True),
     "loss-function": Case(loss_func=True, arguments={"gradient_accumulation_steps": 2}),
+    "classifier": Case(task="sequence", fields={"num_labels": 3}, arguments={"gradient_accumulation_steps": 2}),
+    "classifier-lora": Case(task="sequence", lora=True, fields={"num_labels": 3}),
+    "bert-classifier": Case("bert", task="sequence", fields={"num_labels": 3}),
+    "mean-classifier": Case("modernbert", task="sequence", fields={"num_labels": 3, "classifier_pooling": "mean"}),
+    "embedding": Case("bert", task="embedding", loss_func=True, arguments=KEEP_LABELS),
 }
 
 
@@ -141,12 +163,20 @@ def loss_of_next_tokens(outputs: Any, labels: Tensor, num_items_in_batch: Any = 
     return loss / num_items_in_batch
 
 
+def loss_of_embeddings(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    """The embeddings of a sequence, the pooler's and the mean row, shall point to its label."""
+    embeddings = torch.stack([outputs.pooler_output, outputs.last_hidden_state.mean(1)])
+    return (embeddings - labels[:, None]).square().sum() / num_items_in_batch
+
+
 def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     """A Trainer whose steps have 4 documents, over ``rings`` rings."""
     reset_accelerate()
-    model = make_model(case.kind, case.lora)  # before DeepSpeed would partition it, which draws other weights
+    # Made before DeepSpeed would partition it, which draws other weights.
+    model = make_model(case.kind, case.lora, case.task, **case.fields)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
-    data = Documents(padded=not case.packed, every_label=case.kind in get_args(CausalKind))
+    data = Documents(padded=not case.packed, every_label=case.kind in get_args(CausalKind), task=case.task)
+    loss_func = loss_of_embeddings if case.task == "embedding" else loss_of_next_tokens
     options = {
         "use_cpu": True,
         "per_device_train_batch_size": 4 // rings,
@@ -166,6 +196,9 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
         # Without GPUs and with DeepSpeed, Accelerate would take every process for the only one.
         import_module("ring_backends.adapters.deepspeed.ring_pass").start_deepspeed()  # without a compiler
         PartialState._prepare_backend = lambda *_: ("gloo", DistributedType.MULTI_CPU)
+    if case.arguments is OFFLOAD:
+        # A machine without GPUs has no pinned memory.
+        vars(transformers.modeling_utils)["save_on_cpu"] = lambda **_: torch.autograd.graph.save_on_cpu()
     args = TrainingArguments(output_dir=folder, **{**options, **case.arguments, **arguments})
     if "fsdp" in arguments:
         # Accelerate refuses to shard on processes without GPUs. FSDP2 itself does not.
@@ -174,9 +207,9 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
         model=model,
         args=args,
         train_dataset=data,
-        eval_dataset=Documents(10, padded=not case.packed, every_label=data.every_label),
+        eval_dataset=replace(data, number=10 if case.task == "tokens" else 8),
         data_collator=collator,
-        compute_loss_func=loss_of_next_tokens if case.loss_func else None,
+        compute_loss_func=loss_func if case.loss_func else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -199,7 +232,9 @@ def results_of(trainer: Any, case: Case) -> dict[str, Any]:
     results["flops"] = torch.tensor(trainer.state.total_flos, dtype=torch.float64)
     # Trainer joins the logits of batches by padding, and packed batches differ in length.
     trainer.args.prediction_loss_only = case.packed
-    if not case.packed:
+    if case.task == "sequence":
+        results["predictions"] = torch.from_numpy(trainer.predict(Documents(8, task=case.task)).predictions)
+    elif case.task == "tokens" and not case.packed:
         found = trainer.predict(Documents(5)).predictions
         logits = next(x for x in found if x.ndim == 3) if isinstance(found, tuple) else found  # beside router's logits
         is_real = torch.stack([Documents(5)[index]["attention_mask"] for index in range(5)])
@@ -220,19 +255,21 @@ def whole(parameter: Any) -> Tensor:
 
 
 def assert_equal(by_rank: list[dict[str, Any]], expected: dict[str, Any]) -> None:
-    """Compare the results of every rank with those of one process."""
+    """Compare the results of every rank with those of one process: within 1e-5, of values above 1 relatively."""
     for found in by_rank:
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             difference = (found[name] - value).abs().max().item()
-            assert difference <= 1e-5, f"{name} differs by {difference}"
+            largest = value.abs().max().item()
+            assert difference <= 1e-5 * max(1.0, largest), f"{name} differs by {difference}, of {largest}"
 
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp") -> dict[str, Any]:
     """Train, predict and evaluate."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_attached(CASES[name], ring_size, folder, layout, **arguments_of(strategy, ring_size))
-        trainer.train()
+        with torch.autograd.graph.save_on_cpu() if CASES[name].saved_on_cpu else contextlib.nullcontext():
+            trainer.train()
         return results_of(trainer, CASES[name])
 
 

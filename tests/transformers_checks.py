@@ -24,7 +24,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
 
 import torch
-from tiny_models import CHANGES, END_OF_TOKENS, FIRST_TOKEN, MAPPINGS, MASK, PAD, TinyModel
+from tiny_models import CHANGES, END_OF_TOKENS, FIRST_TOKEN, MAPPINGS, MASK, NUM_LABELS, PAD, TinyModel
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -173,13 +173,15 @@ def make_batch(check: Check, first_position: int = 0) -> Batch:
 
 
 def compute(model: Any, outputs: Any, rows: Tensor, ring: Ring | None = None) -> Computed:
-    """Compute the gradients of a random weighting of the logits of ``rows``."""
+    """Compute the gradients of a random weighting of the logits of ``rows``, or of those of whole sequences."""
     logits = first_of(outputs)
-    weights = torch.randn((*rows.shape, logits.shape[-1]), generator=torch.Generator().manual_seed(2))
-    weights *= rows[..., None]
-    whole = logits.detach()
-    if ring is not None:
-        weights, whole = ring.shard(weights), ring.unshard(whole, seq_len=rows.shape[1])
+    whole, generator = logits.detach(), torch.Generator().manual_seed(2)
+    if logits.dim() == 2:  # the same on every rank
+        weights = torch.randn(logits.shape, generator=generator) / (1 if ring is None else ring.size)
+    else:
+        weights = torch.randn((*rows.shape, logits.shape[-1]), generator=generator) * rows[..., None]
+        if ring is not None:
+            weights, whole = ring.shard(weights), ring.unshard(whole, seq_len=rows.shape[1])
     (logits * weights).sum().backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     loss = getattr(outputs, "loss", None)
@@ -249,7 +251,8 @@ def build(model: TinyModel, check: Check, implementation: str | None = None) -> 
 
 def arguments_of(model: TinyModel, batch: Batch) -> dict[str, Any]:
     has_labels = model.has_loss and "position_ids" not in batch.inputs
-    inputs = {**batch.inputs, "labels": batch.labels} if has_labels else dict(batch.inputs)
+    labels = batch.labels[:, 0] % NUM_LABELS["sequence"] if model.kind == "sequence" else batch.labels
+    inputs = {**batch.inputs, "labels": labels} if has_labels else dict(batch.inputs)
     if model.needs_decoder_input():
         inputs["decoder_input_ids"] = batch.inputs["input_ids"]
     return inputs
@@ -297,13 +300,16 @@ def try_configuration(model: TinyModel) -> tuple[TinyModel, Computed]:
 def check_reference(model: TinyModel, computed: Computed) -> None:
     """Check that a ring could be wrong: the last token of the first rank changes the logits of the second."""
     logits, batch = computed.logits, make_batch(FIRST)
-    if logits.dim() != 3 or logits.shape[:2] != batch.rows.shape or not logits.isfinite().all():
+    expected = (len(batch.rows), NUM_LABELS["sequence"]) if model.kind == "sequence" else batch.rows.shape
+    num_dims = 2 if model.kind == "sequence" else 3
+    if logits.dim() != num_dims or logits.shape[:2] != expected or not logits.isfinite().all():
         raise ValueError(f"logits are {[*logits.shape]}, or are not finite")
     last = batch.inputs["input_ids"][0, FIRST.seq_len // 2 - 1]
     last.copy_(FIRST_TOKEN + (last == FIRST_TOKEN))
     with torch.no_grad():
         changed = first_of(model.build()(**arguments_of(model, batch)))
-    if (changed - logits)[0, FIRST.seq_len // 2 :].abs().max() < 1e-3:
+    after = slice(None) if model.kind == "sequence" else slice(FIRST.seq_len // 2, None)
+    if (changed - logits)[0, after].abs().max() < 1e-3:
         raise ValueError("the tokens of the first rank do not change the logits of the second")
 
 
@@ -332,6 +338,8 @@ def checks_of(model: TinyModel) -> dict[str, Check]:
     """The further checks of a class. The layers of most classes are also those of a language model, which gets all."""
     if model.kind in ("token", "base") and model.model_type in LANGUAGE_MODELS and not EVERYTHING:
         return {"zigzag layout": CHECKS["zigzag layout"]}
+    if model.kind == "sequence":
+        return {name: CHECKS[name] for name in ("zigzag layout", "padding on the left")}
     return {name: check for name, check in CHECKS.items() if check.way != "generate" or model.kind == "causal"}
 
 
@@ -349,7 +357,7 @@ def run_check(ranks: World, model: TinyModel, check: Check, wanted: Computed, to
         if verdict.status != "REFUSED":
             ranks.close()  # the ring may be in the middle of a call
         return verdict
-    rows = None if check.way == "generate" else make_batch(check).rows
+    rows = None if check.way == "generate" or model.kind == "sequence" else make_batch(check).rows
     verdict = compare([outcome.value for outcome in outcomes], wanted, rows, tolerance)
     if verdict.status == "WRONG" and model.dtype == torch.float32:
         # In float64, rounding cannot choose another expert or grow over many layers.

@@ -2,7 +2,7 @@
 
     python tests/transformers_sweep.py [--write docs/hugging-face-models.md] [KIND or class ...]
 
-The kinds are causal, masked, token and base. Without names, the command runs all text models of transformers.
+The kinds are causal, masked, token, sequence and base. Without names, the command runs all text models of transformers.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ KINDS = {
     "causal": "Causal language models",
     "masked": "Masked language models",
     "token": "Token classifiers",
+    "sequence": "Sequence classifiers",
     "base": "Models without a head",
 }
 INTRODUCTION = f"""\
@@ -77,8 +78,9 @@ FURTHER = """\
 
 The classes that are equal were also tried in zigzag layout, with padding on the left, with packed documents, in
 training mode, with six layers, with [`shard_inputs`](hugging-face.md#a-forward-pass), and, if they are causal, with
-[`generate`](decoding.md#hugging-face-models). Classes without a language model's head were tried in zigzag layout only,
-if a class with this head has the same layers. What one process could not run is not tested.
+[`generate`](decoding.md#hugging-face-models). Sequence classifiers got the first two of these checks. Token classifiers
+and models without a head got the first, if a language model has the same layers. What one process could not run is not
+tested.
 """
 COMMAND = "python tests/transformers_sweep.py --write docs/hugging-face-models.md"
 

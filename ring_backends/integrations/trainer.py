@@ -1,6 +1,6 @@
 """Hugging Face's Trainer on rings, with one more line in a script::
 
-    trainer = Trainer(model=model, args=args, train_dataset=dataset)  # or TRL's SFTTrainer
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)  # or one of TRL, such as SFTTrainer
     attach(trainer)
     trainer.train()
 
@@ -25,6 +25,8 @@ from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
     ShardedForward,
+    inner_model,
+    is_sequence_classifier,
     labels_of_rows,
     put_on_ring,
 )
@@ -43,7 +45,10 @@ __all__ = ["attach"]
 _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "model_init": (lambda trainer: trainer.model_init is not None, "pass a model instead"),
     "neftune_noise_alpha": (lambda trainer: bool(trainer.args.neftune_noise_alpha), "leave it out"),
-    "use_liger_kernel": (lambda trainer: trainer.args.use_liger_kernel, "leave it out"),
+    "use_liger_kernel with a trainer of TRL": (
+        lambda trainer: _is_of_trl(trainer) and trainer.args.use_liger_kernel,
+        "leave it out; the head that TRL adds makes no logits either",
+    ),
     "use_cache": (lambda trainer: getattr(trainer.args, "use_cache", False), "leave it out; a ring has no cache"),
     "predict_with_generate": (lambda trainer: getattr(trainer.args, "predict_with_generate", False), "leave it out"),
     "eval_use_gather_object": (lambda trainer: trainer.args.eval_use_gather_object, "gather tensors instead"),
@@ -52,8 +57,12 @@ _REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
         "its batches differ between the ranks of a ring; choose another strategy",
     ),
     "label_names": (lambda trainer: trainer.label_names not in ([], ["labels"]), "the loss is that of labels"),
-    "label_smoothing_factor with SFTTrainer": (
-        lambda trainer: _is_sft(trainer) and bool(trainer.args.label_smoothing_factor),
+    "label_smoothing_factor with a sequence classifier": (
+        lambda trainer: trainer.args.label_smoothing_factor and is_sequence_classifier(inner_model(trainer.model)),
+        "leave it out",
+    ),
+    "label_smoothing_factor with a trainer of TRL": (
+        lambda trainer: _is_of_trl(trainer) and bool(trainer.args.label_smoothing_factor),
         "leave it out",
     ),
     "DataParallel": (lambda trainer: trainer.args.n_gpu > 1, "start one process per GPU with torchrun"),
@@ -80,8 +89,10 @@ def attach(
     ``predict`` returns whole sequences. ``compute_loss_func`` gets the whole logits on every rank.
 
     Args:
-        trainer: a ``transformers.Trainer``, or TRL's ``SFTTrainer``, with a causal or masked language model or a token
-            classifier, also within a ``PeftModel``.
+        trainer: a ``transformers.Trainer`` with a causal or masked language model, a token or sequence classifier, or,
+            with a ``compute_loss_func``, a model without a head; or TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``KTOTrainer`` or ``RewardTrainer``. The model may be within a ``PeftModel``. A reference model is put on
+            the ring, too.
         segment_lengths, dilation_rates, ring_size, layout, timeout, probe, options: as in
             :func:`ring_backends.integrations.accelerate.attach`.
 
@@ -97,6 +108,9 @@ def attach(
     ring = join(trainer.accelerator, ring_size, layout, timeout)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        put_on_ring(trainer.accelerator.unwrap_model(reference), attention, 0.0, probe)
     attached = _Attached(trainer, ring, sharded)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
     replacements = {
@@ -114,7 +128,7 @@ def attach(
 def _check_trainer(trainer: Any) -> None:
     if not isinstance(trainer, Trainer):
         raise TypeError(f"trainer = {type(trainer).__name__}: expected a transformers.Trainer.")
-    if type(trainer).compute_loss is not Trainer.compute_loss and not _is_sft(trainer):
+    if type(trainer).compute_loss is not Trainer.compute_loss and not _is_of_trl(trainer):
         raise ValueError(
             f"{type(trainer).__name__}.compute_loss: the loss of a ring is computed over the rows of all ranks, so "
             "attach() replaces this method; use a Trainer that does not override it, with a function of whole logits "
@@ -128,11 +142,17 @@ def _check_trainer(trainer: Any) -> None:
             raise ValueError(f"{name}: not supported by a ring; {instead}.")
 
 
-def _is_sft(trainer: Any) -> bool:
-    """Whether a trainer has the loss of TRL's SFTTrainer, over the log-probabilities of the head that it has added."""
-    trl = sys.modules.get("trl.trainer.sft_trainer")
-    has_head = hasattr(trl, "add_fused_lm_head")  # from TRL 1.15 on
-    return has_head and type(trainer).compute_loss is trl.SFTTrainer.compute_loss  # type: ignore[union-attr]
+def _is_of_trl(trainer: Any) -> bool:
+    """Whether a trainer has a loss of TRL over results of whole sequences, the same on all ranks of a ring.
+
+    These are the log-probabilities of the head that TRL adds to language models, and the logits of a reward model.
+    """
+    for name in ("SFT", "DPO", "KTO", "Reward"):
+        module: Any = sys.modules.get(f"trl.trainer.{name.lower()}_trainer")
+        has_results = name == "Reward" or hasattr(module, "add_fused_lm_head")  # from TRL 1.15 on
+        if has_results and type(trainer).compute_loss is getattr(module, f"{name}Trainer", Trainer).compute_loss:
+            return type(trainer).compute_loss is not Trainer.compute_loss
+    return False
 
 
 class _Attached:
@@ -142,8 +162,8 @@ class _Attached:
         self.trainer, self.ring, self.label_of = trainer, ring, sharded.label_of
         self.original_prediction_step, self.original_compute_loss = trainer.prediction_step, trainer.compute_loss
         self.is_evaluating = False
-        self.is_sft = _is_sft(trainer)
-        if self.is_sft and trainer.compute_loss_func is not None:
+        self.is_of_trl, self.is_pooled = _is_of_trl(trainer), sharded.has_own_loss
+        if self.is_of_trl and not self.is_pooled and trainer.compute_loss_func is not None:
             trainer.compute_loss_func = self._over_whole_logits(trainer.compute_loss_func)
         takes_num_items, smoother = sharded.takes_num_items, trainer.label_smoother
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
@@ -159,7 +179,7 @@ class _Attached:
         """The loss of the whole batch, as :meth:`transformers.Trainer.compute_loss` returns it on one device."""
         trainer, inputs = self.trainer, dict(inputs)
         is_mean_of_rings = trainer.args.average_tokens_across_devices
-        if self.is_sft:
+        if self.is_of_trl:
             # TRL multiplies the loss by the number of processes over this size. A ring counts as one process.
             trainer.get_tp_size = lambda: self.ring.size
             try:
@@ -175,6 +195,9 @@ class _Attached:
             outputs = self._whole(model(**inputs), shape)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
+        elif self.is_pooled:  # the head computes the mean over the sequences of this ring
+            outputs = model(**inputs)
+            loss, is_mean_of_rings = outputs["loss"], False
         else:
             labels = labels_of_rows(inputs, self.label_of)
             if labels is None:
@@ -195,6 +218,8 @@ class _Attached:
 
     def prediction_step(self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, **options: Any) -> Any:
         """The loss over the batches of all rings, the logits of the whole sequences, and the labels."""
+        if self.is_pooled:
+            return self.original_prediction_step(model, inputs, prediction_loss_only, **options)
         inputs, trainer = self._without_repetitions(inputs), self.trainer
         self.is_evaluating = True
         try:
@@ -203,7 +228,7 @@ class _Attached:
             self.is_evaluating = False
         if loss is not None:
             loss = trainer.accelerator.gather(loss).mean()
-        if self.is_sft or trainer.compute_loss_func is None or loss is None:
+        if self.is_of_trl or trainer.compute_loss_func is None or loss is None:
             logits = self._whole(logits, inputs["input_ids"].shape)
         return loss, logits, labels
 
@@ -214,7 +239,7 @@ class _Attached:
         count them.
         """
         state, size = self.trainer.accelerator.gradient_state, self.trainer.args.eval_batch_size
-        if not state.end_of_dataloader or state.remainder < 1:
+        if not state.end_of_dataloader or state.remainder < 1 or not LABELS & inputs.keys():
             return inputs
         input_ids = inputs["input_ids"]
         sequences = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
@@ -231,7 +256,8 @@ class _Attached:
     def _whole(self, outputs: Any, shape: torch.Size) -> Any:
         """The whole of every tensor of rows [batch, rows, …] or [batch × rows, …]; ``shape`` is [batch, seq]."""
         if isinstance(outputs, dict):
-            return type(outputs)(**{name: self._whole(value, shape) for name, value in outputs.items()})
+            rows = {name: value for name, value in outputs.items() if name != "pooler_output"}
+            return type(outputs)(**{**outputs, **{name: self._whole(value, shape) for name, value in rows.items()}})
         if isinstance(outputs, (tuple, list)):
             return type(outputs)(self._whole(value, shape) for value in outputs)
         batch, seq_len = shape

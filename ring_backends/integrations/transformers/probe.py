@@ -16,7 +16,7 @@ import contextlib
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -37,6 +37,7 @@ from ring_backends.integrations.transformers.attention import (
     registered,
 )
 from ring_backends.integrations.transformers.inputs import IGNORED, PADDED_BEFORE, next_labels, shard_inputs
+from ring_backends.integrations.transformers.pooled_heads import WAYS, PooledHead
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of
 
@@ -74,7 +75,7 @@ class Findings:
     takes_num_items: bool
 
 
-def probe(model: Any, without: str, outer: nn.Module | None = None) -> Findings:
+def probe(model: Any, without: str, outer: nn.Module | None = None, ignored: Sequence[str] = ()) -> Findings:
     """Run a model of transformers whose ``attn_implementation`` is a registered one.
 
     It takes seven forward passes of three sequences of 52 tokens, in evaluation mode and without gradients. It does not
@@ -83,12 +84,49 @@ def probe(model: Any, without: str, outer: nn.Module | None = None) -> Findings:
     Args:
         without: how to use the model without a probe, for the errors.
         outer: the ``PeftModel`` of the model, whose forward is called instead.
+        ignored: names of results that need not be equal.
 
     Raises:
         ValueError: the rows depend on each other in other layers, or a layer has an attention that a ring does not
             support.
     """
-    return _Probe(model, without, outer or model).findings()
+    return _Probe(model, without, outer or model, ignored).findings()
+
+
+def probe_pooling(head: PooledHead, outer: nn.Module) -> None:
+    """Find out how a head pools rows, on one device: compare its results with those for one pooled row.
+
+    Args:
+        outer: the ``PeftModel`` of the model, or the model.
+
+    Raises:
+        ValueError: the head pools rows in no way that :meth:`ring_backends.Ring.pool` knows.
+    """
+    batch = _batch(head.model)
+    padding = head.model.config.get_text_config().pad_token_id
+    if padding is None:  # some heads then refuse several sequences
+        batch = {name: rows[1:2] for name, rows in batch.items()}
+    else:
+        batch["input_ids"][0, -1] = padding  # the mask counts this token
+    ring, output = Ring(), "logits" if head.is_classifier else "pooler_output"
+    options = {"return_dict": True, "use_cache": False}
+    names = inspect.signature(head.body.forward).parameters
+    local = {**batch, "seq_len": _LEN, **{name: options[name] for name in options if name in names}}
+
+    def result() -> Tensor:
+        found: Tensor = outer(**head.begin(ring, batch, local))[output]
+        head.call = None
+        return found
+
+    with _at_rest(outer), _with_whole_parameters(head.model):
+        expected = result()
+        for head.way in WAYS:
+            if not _differ(expected, result(), None):
+                return
+    raise ValueError(
+        f"model = {type(head.model).__name__}: its head pools rows in another way than their mean, their maximum, the "
+        "first or the last of them; use the model without a head, and pool its rows with ring.pool()."
+    )
 
 
 _found: weakref.WeakKeyDictionary[Any, Findings | None] = weakref.WeakKeyDictionary()
@@ -180,8 +218,8 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
 
 
 class _Probe:
-    def __init__(self, model: Any, without: str, outer: nn.Module) -> None:
-        self.model, self.without, self.outer = model, without, outer
+    def __init__(self, model: Any, without: str, outer: nn.Module, ignored: Sequence[str]) -> None:
+        self.model, self.without, self.outer, self.ignored = model, without, outer, ignored
         self.parameters = inspect.signature(model.forward).parameters
         self.batch: dict[str, Any] = _batch(model)
         self.is_real = self.batch["attention_mask"].bool()
@@ -242,7 +280,9 @@ class _Probe:
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
         options = dict.fromkeys({"use_cache", "output_router_logits"} & self.parameters.keys(), False)
         outputs = self.outer(**arguments, **options, return_dict=True)
-        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+        return {
+            name: value for name, value in outputs.items() if isinstance(value, Tensor) and name not in self.ignored
+        }
 
     def _call_twice(self, rows: dict[str, Any]) -> dict[str, Tensor]:
         """One rank's rows, twice in one batch, so that matrix products have as many rows as those of the whole."""

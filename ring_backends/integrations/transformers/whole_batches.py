@@ -37,7 +37,8 @@ from ring_backends.integrations.transformers.inputs import (
     next_labels,
     shard_inputs,
 )
-from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of
+from ring_backends.integrations.transformers.pooled_heads import PooledHead
+from ring_backends.integrations.transformers.probe import Findings, LabelOf, models_of, probe_pooling
 from ring_backends.integrations.transformers.probe import probe as probe_model
 from ring_backends.integrations.transformers.router_losses import (
     compute_over_all_rows,
@@ -61,7 +62,9 @@ _PREDICT_OWN = frozenset(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values(
     modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
 )
 _WITHOUT_HEAD = frozenset(name for name in modeling_auto.MODEL_MAPPING_NAMES.values() if isinstance(name, str))
-"""Names of model classes, by what they predict at a token: the next token, something about the token, or nothing."""
+_PREDICT_ONCE = frozenset(modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values())
+"""Names of model classes, by what they predict: the next token, something about the token, nothing, or something about
+the sequence."""
 
 _REFUSED = {
     "inputs_embeds": "it is not supported; give input_ids",
@@ -85,9 +88,13 @@ def use_ring(
     ``ring.unshard(logits, seq_len=…)`` makes them whole. Averaged over all ranks, as by DistributedDataParallel, FSDP2
     and DeepSpeed, the gradients are those of one device.
 
+    The head of a sequence classifier, and the pooler of a model without a head, pool the rows of all ranks
+    (:meth:`~ring_backends.Ring.pool`). Their ``logits``, ``loss`` and ``pooler_output`` are those of the whole
+    sequences, the same on every rank.
+
     Args:
-        model: a causal or masked language model, a token classifier, or a model without a head; also within a
-            ``PeftModel``. Call this function before the model is wrapped or compiled.
+        model: a causal or masked language model, a token or sequence classifier, or a model without a head; also within
+            a ``PeftModel``. Call this function before the model is wrapped or compiled.
         attention: a ring, on which every layer computes its own attention as the model configures it
             (:func:`~ring_backends.integrations.transformers.register`); or a RingDilatedAttention of any adapter, whose
             pattern then takes the place of full attention.
@@ -122,11 +129,21 @@ def put_on_ring(
             inner.set_attn_implementation(name)
             sharded.check_implementation("it has an attention of its own; use a model of the attention interface")
             has_values = not any(parameter.is_meta for parameter in inner.parameters())
-            if probe and has_values:
-                skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
+            if sharded.head is not None and not (probe and has_values):
+                raise ValueError(
+                    f"model = {type(inner).__name__}: how its head pools rows is found out by a probe, which needs "
+                    "probe=True, and parameters on another device than meta."
+                )
+            skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
+            if sharded.head is not None:
+                sharded.use(probe_model(sharded.head.body, skip, ignored=("pooler_output",)))
+                probe_pooling(sharded.head, model)
+            elif probe and has_values:
                 sharded.use(probe_model(inner, skip, model))
     except Exception:
         inner.set_attn_implementation(own_implementation)
+        if sharded.head is not None:
+            sharded.head.remove()
         raise
     model.register_forward_pre_hook(sharded.before, with_kwargs=True)
     model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True)
@@ -153,18 +170,27 @@ def inner_model(model: nn.Module) -> Any:
     return inner
 
 
+def is_sequence_classifier(model: Any) -> bool:
+    return bool(_class_names(model) & _PREDICT_ONCE)
+
+
+def _class_names(model: Any) -> set[str]:
+    return {base.__name__ for base in type(model).__mro__}
+
+
 class ShardedForward:
     """The hooks of one model: ``before`` cuts its arguments, and ``after`` adds the loss to its result."""
 
     def __init__(self, inner: Any, ring: Ring, attn_implementation: str, label_smoothing: float) -> None:
-        names = {base.__name__ for base in type(inner).__mro__}
+        names = _class_names(inner)
         self.label_of: LabelOf | None = "next" if names & _PREDICT_NEXT else "own" if names & _PREDICT_OWN else None
-        is_known = self.label_of is not None or bool(names & _WITHOUT_HEAD)
-        if not is_known or getattr(inner, "pooler", None) is not None:
+        has_pooler = getattr(inner, "pooler", None) is not None
+        if self.label_of is None and not names & (_WITHOUT_HEAD | _PREDICT_ONCE):
             raise ValueError(
                 f"model = {type(inner).__name__}: its head may pool rows, of which each rank has only a part; use the "
-                "model without a head (add_pooling_layer=False), and pool its rows with ring.pool()."
+                "model without a head, and pool its rows with ring.pool()."
             )
+        self.head = PooledHead(inner) if has_pooler or is_sequence_classifier(inner) else None
         self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
         self.label_smoothing = label_smoothing
         self.models = models_of(inner)
@@ -189,7 +215,12 @@ class ShardedForward:
 
         It could differ if only some ranks probe: those on which the parameters have values.
         """
-        findings = {"labels": self.label_of, "skips_padding": self.skips_padding, "num_items": self.takes_num_items}
+        findings: dict[str, object] = {
+            "labels": self.label_of,
+            "skips_padding": self.skips_padding,
+            "num_items": self.takes_num_items,
+            "pooling": None if self.head is None else self.head.way,
+        }
         return {f"{name} (as use_ring() found them)": value for name, value in findings.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedForward:
@@ -216,21 +247,26 @@ class ShardedForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut a whole batch into this rank's rows."""
-        self.labels = self.fused_len = None
+        self.end()
         if current_step.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
         batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
         self.batches.compare(batch, self._findings)
+        given = dict(batch)
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
         is_fused = batch.get("fused_lm_head", False)  # TRL's own head: it returns log-probabilities, and no logits
-        if labels is not None and not is_fused:
+        # Liger's forward, which train() puts in place, computes the sum of the losses without logits.
+        is_of_liger = "skip_logits" in inspect.signature(self.inner.forward).parameters
+        has_sum = is_of_liger and batch.pop("skip_logits", self.inner.training)
+        if labels is not None and not is_fused and not self.has_own_loss:
             self.labels = self.ring.shard(labels)
             self.count = (labels != IGNORED).sum() if num_items is None else num_items
         batch = {name: value for name, value in batch.items() if name not in LABELS}
         if is_fused:
             self.fused_len = batch["input_ids"].shape[1]
+            self.fused_columns = self.fused_len - ("shift_labels" not in given)
             batch["shift_labels"] = labels
         if "use_cache" in self.names:
             batch["use_cache"] = False
@@ -243,34 +279,53 @@ class ShardedForward:
             current_rows.set((self.ring, *batch["input_ids"].shape))
         whole = {name for name, value in batch.items() if isinstance(value, Tensor) or name in MARKS}
         options = {name: batch.pop(name) for name in batch.keys() - whole}
-        return (), {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
+        local = {**options, **shard_inputs(self.ring, first_position=self.first_position, **batch)}
+        if self.labels is not None and has_sum and not self.label_smoothing:
+            local |= {"shift_labels": self.labels, "num_items_in_batch": 1, "skip_logits": True}
+        return (), local if self.head is None else self.head.begin(self.ring, given, local)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> Any:
         """Add the loss of the whole batch. The results of TRL's head are those of all rows."""
-        current_rows.set(None)
+        labels, seq_len = self.labels, self.fused_len
+        self.end()
         if outputs is None:  # the forward has raised an error
             return outputs
-        if self.fused_len is not None:
-            seq_len, self.fused_len = self.fused_len, None
+        if seq_len is not None:
             rows = {name: value for name, value in outputs.items() if isinstance(value, Tensor) and value.dim() == 2}
             whole = {name: self.ring.unshard(value, seq_len=seq_len) for name, value in rows.items()}
+            whole = {name: value[:, : self.fused_columns] for name, value in whole.items()}
             return type(outputs)(**{**whole, "aux_loss": getattr(outputs, "aux_loss", None)})
-        if self.labels is None:
+        if labels is None:
             return outputs
-        logits, labels, self.labels = outputs["logits"], self.labels, None
-        own_sum = F.cross_entropy(
+        logits = outputs.get("logits")
+        own_sum = outputs["loss"] if logits is None else self._sum_of_losses(logits, labels)
+        loss = sum_of_ranks(self.ring, own_sum) / self.count
+        aux_loss = getattr(outputs, "aux_loss", None)
+        if aux_loss is not None:
+            loss = loss + self.inner.config.get_text_config().router_aux_loss_coef * aux_loss
+        return type(outputs)(**{**outputs, "loss": loss})
+
+    def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(
             logits.to(torch.promote_types(logits.dtype, torch.float32)).flatten(0, 1),
             labels.to(logits.device).flatten(),
             ignore_index=IGNORED,
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
-        loss = sum_of_ranks(self.ring, own_sum) / self.count
-        aux_loss = getattr(outputs, "aux_loss", None)
-        if aux_loss is not None:
-            loss = loss + self.inner.config.get_text_config().router_aux_loss_coef * aux_loss
-        return type(outputs)(**{"loss": loss, **outputs})
+
+    def end(self) -> None:
+        """End a call of the model."""
+        current_rows.set(None)
+        self.labels = self.fused_len = None
+        if self.head is not None:
+            self.head.call = None
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether the model computes its loss, from a result for the whole sequence."""
+        return self.head is not None and self.head.is_classifier
 
     def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield from zip(self.names, args, strict=False)
@@ -298,8 +353,10 @@ class ShardedForward:
                 f"output_router_logits = True: {type(self.inner).__name__} has another router loss than "
                 "load_balancing_loss_func; set it to False."
             )
+        if self.head is not None:
+            self.head.check_padding(batch.get("attention_mask"))
         shape = batch["input_ids"].shape
-        for name in LABELS & batch.keys():
+        for name in () if self.has_own_loss else LABELS & batch.keys():
             if batch[name].shape != shape:
                 raise ValueError(f"{name} is {[*batch[name].shape]}: expected {[*shape]}, as input_ids.")
             if self.label_of is None:

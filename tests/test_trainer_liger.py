@@ -1,0 +1,49 @@
+"""Hugging Face's Trainer with Liger's fused loss, in Triton's interpreter, equals the Trainer without Liger."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("liger_kernel")
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("TRITON_INTERPRET is not 1", allow_module_level=True)
+
+from native_ranks import world_of
+from trainer_cases import Case, assert_equal, make_attached
+
+from ring_backends.testing.world import World
+
+pytestmark = pytest.mark.matrix(reason="only the environment for Triton has Liger's kernels")
+
+two = world_of(2, "transformers.trainer", "ring_backends.integrations.trainer")
+
+KERNELS = {"rms_norm": False, "rope": False, "swiglu": False}
+"""Those that the interpreter cannot run. They compute each row from this row alone."""
+
+
+def run(ring_size: int | None, has_liger: bool) -> dict[str, Any]:
+    """Train three steps, and evaluate."""
+    arguments: dict[str, Any] = {"max_steps": 3, "gradient_accumulation_steps": 2}
+    if has_liger:
+        arguments |= {"use_liger_kernel": True, "liger_kernel_config": KERNELS}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_attached(Case(arguments=arguments), ring_size, folder, "zigzag", prediction_loss_only=True)
+        outputs: list[Any] = []
+        trainer.model.register_forward_hook(lambda model, args, output: outputs.append(output))
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        results = {"losses": torch.tensor(losses), "evaluated": torch.tensor(trainer.evaluate()["eval_loss"])}
+        assert all((output.get("logits") is None) == has_liger for output in outputs)
+        return results | {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks(two: World) -> None:
+    assert_equal(two.run(run, 2, True, timeout=500), run(None, False))
