@@ -215,7 +215,7 @@ def test_lists_with_spaces_a_text_file_and_a_launcher(tmp_path: Path, monkeypatc
     more = "--activation-checkpointing --dtype bf16 --num-kv-heads 2 --batch-size 2 --nproc-per-node 3"
     text = shown(f"train {options} {more} --text", tmp_path / "text")
     assert "branches (16, 1), (whole sequence, 2, window 48)" in text
-    assert "--nproc-per-node 3 is not used: WORLD_SIZE is set" in text
+    assert "--nproc-per-node 3 is not used, because a launcher" in text
     for file in ("run.json", "checkpoint.pt.options.json"):
         found = json.loads(Path(file).read_text())
         found = found.get("options", found)

@@ -17,7 +17,8 @@ from ring_backends.cli import compare, convert, info, plan
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.options import add_command
 from ring_backends.cli.train import TrainOptions
-from ring_backends.ring.launch import TRACEBACK_VARIABLE, launch, under_launcher
+from ring_backends.ring.launch import TRACEBACK_VARIABLE, launch
+from ring_backends.ring.launcher import complete_environment, under_launcher
 
 # torch warns when it is imported without NumPy. The commands do not use NumPy.
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
@@ -38,6 +39,7 @@ def _on_ranks(run: Callable[[Any], None]) -> Callable[[Any], None]:
 
     def start(options: Any) -> None:
         if under_launcher():
+            complete_environment()
             run(options)
         else:
             launch(run, (options,), options.nproc_per_node)

@@ -258,8 +258,7 @@ class Trainer:
             self.console.print("auto uses fp32: this device has no bf16, and fp16 would need loss scaling.")
         if options.nproc_per_node not in (1, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))):
             self.console.print(
-                f"--nproc-per-node {options.nproc_per_node} is not used: WORLD_SIZE is set, so a launcher has started "
-                "the ranks."
+                f"--nproc-per-node {options.nproc_per_node} is not used, because a launcher has started the ranks."
             )
 
     def _show(self, record: dict[str, Any], progress: Progress) -> None:

@@ -16,13 +16,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from ring_backends.ring.launcher import local_world_size
+
 Name = TypeVar("Name")
 
 
 def device_of_this_rank() -> torch.device:
     """Return the current GPU if the host has a GPU for each of its ranks, else the CPU."""
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    if 0 < local_ranks <= torch.cuda.device_count():
+    if local_world_size() <= torch.cuda.device_count():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
 
@@ -33,13 +34,13 @@ def select_device(wanted: str, local_ranks: int | None = None) -> torch.device:
     Args:
         wanted: ``"cpu"``, ``"cuda"`` or ``"auto"``. ``"auto"`` takes a GPU if the host has one for each of its ranks,
             else the CPU.
-        local_ranks: number of ranks on this host. None: LOCAL_WORLD_SIZE of the environment, or 1 if it is not set.
+        local_ranks: number of ranks on this host. None: that of the launcher's environment.
 
     Raises:
         ValueError: ``wanted`` is ``"cuda"``, and the host has fewer GPUs than ranks.
     """
     if local_ranks is None:
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        local_ranks = local_world_size()
     gpus = torch.cuda.device_count()
     if wanted == "cuda" and gpus < local_ranks:
         raise ValueError(

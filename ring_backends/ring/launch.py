@@ -31,6 +31,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
+from ring_backends.ring.launcher import under_launcher
 
 TRACEBACK_VARIABLE = "RING_BACKENDS_TRACEBACK"
 """Name of an environment variable. If it is set, every error message includes the traceback."""
@@ -75,11 +76,6 @@ def describe(error: BaseException) -> Failure:
     return Failure(2 if is_usage else 1, text, is_consequence=isinstance(error, RingPeerError))
 
 
-def under_launcher() -> bool:
-    """Return whether torchrun, or a launcher that sets the same variables, started this process."""
-    return "WORLD_SIZE" in os.environ and "RANK" in os.environ
-
-
 def refuse_launcher(what: str) -> None:
     """Refuse to start ranks in a process that a launcher has started.
 
@@ -91,8 +87,8 @@ def refuse_launcher(what: str) -> None:
     """
     if under_launcher():
         raise ValueError(
-            f"nproc_per_node: a launcher has set WORLD_SIZE, but {what} starts its own ranks; run the command without "
-            "torchrun."
+            f"nproc_per_node: a launcher has started this process as a rank, but {what} starts its own ranks; run the "
+            "command without torchrun or srun."
         )
 
 

@@ -1,7 +1,7 @@
 """How the ranks of a ring find each other and get their process group.
 
-The world comes from the launcher's environment (torchrun's variables), unless a process group exists already. A ring
-always gets a process group of its own, so that its hops never queue behind a framework's collectives.
+The world comes from the launcher's environment (:mod:`ring_backends.ring.launcher`), unless a process group exists
+already. A ring always gets a process group of its own, so that its hops never queue behind a framework's collectives.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.launch import environment_variables
+from ring_backends.ring.launcher import LOOPBACK, check_visible_gpus, complete_environment, local_world_size
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.watchdog import WATCHDOG, call_with_timeout
 from ring_backends.schedule.layout import LayoutKind
@@ -51,16 +52,18 @@ def start_world(timeout: timedelta) -> int:
     """Initialise torch.distributed if the environment has several ranks; return the size of the world.
 
     Hops of CPU tensors use gloo. Hops of CUDA tensors use NCCL if every rank has a GPU of its own, else gloo.
+
+    Raises:
+        ValueError: the launcher's variables are incomplete (:mod:`ring_backends.ring.launcher`).
     """
     if not dist.is_initialized():
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size == 1:
+        if complete_environment() == 1:
             return 1
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        local_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        num_gpus = torch.cuda.device_count()
+        check_visible_gpus(num_gpus)
         backend = "gloo"
-        if dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
-            torch.cuda.set_device(local_rank)
+        if dist.is_nccl_available() and num_gpus >= local_world_size():
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             backend = "cpu:gloo,cuda:nccl"
         join_world(backend, max(timeout, START_TIMEOUT))
     return dist.get_world_size()
@@ -78,7 +81,7 @@ def join_world(backend: str, timeout: timedelta) -> None:
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", "0"))
     launcher_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     options: dict[str, Any] = {}
-    if not launcher_has_store and host in ("localhost", "127.0.0.1", "::1"):
+    if not launcher_has_store and host in LOOPBACK:
         rank, world_size, listener = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), None
         if rank == 0:
             family = socket.AF_INET6 if host == "::1" else socket.AF_INET
