@@ -241,8 +241,9 @@ def test_ray(tmp_path, monkeypatch):
     needs("ray")
     program = changed(code("clusters.md", "ray_train.py"), ("n, steps = 2048, 6", "n, steps = 2048, 4"))
     (tmp_path / "ray_train.py").write_text(changed(program, ("        state.save(path)\n", DIES)))
-    # Ray writes a token into the home folder. On a busy machine, its daemons start slowly.
-    variables = environment(HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0", RAY_raylet_start_wait_time_s="200")
+    # Ray writes a token into the home folder. On a busy machine, its daemons and workers start slowly.
+    patience = {"RAY_raylet_start_wait_time_s": "200", "RAY_worker_register_timeout_seconds": "300"}
+    variables = environment(HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0", **patience)
     output = output_of(["ray_train.py"], tmp_path, variables, timeout=400)
     assert last_line(output).endswith("in step 4, on a ring of 2")
     assert (tmp_path / "ray_results" / "died").exists()
