@@ -16,6 +16,28 @@ from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 
 
+def as_timedelta(timeout: object) -> timedelta:
+    """Return a timeout, which may be given in seconds.
+
+    Raises:
+        TypeError, ValueError: ``timeout`` is neither a number nor a timedelta, or not above 0, or not finite.
+    """
+    length = timeout
+    if isinstance(length, int | float) and not isinstance(length, bool):
+        try:
+            length = timedelta(seconds=length)
+        except (ValueError, OverflowError):
+            raise ValueError(f"timeout = {timeout}: must be a finite number of seconds; 300 is usual.") from None
+    if not isinstance(length, timedelta):
+        raise TypeError(
+            f"timeout = {timeout!r}: expected a number of seconds or a datetime.timedelta, such as 300 or "
+            "timedelta(seconds=300)."
+        )
+    if length <= timedelta(0):
+        raise ValueError(f"timeout = {timeout}: must be above 0, as hops take time; 300 seconds are usual.")
+    return length
+
+
 def check_options(
     ring_size: object, layout: Any, timeout: object, group: object, ring_order: object, auto: Mapping[str, Any]
 ) -> None:
@@ -27,10 +49,7 @@ def check_options(
     if ring_size not in (None, "auto"):
         SequenceLayout(1, ring_size)  # type: ignore[arg-type]
     SequenceLayout(1, 1, layout)
-    if not isinstance(timeout, timedelta):
-        raise TypeError(f"timeout = {timeout!r}: expected a datetime.timedelta, such as timedelta(seconds=300).")
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout = {timeout}: must be above 0, as hops take time; timedelta(seconds=300) is usual.")
+    as_timedelta(timeout)
     check_arrangement(ring_size, layout, ring_order, auto)
     if group is not None:
         refuse_arrangement("group already fixes the ring's ranks and their order", ring_size, ring_order)
@@ -41,7 +60,7 @@ def join_ring(
     ring_size: RingSize,
     layout: LayoutKind,
     group: DeviceMesh | dist.ProcessGroup | None,
-    timeout: timedelta,
+    timeout: timedelta | float,
     ring_order: RingOrder,
     auto: Mapping[str, Any],
     *,
@@ -57,8 +76,8 @@ def join_ring(
             size that fits.
         layout: how a sequence is distributed over the ring, ``"contiguous"`` or ``"zigzag"``.
         group: an existing process group, or one axis of a DeviceMesh, whose ranks become the ring.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises. Start-up may take
-            ``timeout`` or 300 s, whichever is longer.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises, in seconds or as a
+            timedelta. Start-up may take ``timeout`` or 300 s, whichever is longer.
         ring_order: the order in which the ranks are cut into rings. ``"rank"`` is ascending order. ``"topology"`` makes
             the ranks of one host neighbours. A host is identified by its name. The environment variable
             RING_BACKENDS_HOST overrides the name. ``"topology"`` is not allowed with ``group``.
@@ -74,6 +93,7 @@ def join_ring(
         RingPeerError: a rank did not make the call in time.
     """
     check_options(ring_size, layout, timeout, group, ring_order, auto)
+    timeout = as_timedelta(timeout)
     world_size = start_world(timeout)
     size, order = arrange(ring_size, layout, world_size, ring_order, auto)
     ranks = ring_ranks(size, group, world_size, order)

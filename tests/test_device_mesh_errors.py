@@ -112,7 +112,7 @@ def test_modules(two: World, name: str) -> None:
         ({"segment_lengths": [4, 8]}, "segment_lengths"),
         ({"segment_lengths": None}, "segment_lengths = None and dilation_rates = .*: give both, or neither"),
         ({"layout": "striped"}, "'striped'"),
-        ({"timeout": 3}, "timeout = 3: expected a datetime.timedelta"),
+        ({"timeout": "3"}, "timeout = '3': expected a number of seconds or a datetime.timedelta"),
         ({"timeout": timedelta(0)}, "timeout = 0:00:00: must be above 0"),
         ({"backend": "mpi"}, "backend = 'mpi': no such adapter"),
         ({"seq_dim": 3}, "seq_dim = 3: expected 2 for"),

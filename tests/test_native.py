@@ -184,3 +184,7 @@ def test_attention_through_host_memory(world):
         assert all(answer.forward_bytes > 0 for answer in answers)
         got = whole([answer.results for answer in answers], case.seq_len, "zigzag")
         check_results(got, expected(case), 1e-10, case)
+
+
+def test_a_timeout_in_seconds():
+    assert native.initialize(timeout=2.5).timeout == native.initialize(timeout=timedelta(seconds=2.5)).timeout

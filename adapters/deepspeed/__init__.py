@@ -20,7 +20,7 @@ from ring_backends.attention import RingDilatedAttention as _RingDilatedAttentio
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import check_options, join_ring
+from ring_backends.joining import as_timedelta, check_options, join_ring
 from ring_backends.ring.rendezvous import connect, start_world, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
@@ -50,7 +50,7 @@ def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    timeout: timedelta = timedelta(seconds=300),
+    timeout: timedelta | float = timedelta(seconds=300),
     *,
     mpu: Any = None,
     ulysses_size: int = 1,
@@ -77,7 +77,7 @@ def initialize(
     if ulysses_size > 1:
         refuse_arrangement(f"ulysses_size = {ulysses_size} is not covered by the cost model", ring_size, "rank")
         joined = partial(connect_ulysses, ulysses_size=ulysses_size)
-    start_world(timeout)  # an mpu may create its group when it is asked for it
+    start_world(as_timedelta(timeout))  # an mpu may create its group when it is asked for it
     if dist.is_initialized():
         start_deepspeed()
     if mpu is not None:

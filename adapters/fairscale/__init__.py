@@ -51,7 +51,7 @@ def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
     group: DeviceMesh | dist.ProcessGroup | None = None,
-    timeout: timedelta = timedelta(seconds=300),
+    timeout: timedelta | float = timedelta(seconds=300),
     *,
     ring_order: RingOrder = "rank",
     **auto: Unpack[AutoOptions],

@@ -48,7 +48,7 @@ def attach(
     *,
     ring_size: int | None = None,
     layout: LayoutKind = "contiguous",
-    timeout: timedelta = timedelta(seconds=300),
+    timeout: timedelta | float = timedelta(seconds=300),
     probe: bool = True,
     **options: Any,
 ) -> Ring:
@@ -70,7 +70,8 @@ def attach(
             configuration says, on all ranks.
         ring_size: number of processes per ring. None is the size of the cp axis, or all processes without one.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        timeout: the longest time from a call's first wait for a peer until it returns or raises.
+        timeout: the longest time from a call's first wait for a peer until it returns or raises, in seconds or as a
+            timedelta.
         probe: as in :func:`~ring_backends.integrations.transformers.use_ring`.
         options: of the attention, such as ``window_lengths`` and ``kernel``
             (:class:`~ring_backends.RingDilatedAttention`).
@@ -105,7 +106,7 @@ def make_attention(
     return native.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring, **options)
 
 
-def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: timedelta) -> Ring:
+def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: timedelta | float) -> Ring:
     """Make the rings of an Accelerator's processes, without a model. For the arguments and errors, see :func:`attach`.
 
     ``use_ring`` then puts a model on the ring. Every process makes this call.

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations.device_mesh.axis import Axis, join_axis
-from ring_backends.joining import check_options
+from ring_backends.joining import as_timedelta, check_options
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention
 from ring_backends.schedule.layout import LayoutKind
@@ -93,7 +93,7 @@ class RingDilated(ParallelStyle):
         *,
         layout: LayoutKind = "contiguous",
         backend: str = "native",
-        timeout: timedelta = timedelta(seconds=300),
+        timeout: timedelta | float = timedelta(seconds=300),
         seq_dim: int = 2,
         is_causal: bool | None = None,
         **options: Any,
@@ -117,7 +117,7 @@ class RingDilated(ParallelStyle):
         create_attention(backend, *pattern, ring=None, **options)  # type: ignore[arg-type]
         self._pattern: Any = segment_lengths, dilation_rates
         self._options = options
-        self._backend, self._layout, self._timeout = backend, layout, timeout
+        self._backend, self._layout, self._timeout = backend, layout, as_timedelta(timeout)
         self._seq_dim, self._is_causal = seq_dim, is_causal
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
