@@ -67,6 +67,22 @@ def test_train_help_names_the_options_of_the_contract() -> None:
 
 
 @pytest.mark.parametrize(
+    ("command", "first"),
+    [
+        ("train", "--seq-len --nproc-per-node --backend --steps --save --help"),
+        ("generate", "--prompt --max-new-tokens --temperature --nproc-per-node --backend --help"),
+        ("compare", "--seq-len --nproc-per-node --segment-lengths --dilation-rates --plot --help"),
+        ("plan", "--seq-len --ring-size --heads --segment-lengths --dilation-rates --help"),
+        ("info", "--probe --nproc-per-node --dtype --device --json --help"),
+        ("convert", "--num-heads --kind --segment-lengths --dilation-rates --seq-len --help"),
+    ],
+)
+def test_help_shows_the_options_first_that_most_users_need(command: str, first: str) -> None:
+    panel = shown(f"{command} --help").partition("─ Options ─")[2].partition("╰")[0]
+    assert re.findall(r"^│[ *]+(--[\w-]+)", panel, re.MULTILINE) == first.split()
+
+
+@pytest.mark.parametrize(
     "arguments", ["--stepz 3", "--steps many", "--steps 0", "--seed 99999999999999999999999", "--seed -1"]
 )
 def test_errors_of_the_parser(arguments: str) -> None:

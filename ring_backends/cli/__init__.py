@@ -59,12 +59,20 @@ def _generate(options: GenerateOptions) -> None:
     run(options)
 
 
-add_command(app, "train", TrainOptions, _on_ranks(_train))
-add_command(app, "generate", GenerateOptions, _on_ranks(_generate))
-add_command(app, "compare", compare.CompareOptions, compare.run)
-add_command(app, "plan", plan.PlanOptions, plan.run)
-add_command(app, "info", info.InfoOptions, info.run)
-add_command(app, "convert", convert.ConvertOptions, convert.run)
+# The options at the end are those that most users need.
+add_command(app, "train", TrainOptions, _on_ranks(_train), ("seq_len", "nproc_per_node", "backend", "steps", "save"))
+add_command(
+    app,
+    "generate",
+    GenerateOptions,
+    _on_ranks(_generate),
+    ("prompt", "max_new_tokens", "temperature", "nproc_per_node", "backend"),
+)
+_BRANCHES = ("segment_lengths", "dilation_rates")
+add_command(app, "compare", compare.CompareOptions, compare.run, ("seq_len", "nproc_per_node", *_BRANCHES, "plot"))
+add_command(app, "plan", plan.PlanOptions, plan.run, ("seq_len", "ring_size", "heads", *_BRANCHES))
+add_command(app, "info", info.InfoOptions, info.run, ("probe", "nproc_per_node", "dtype", "device", "json"))
+add_command(app, "convert", convert.ConvertOptions, convert.run, ("num_heads", "kind", *_BRANCHES, "seq_len"))
 
 
 def _print_version(wanted: bool) -> None:

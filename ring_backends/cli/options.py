@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.models import OptionInfo
 
 from ring_backends.cli.parsing import BranchesCommand, parse_branches, parse_lengths
 from ring_backends.cli.report import reported_errors
@@ -133,16 +134,24 @@ class Options:
 _Options = TypeVar("_Options", bound=Options)
 
 
-def add_command(app: typer.Typer, name: str, options: type[_Options], run: Callable[[_Options], None]) -> None:
+def add_command(
+    app: typer.Typer, name: str, options: type[_Options], run: Callable[[_Options], None], first: Sequence[str] = ()
+) -> None:
     """Add a command to a program.
 
     Args:
         options: the class of the command's options.
         run: called with the checked options. Its errors are reported too.
+        first: the options that most users need. ``--help`` shows them first, in this order.
     """
     kinds, parameters, names = get_type_hints(options), [], []
-    for declared in fields(options):
+    declared_by_name = {declared.name: declared for declared in fields(options)}
+    for declared in [*map(declared_by_name.pop, first), *declared_by_name.values()]:
         kind, default, info = kinds[declared.name], declared.default, copy(declared.metadata["typer"])
+        if declared.name in first:
+            info.rich_help_panel = None  # Typer shows the panel without a heading of its own first
+        elif isinstance(info, OptionInfo):
+            info.rich_help_panel = info.rich_help_panel or "More options"
         if declared.metadata.get("is_named", True):
             names.append(declared.name)
         if default is False:
