@@ -210,13 +210,14 @@ def test_pytorchjob(tmp_path):
         )
         for rank in range(2)
     ]
-    outputs = [pod.communicate(timeout=240) for pod in pods]
+    outputs = [pod.communicate(timeout=420) for pod in pods]
     assert [pod.returncode for pod in pods] == [0, 0], outputs
     check_ring_output("".join(printed for printed, _ in outputs))
 
 
 def last_line(output: str) -> str:
-    return next(line for line in reversed(output.splitlines()) if line.startswith("loss "))
+    """What a program says at its end. Ray puts the name of a worker before it."""
+    return re.findall(r"loss \S+ in step \d+, on a ring of \d+", output)[-1]
 
 
 def test_lightning(tmp_path):
@@ -236,7 +237,8 @@ DIES = """\
 """
 
 
-def test_ray(tmp_path, monkeypatch):
+@pytest.mark.timeout(900)  # Ray's processes start slowly on a busy machine
+def test_ray(tmp_path, monkeypatch, capsys):
     """A worker dies in step 3. Ray restarts both, up to step 4. A ring of one continues up to step 6."""
     needs("ray")
     program = changed(code("clusters.md", "ray_train.py"), ("n, steps = 2048, 6", "n, steps = 2048, 4"))
@@ -244,26 +246,23 @@ def test_ray(tmp_path, monkeypatch):
     # Ray writes a token into the home folder. On a busy machine, its daemons and workers start slowly.
     patience = {"RAY_raylet_start_wait_time_s": "200", "RAY_worker_register_timeout_seconds": "300"}
     variables = environment(HOME=str(tmp_path), RAY_USAGE_STATS_ENABLED="0", **patience)
-    output = output_of(["ray_train.py"], tmp_path, variables, timeout=400)
+    output = output_of(["ray_train.py"], tmp_path, variables, timeout=420)
     assert last_line(output).endswith("in step 4, on a ring of 2")
     assert (tmp_path / "ray_results" / "died").exists()
 
     program = code("clusters.md", "ray_train.py")
     (tmp_path / "ray_train.py").write_text(changed(program, ("num_workers=2", "num_workers=1")))
-    continued = last_line(output_of(["ray_train.py"], tmp_path, variables, timeout=400))
+    continued = last_line(output_of(["ray_train.py"], tmp_path, variables, timeout=420))
 
     # The reference is a run in this process, without Ray's workers and without interruption.
     (tmp_path / "alone").mkdir()
     monkeypatch.chdir(tmp_path / "alone")
     namespace = runpy.run_path(str(tmp_path / "ray_train.py"))
     (tmp_path / "alone" / "ray_results").mkdir()
-    with (
-        mock.patch("ray.train.report") as report,
-        mock.patch("torch.distributed.all_reduce"),
-    ):
+    with mock.patch("ray.train.report"), mock.patch("torch.distributed.all_reduce"):
         namespace["train"]()
-    loss = report.call_args.args[0]["loss"]
-    assert continued == f"loss {loss:.4f} in step 6, on a ring of 1"
+    assert last_line(capsys.readouterr().out) == continued
+    assert continued.endswith("in step 6, on a ring of 1")
 
 
 def test_the_page_names_the_installed_accelerate():
