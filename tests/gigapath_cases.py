@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -17,11 +18,12 @@ import torch.distributed as dist
 from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torchscale_reference import reference_attention
 
 from ring_backends import Ring
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.integrations import gigapath
-from ring_backends.testing.rings import RingSpec
+from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
 
 IN_CHANS, BATCH, GRID = 24, 2, 20
 
@@ -105,6 +107,89 @@ def embed(model: Any, num_tiles: int, all_layer_embed: bool = False) -> tuple[li
     return [e.detach() for e in embeddings], {"x": x.grad, **gradients(model)}
 
 
+def make_batch(numbers: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """A batch of slides with these numbers of tiles, at random columns: x, coords and padding mask. Padding is NaN."""
+    generator = torch.Generator().manual_seed(sum(numbers))
+    columns = max(numbers) + 2
+    x = torch.full((len(numbers), columns, IN_CHANS), torch.nan, dtype=dtype)
+    coords = torch.full((len(numbers), columns, 2), torch.nan, dtype=torch.float64)
+    padding_mask = torch.ones(len(numbers), columns, dtype=torch.bool)
+    for index, number in enumerate(numbers):
+        kept = torch.randperm(columns, generator=generator)[:number].sort().values
+        padding_mask[index, kept] = False
+        x[index, kept] = torch.randn(number, IN_CHANS, generator=generator, dtype=torch.float64).to(dtype)
+        coords[index, kept] = torch.randint(GRID * 256, (number, 2), generator=generator).double()
+    return x, coords, padding_mask
+
+
+def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True, alone: bool = False) -> Any:
+    """Embeddings of slides and of tiles, and gradients as :func:`embed`, of a batch of :func:`make_batch`.
+
+    Args:
+        alone: whether to compute each slide by itself, without padding, by the model's own code.
+    """
+    x, coords, padding_mask = make_batch(numbers, model.cls_token.dtype)
+    x.requires_grad_()
+    if alone:
+        of_slides = [
+            own_tiles(model, x[[i]][:, k], coords[[i]][:, k], all_layer_embed) for i, k in enumerate(~padding_mask)
+        ]
+        layers = range(len(of_slides[0][0]))
+        embeddings = [torch.cat([slides[layer] for slides, _ in of_slides]) for layer in layers]
+        whole = [torch.cat([tiles[layer][0] for _, tiles in of_slides]) for layer in layers]
+    else:
+        embeddings, tiles = model(x, coords, all_layer_embed, padding_mask, tile_embeddings=True)
+        assert all(not layer[padding_mask].any() for layer in tiles)
+        whole = [layer[~padding_mask] for layer in tiles]
+    found, generator = [*embeddings, *whole], torch.Generator().manual_seed(7)
+    grads = [torch.randn(e.shape, generator=generator, dtype=torch.float64).to(e) for e in found]
+    sum((e * grad).sum() for e, grad in zip(found, grads, strict=True)).backward()
+    return [e.detach() for e in found], {"x": x.grad, **gradients(model)}
+
+
+def own_tiles(model: Any, x: Tensor, coords: Tensor, all_layer_embed: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """Embeddings of the slides and of the tiles of each layer, by the model's own code."""
+    encoded: list[dict[str, Any]] = []
+    hook = model.encoder.register_forward_hook(lambda module, args, out: encoded.append(out))
+    embeddings = model(x, coords, all_layer_embed=all_layer_embed)
+    hook.remove()
+    states = encoded[0]["encoder_states"] if all_layer_embed else [encoded[0]["encoder_out"]]
+    return embeddings, [model.norm(state)[:, 1:] for state in states]
+
+
+def embed_batch_by_own_code(numbers: Sequence[int], all_layer_embed: bool = True, **options: Any) -> Any:
+    model = make_model(**options)
+    with own_code(model):
+        return embed_batch(model, numbers, all_layer_embed, alone=True)
+
+
+def embed_batch_here(rings: RingSpec | None, layout: str, numbers: Any, all_layer_embed: bool, **options: Any) -> Any:
+    return embed_batch(on_ring(rings, layout, **options), numbers, all_layer_embed)
+
+
+def map_here(rings: RingSpec | None, numbers: Any, **options: Any) -> Tensor:
+    x, coords, padding_mask = make_batch(numbers)
+    model = on_ring(rings, "zigzag").eval()
+    return gigapath.attention_map(model, x, coords, padding_mask=padding_mask, **options)
+
+
+def map_by_own_code(numbers: Sequence[int], layer: int, tile: int | None) -> Tensor:
+    """The rows of the dense matrices of attention weights, from the own code's queries and keys of each slide alone."""
+    (x, coords, padding_mask), model = make_batch(numbers), make_model().eval()
+    self_attn, rows = model.encoder.layers[layer].self_attn, {}
+    self_attn.q_proj.register_forward_hook(lambda module, args, out: rows.update(q=out))
+    self_attn.k_proj.register_forward_hook(lambda module, args, out: rows.update(k=out))
+    maps = torch.zeros(len(numbers), self_attn.num_heads, x.shape[1], dtype=x.dtype)
+    for index, kept in enumerate(~padding_mask):
+        model(x[[index]][:, kept], coords[[index]][:, kept])
+        q, k = (rows[name].unflatten(-1, (self_attn.num_heads, -1)) for name in "qk")
+        each_key = torch.eye(q.shape[1], dtype=q.dtype)[None, :, None].expand(-1, -1, self_attn.num_heads, -1)
+        branches = (self_attn.args.segment_length, self_attn.args.dilated_ratio)
+        found = reference_attention(q, k, each_key, branches, False, detach=False, zero_is_absent=True)[0]
+        maps[index][:, kept] = found[0 if tile is None else int(kept[: tile + 1].sum())][:, 1:].detach()
+    return maps
+
+
 def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -161,7 +246,9 @@ def largest_error(found: Tensor, right: Tensor) -> float:
     return float((found - right).abs().max() / right.abs().max().clamp(min=1))
 
 
-def random_here(rings: RingSpec | None, seed: int, checkpointing: str = "none", **options: Any) -> Any:
+def random_here(
+    rings: RingSpec | None, seed: int, checkpointing: str = "none", numbers: Any = None, **options: Any
+) -> Any:
     """Embeddings and gradients in training mode, after ``torch.manual_seed(seed + rank)``.
 
     Without rings, the one process draws the numbers that a ring's rank 0 draws for ``seed``.
@@ -174,7 +261,7 @@ def random_here(rings: RingSpec | None, seed: int, checkpointing: str = "none", 
     torch.manual_seed(seed + (0 if rings is None else dist.get_rank()))
     if rings is None:
         torch.manual_seed(int(torch.randint(2**53, ())))
-    return embed(model, 61, all_layer_embed=True)
+    return embed(model, 61, all_layer_embed=True) if numbers is None else embed_batch(model, numbers)
 
 
 def dropped_here(rings: RingSpec) -> tuple[list[Tensor], list[Tensor]]:
@@ -194,11 +281,11 @@ def dropped_here(rings: RingSpec) -> tuple[list[Tensor], list[Tensor]]:
     return kept[: len(kept) // 2], kept[len(kept) // 2 :]
 
 
-def generators_here(rings: RingSpec, training: bool) -> bool:
-    """Whether a call leaves torch's generator as it was, but for the one number that a call in training mode takes."""
-    model = on_ring(rings, dropout=0.3, drop_path_rate=0.3).train(training)
+def generators_here(rings: RingSpec, training: bool, rate: float = 0.3) -> bool:
+    """Whether a call leaves torch's generator as it was, but for the one number that a call with dropout takes."""
+    model = on_ring(rings, dropout=rate, drop_path_rate=rate).train(training)
     torch.manual_seed(11)
-    if training:
+    if training and rate > 0:
         torch.randint(2**53, ())
     expected = torch.rand(3)
     torch.manual_seed(11)
@@ -261,3 +348,64 @@ def classify_in_bf16(rings: RingSpec, adapter: str, **options: Any) -> tuple[lis
     state.backward(state.loss(out.sum(), BATCH))
     state.step()
     return places[0].tolist(), out.detach().float()
+
+
+def finetune(ring: Ring | None, path: Path, precision: torch.dtype, real: bool = False) -> tuple[list[float], Any, Any]:
+    """GigaPath's fine-tuning recipe: layer-wise learning rates, accumulated gradients, autocast and a GradScaler.
+
+    Args:
+        ring: None means the model's own code on one process.
+        path: where rank 0 saves the state dict.
+        precision: torch.float32, or torch.float16 for autocast in fp16.
+
+    Returns:
+        The loss of each of 20 micro-batches of one slide, the logits of a slide in evaluation after them, and the
+        logits of the saved state dict in the published class.
+    """
+    options: dict[str, Any] = {"real": real, "dtype": torch.float32}
+    head = ClassificationHead(make_model(**options))
+    if ring is not None:
+        gigapath.use_ring(head.slide_encoder, attention_of(head.slide_encoder, ring))
+    groups = [{"params": [p], "lr": 1e-3 * 0.75 ** depth_from_top(name)} for name, p in head.named_parameters()]
+    optimizer, scaler = torch.optim.AdamW(groups, weight_decay=0.05), torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    model = head if ring is None else nn.parallel.DistributedDataParallel(head, find_unused_parameters=True)
+    losses, accumulation_steps = [], 2
+
+    def logits_of(model: nn.Module, number: int) -> Tensor:
+        x, coords = make_slide(number, torch.float32)
+        with torch.autocast("cpu", torch.float16, enabled=precision is torch.float16):
+            return model(x[:1], coords[:1]).float()
+
+    with own_code(head.slide_encoder) if ring is None else contextlib.nullcontext():
+        model.train()
+        for step in range(20):
+            loss = nn.functional.cross_entropy(logits_of(model, 30 + step % 4), torch.tensor([step % 2]))
+            scaler.scale(loss / accumulation_steps).backward()
+            if (step + 1) % accumulation_steps == 0:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        model.eval()
+        with torch.no_grad():
+            logits = logits_of(model, 50)
+    if ring is None:
+        return losses, logits, logits
+    if ring.rank == 0:
+        torch.save(head.state_dict(), path)
+    dist.barrier()
+    published = ClassificationHead(make_model(**options)).eval()
+    published.load_state_dict(torch.load(path))
+    with own_code(published.slide_encoder), torch.no_grad():
+        return losses, logits, logits_of(published, 50)
+
+
+def depth_from_top(name: str) -> int:
+    """How many layers lie above a parameter of a ClassificationHead, for its learning rate."""
+    if "cls_token" in name:
+        return 4
+    return 3 - int(name.split(".")[3]) if name.startswith("slide_encoder.encoder.layers") else 0
+
+
+def finetune_here(path: Path, precision: torch.dtype, real: bool) -> Any:
+    return finetune(native_ring(rings=TWO_OF_TWO), path, precision, real)

@@ -68,11 +68,13 @@ class DilatedAttention(nn.Module):
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
         projected = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
-        q, k, v = (rows.unflatten(-1, (self.num_heads, self.head_dim)) for rows in projected)
+        wide = torch.promote_types(projected[0].dtype, torch.float32)  # flash-attn returns the LSE in fp32
+        q, k, v = (rows.to(wide).unflatten(-1, (self.num_heads, self.head_dim)) for rows in projected)
         branches = (self.args.segment_length, self.args.dilated_ratio)
         detach = not self.has_exact_gradients
-        out = reference_attention(q, k, v, branches, is_causal, detach=detach, zero_is_absent=True)
-        return self.out_proj(self.inner_attn_ln(out.flatten(2))), None
+        with torch.autocast(q.device.type, enabled=False):
+            out = reference_attention(q, k, v, branches, is_causal, detach=detach, zero_is_absent=True)
+        return self.out_proj(self.inner_attn_ln(out.to(projected[0].dtype).flatten(2))), None
 
 
 class FeedForwardNetwork(nn.Module):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import gigapath_cases as cases
@@ -16,13 +18,14 @@ from native_ranks import assert_near, world_of
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath
-from ring_backends.testing.rings import FOUR, ONE_OF_TWO, TWO, TWO_OF_TWO
+from ring_backends.testing.rings import FOUR, ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.world import World
 
 LONG = pytest.mark.matrix(reason="runs many models")
 
 
 two = world_of(2, "gigapath_cases")
+three = world_of(3, "gigapath_cases")
 
 
 def check_embeddings(
@@ -50,6 +53,105 @@ def test_four_ranks(world: World, rings: Any) -> None:
     for num_tiles, layout in ((2, "contiguous"), (100, "zigzag")):
         found = world.run(cases.embed_here, rings, layout, num_tiles, True)
         cases.assert_same(found, cases.embed_by_own_code(num_tiles, True), 1e-11)
+
+
+@pytest.mark.parametrize(
+    ("global_pool", "layout", "numbers"), [(False, "contiguous", (34, 1, 9)), (True, "zigzag", (2, 40))], ids=str
+)
+def test_batches_of_slides(two: World, global_pool: bool, layout: str, numbers: Any) -> None:
+    """With a padding mask, slides and tiles have the embeddings and gradients of each slide alone."""
+    all_layer_embed = not global_pool
+    expected = cases.embed_batch_by_own_code(numbers, all_layer_embed, global_pool=global_pool)
+    for found in (
+        two.run(cases.embed_batch_here, TWO_OF_TWO, layout, numbers, all_layer_embed, global_pool=global_pool),
+        [cases.embed_batch_here(None, layout, numbers, all_layer_embed, global_pool=global_pool)],
+    ):
+        cases.assert_same(found, expected, 1e-10)
+
+
+@LONG
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("numbers", [(1,), (3000, 1), (700, 3000, 2), (5, 5, 5, 1300)], ids=str)
+def test_batches_of_long_slides_on_three_ranks(three: World, numbers: Any, dtype: torch.dtype) -> None:
+    """In fp32 an error above 1e-5 is at most twice that of the model's own code."""
+    expected = cases.embed_batch_by_own_code(numbers)
+    own = expected if dtype is torch.float64 else cases.embed_batch_by_own_code(numbers, dtype=dtype)
+    found = three.run(
+        cases.embed_batch_here, RingSpec("three", ((0, 1, 2),), "size"), "zigzag", numbers, True, dtype=dtype
+    )
+    of_ranks = [*(embeddings for embeddings, _ in found)]
+    grads, tolerance = cases.mean_of_ranks([grads for _, grads in found]), 1e-10 if dtype is torch.float64 else 1e-5
+    for index, right in enumerate(expected[0]):
+        allowed = max(tolerance, 2 * cases.largest_error(own[0][index], right))
+        assert all(cases.largest_error(embeddings[index], right) <= allowed for embeddings in of_ranks)
+    assert grads.keys() == expected[1].keys()
+    for name, right in expected[1].items():
+        assert cases.largest_error(grads[name], right) <= max(
+            tolerance, 2 * cases.largest_error(own[1][name], right)
+        ), name
+
+
+def test_padding_does_not_change_random_numbers(two: World) -> None:
+    options = {"drop_path_rate": 0.6, "numbers": (61, 1, 34)}
+    expected = cases.random_here(None, 5, **options)
+    cases.assert_same(two.run(cases.random_here, TWO_OF_TWO, 5, **options), expected, 1e-10)
+
+
+def test_a_batch_without_a_mask_is_that_of_the_published_class() -> None:
+    """Its tiles attend to zeros that fill up a shorter slide. With a mask they do not."""
+    (x, coords), padding_mask = cases.make_slide(9), torch.zeros(2, 9, dtype=torch.bool)
+    x[1, 6:], coords[1, 6:], padding_mask[1, 6:] = 0, 0, True
+    model = cases.on_ring(None)
+    (own,) = cases.make_model()(x, coords)
+    assert_near(model(x, coords)[0], own, 1e-11)
+    error = (model(x, coords, padding_mask=padding_mask)[0] - own).abs().amax(1)
+    assert error[0] < 1e-11
+    assert error[1] > 1e-3
+
+
+@pytest.mark.parametrize(("layer", "of_a_tile"), [(-1, False), (1, True)])
+def test_maps(two: World, layer: int, of_a_tile: bool) -> None:
+    numbers = (61, 40)
+    is_tile = ~cases.make_batch(numbers)[2]
+    tile = int(is_tile.all(0).nonzero()[-1]) if of_a_tile else None
+    expected = cases.map_by_own_code(numbers, layer, tile)
+    for found in (
+        *two.run(cases.map_here, TWO_OF_TWO, numbers, layer=layer, tile=tile),
+        cases.map_here(None, numbers, layer=layer, tile=tile),
+    ):
+        assert_near(found, expected, 1e-11)
+
+
+def test_maps_that_cannot_be() -> None:
+    model, (x, coords, padding_mask) = cases.on_ring(None), cases.make_batch((3, 4))
+    with pytest.raises(ValueError, match=r"is in training mode, .*; call its eval\(\)"):
+        gigapath.attention_map(model, x, coords, padding_mask=padding_mask)
+    model.eval()
+    with pytest.raises(ValueError, match="layer = 3: the slide encoder has layers 0 … 2"):
+        gigapath.attention_map(model, x, coords, padding_mask=padding_mask, layer=3)
+    tile = int(padding_mask[0].nonzero()[0])
+    with pytest.raises(ValueError, match=r"tile = \d: slide 0 has no such tile, or padding there"):
+        gigapath.attention_map(model, x, coords, padding_mask=padding_mask, tile=tile)
+    gigapath.remove_ring(model)
+    with pytest.raises(ValueError, match="= LongNetViT: not a slide encoder on a ring; call use_ring"):
+        gigapath.attention_map(model, x, coords)
+
+
+def test_pictures_of_maps(tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="matplotlib is not installed")
+    weights, coords = torch.tensor([0.2, 0.4, 0.3, 0.1]), torch.tensor([[0, 0], [512, 256], [256.0, 511], [300, 300]])
+    gigapath.draw_map(tmp_path / "map.png", weights, coords, slide_size=(900, 1000))
+    picture = torch.from_numpy(image.imread(tmp_path / "map.png"))
+    assert picture.shape == (4, 4, 4)
+    assert [*map(tuple, picture[..., 3].nonzero().tolist())] == [(0, 0), (1, 1), (1, 2)]
+    assert torch.equal(picture[1, 1], picture[1, 2])  # 0.3 + 0.1, and 0.4
+    assert not torch.equal(picture[0, 0], picture[1, 2])
+    gigapath.draw_map(tmp_path / "map.png", weights, coords)
+    assert image.imread(tmp_path / "map.png").shape == (2, 3, 4)
+    with pytest.raises(ValueError, match=r"slide_size = \(512, 512\): tiles reach to \(768, 512\)"):
+        gigapath.draw_map(tmp_path / "map.png", weights, coords, slide_size=(512, 512))
+    with pytest.raises(ValueError, match=r"weights is \[2, 2\] and coords \[4, 2\]: expected \[tiles\]"):
+        gigapath.draw_map(tmp_path / "map.png", weights.view(2, 2), coords)
 
 
 def test_layers_that_the_loss_does_not_use_have_no_gradients(two: World) -> None:
@@ -121,9 +223,9 @@ def test_all_ranks_return_the_same_with_dropout(two: World) -> None:
     assert all(map(torch.equal, first[0], second[0]))
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_the_generator_is_restored(two: World, training: bool) -> None:
-    assert two.run(cases.generators_here, TWO_OF_TWO, training) == [True, True]
+@pytest.mark.parametrize(("training", "rate"), [(False, 0.3), (True, 0.3), (True, 0.0)])
+def test_the_generator_is_restored(two: World, training: bool, rate: float) -> None:
+    assert two.run(cases.generators_here, TWO_OF_TWO, training, rate) == [True, True]
 
 
 @pytest.mark.parametrize("checkpointing", ["plain", "keep attention"])
@@ -148,6 +250,24 @@ def test_training(two: World, rings: Any, feat_layer: Any) -> None:
         assert_near(after, parameters)
 
 
+@pytest.mark.matrix(reason="20 steps with one process and with two ranks")
+@pytest.mark.parametrize("precision", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "real",
+    [False, pytest.param(True, marks=pytest.mark.skipif(find_spec("gigapath") is None, reason="no gigapath"))],
+    ids=["stand-in", "gigapath"],
+)
+def test_the_published_recipe(two: World, tmp_path: Path, real: bool, precision: torch.dtype) -> None:
+    """Losses of 20 steps, evaluation, and a saved checkpoint in the published class equal those of one process."""
+    (losses, logits, _), _ = two.run(cases.finetune, None, tmp_path, precision, real)  # twice, each on one process
+    assert losses[0] > 1.2 * losses[-1]  # it learns
+    tolerance = 1e-5 if precision is torch.float32 else 2e-2
+    for found, found_logits, loaded_logits in two.run(cases.finetune_here, tmp_path / "checkpoint.pt", precision, real):
+        assert found == pytest.approx(losses, abs=tolerance)
+        assert_near(found_logits, logits, 10 * tolerance)
+        assert_near(loaded_logits, found_logits, tolerance)
+
+
 @LONG
 def test_training_two_by_two(world: World) -> None:
     _, parameters = cases.train(cases.ClassificationHead(cases.make_model()), Ring())
@@ -159,7 +279,7 @@ def test_state_dict_and_copies() -> None:
     model, plain = cases.on_ring(None), cases.make_model()
     assert model.state_dict().keys() == plain.state_dict().keys()
     copied = copy.deepcopy(model)
-    assert copied.forward.slide_encoder is copied
+    assert copied.forward.__self__.slide_encoder is copied
     assert copied.encoder.layers[0].self_attn.forward.module is copied.encoder.layers[0].self_attn
     copied.load_state_dict(model.state_dict())
     slide = cases.make_slide(30)
@@ -168,12 +288,47 @@ def test_state_dict_and_copies() -> None:
     assert not model.encoder.layers[0].self_attn.ring_attention.training
 
 
-def test_pickle() -> None:
-    model = gigapath_reference.LongNetViT(8, 32, 1, slide_ngrids=4, max_wsi_size=16384, dropout=0.0)
+def test_save_and_load_of_a_whole_model() -> None:
+    model = gigapath_reference.LongNetViT(8, 32, 1, slide_ngrids=4, max_wsi_size=16384, dropout=0.0).double()
     gigapath.use_ring(model, cases.attention_of(model))
     restored = pickle.loads(pickle.dumps(model))
-    x, coords = torch.randn(1, 5, 8), torch.zeros(1, 5, 2)
-    assert_near(restored(x, coords), model(x, coords), 0)
+    x, coords = torch.randn(1, 2, 8).double(), torch.zeros(1, 2, 2)
+    expected = model(x, coords)
+    assert_near(restored(x, coords), expected, 0)
+    before = restored.encoder.layers[0].self_attn.ring_attention
+    gigapath.use_ring(restored, cases.attention_of(restored))  # as in a process with another ring
+    assert restored.encoder.layers[0].self_attn.ring_attention is not before
+    assert_near(restored(x, coords), expected, 0)
+    gigapath.remove_ring(restored)
+    assert not any("forward" in vars(module) for module in restored.modules())
+    assert_near(restored(x, coords), expected, 1e-12)
+    restored.load_state_dict(model.state_dict())
+
+
+def test_models_with_averaged_weights() -> None:
+    model, slide = cases.on_ring(None), cases.make_slide(9)
+    teacher = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
+    expected = model(*slide)
+    teacher.update_parameters(model)
+    torch.nn.init.zeros_(model.norm.weight)
+    assert_near(teacher(*slide), expected, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.int32, torch.float32], ids=str)
+def test_dtypes_of_coordinates(dtype: torch.dtype) -> None:
+    model, (x, coords) = cases.on_ring(None), cases.make_slide(9)
+    assert_near(model(x, coords.to(dtype)), model(x, coords), 0)
+
+
+def test_many_tiles_on_few_places() -> None:
+    model, (x, coords) = cases.on_ring(None), cases.make_slide(30)
+    with pytest.warns(
+        UserWarning, match=r"coords puts the 30 tiles of slide 1 on 1 places of 256 × 256 pixels: GigaPath"
+    ):
+        model(x, torch.stack([coords[0], coords[1] // 256]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x, coords)
 
 
 def test_one_row_of_coordinates_serves_the_batch() -> None:

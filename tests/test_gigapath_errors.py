@@ -60,9 +60,26 @@ def test_what_is_no_slide_encoder() -> None:
         use(cases.ClassificationHead(model))
     with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
         gigapath.use_ring(model, nn.Linear(1, 1))  # type: ignore[arg-type]
-    use(model)
-    with pytest.raises(ValueError, match="slide_encoder is on a ring already"):
+    with pytest.raises(TypeError, match=r"slide_encoder = DataParallel: .*; start one process per GPU with torchrun"):
+        use(nn.DataParallel(model))
+    model.forward = model.encoder.forward
+    with pytest.raises(
+        ValueError, match=r"slide_encoder.forward is a method: its forward was replaced; call use_ring bef"
+    ):
         use(model)
+    with pytest.raises(ValueError, match="slide_encoder = LongNetViT: not a slide encoder on a ring"):
+        gigapath.remove_ring(model)
+
+
+def test_data_parallel() -> None:
+    """``nn.DataParallel`` copies modules by this method before it starts its threads."""
+    model = cases.on_ring(None)
+    with pytest.raises(
+        RuntimeError, match=r"nn.DataParallel would call it from several threads .*: start one process p"
+    ):
+        model._replicate_for_data_parallel()
+    gigapath.remove_ring(model)
+    assert "_replicate_for_data_parallel" not in vars(model)
 
 
 OPTIONS = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
@@ -146,12 +163,23 @@ CALLS: list[tuple[tuple[Any, ...], type[Exception], str]] = [
     ((SLIDE[0][..., :23], SLIDE[1]), ValueError, "x is [2, 6, 23]: expected [batch, tiles, 24]"),
     ((SLIDE[0], SLIDE[1][0, 0]), ValueError, "coords is [2]: expected [batch, tiles, 2]"),
     ((SLIDE[0], SLIDE[1][:, :5]), ValueError, "coords is [2, 5, 2] and x is [2, 6, 24]: give one pair"),
-    ((SLIDE[0][:, :0], SLIDE[1][:, :0]), ValueError, "x is [2, 0, 24]: a slide needs at least one tile"),
+    ((SLIDE[0][:, :0], SLIDE[1][:, :0]), ValueError, "x is [2, 0, 24]: give at least one slide, each with at"),
+    ((SLIDE[0][:0], SLIDE[1][:0]), ValueError, "x is [0, 6, 24]: give at least one slide"),
     ((SLIDE[0], SLIDE[1].half()), TypeError, "coords is torch.float16, which rounds pixels, so tiles would"),
     ((SLIDE[0], SLIDE[1].bfloat16()), TypeError, "pass coords in float32 or as integers. If FSDP has cast them, use "),
     ((SLIDE[0].half(), SLIDE[1]), TypeError, "x is torch.float16 and patch_embed is torch.float64: convert x"),
     ((SLIDE[0], SLIDE[1] + 20 * 256), ValueError, "expected pixels from 0 to below 5120, tile_size × slide_ngrids"),
     ((SLIDE[0], -SLIDE[1] - 256), ValueError, "coords has values from -"),
+    # The place of (0, 5120) would be that of (256, 0).
+    ((SLIDE[0], torch.tensor([0, 5120]).expand(2, 6, 2)), ValueError, "coords has values from 0 to 5120: expected"),
+    ((SLIDE[0], torch.full((2, 6, 2), torch.nan)), ValueError, "coords has values from nan to nan"),
+    ((*SLIDE, False, SLIDE[0]), TypeError, "padding_mask is torch.float64: expected bool [batch, tiles]"),
+    ((*SLIDE, False, torch.ones(2, 5, dtype=torch.bool)), ValueError, "padding_mask is [2, 5] and x is [2, 6, 24]"),
+    (
+        (*SLIDE, False, torch.ones(2, 6, dtype=torch.bool)),
+        ValueError,
+        "tiles of slide 0: a slide needs at least one tile",
+    ),
 ]
 
 
@@ -213,6 +241,44 @@ def test_every_rank_raises(two: World) -> None:
         for ended in two.run(bad_call_here, case):
             assert ended.error == CALLS[case][1].__name__
             assert ended.seconds < AT_ONCE
+
+
+def other_weights_here() -> Ended:
+    model = cases.make_model()
+    if torch.distributed.get_rank() == 1:
+        nn.init.zeros_(model.encoder.layers[1].ffn.fc1.bias)
+    ring = new_ring(cases.ADAPTER, TWO_OF_TWO, timeout=timedelta(seconds=60))
+    return ending(lambda: use_own(model, ring))
+
+
+def use_own(model: Any, ring: Ring) -> None:
+    gigapath.use_ring(model, cases.attention_of(model, ring))
+
+
+def test_ranks_with_different_weights(two: World) -> None:
+    for ended in two.run(other_weights_here):
+        assert ended.error == "RingMismatchError", ended
+        assert "load the same checkpoint on every rank" in ended.message
+        assert (
+            "the ranks differ in encoder.layers.1.ffn.fc1.bias (rank 0: torch.float64 [256] checksum" in ended.message
+        )
+
+
+def exported_here(how: str) -> Ended:
+    model, (x, coords) = cases.on_ring(TWO_OF_TWO).eval(), cases.make_slide(6)
+    export = {
+        "trace": lambda: torch.jit.trace(model, (x, coords)),
+        "export": lambda: torch.export.export(model, (x, coords)),
+        "strict": lambda: torch.export.export(model, (x, coords), strict=True),
+    }
+    return ending(export[how])
+
+
+@pytest.mark.parametrize("how", ["trace", "export", "strict"])
+def test_tracing_and_export(two: World, how: str) -> None:
+    for ended in two.run(exported_here, how):
+        assert "torch.export and torch.onnx.export do not support its communication; call gigapath" in ended.message
+        assert ended.seconds < AT_ONCE
 
 
 @pytest.mark.parametrize("change", ["x", "coords", "tiles", "training mode"])

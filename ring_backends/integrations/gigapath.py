@@ -14,22 +14,27 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import AdapterUnavailableError, RingMismatchError
 from ring_backends.integrations.describe import describe
+from ring_backends.plotting import check_plot
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.weights import attention_weights
 
-__all__ = ["pattern_of", "use_ring"]
+__all__ = ["attention_map", "draw_map", "pattern_of", "remove_ring", "use_ring"]
 
 
 def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
@@ -48,8 +53,11 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
         AdapterUnavailableError: this release of gigapath has changed a part that a ring needs. The message names it.
     """
     if not any(base.__name__ == "LongNetViT" for base in type(slide_encoder).__mro__):
-        inner = getattr(slide_encoder, "slide_encoder", None)
-        what = "give model.slide_encoder" if inner is not None else "pass it before it is wrapped or compiled"
+        what = "pass it before it is wrapped or compiled"
+        if isinstance(slide_encoder, nn.DataParallel):
+            what = "start one process per GPU with torchrun instead, and give model.module"
+        elif hasattr(slide_encoder, "slide_encoder"):
+            what = "give model.slide_encoder"
         raise TypeError(
             f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
         )
@@ -62,41 +70,67 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
 def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     """Put GigaPath's slide encoder on the ring of ``attention``.
 
-    After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False)`` with the same whole
-    slide: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or [tiles, 2] in pixels, as integers or in fp32 or
-    fp64. Every rank gets the embeddings of the published class, a list of [batch, embed_dim]. flash-attn is not needed.
-    x may be in fp64, fp32, bf16 or fp16, also under autocast.
+    After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False, padding_mask=None,
+    tile_embeddings=False)`` with the same whole slides: x [batch, tiles, in_chans], and coords [batch, tiles, 2] or
+    [tiles, 2] in pixels, as integers or in fp32 or fp64. Every rank gets the embeddings of the published class, a list
+    of [batch, embed_dim]. flash-attn is not needed. x may be in fp64, fp32, bf16 or fp16, also under autocast.
+
+    ``padding_mask`` is bool [batch, tiles], True = padding, at any place. With it, the embedding of each slide is that
+    of the published class for this slide alone without padding. x and coords of padding may hold any values.
+
+    With ``tile_embeddings=True`` a call returns a pair: the list of embeddings, and a list of [batch, tiles,
+    embed_dim], the contextual embeddings of all tiles in the same layers after the slide encoder's ``norm``; 0 for
+    padding.
 
     If every rank computes the same loss from the embeddings, the gradients of the parameters and of x, averaged over
     all ranks, are those of one device. DistributedDataParallel, FSDP2 and DeepSpeed average, and so does
     ``parallelize`` of every adapter.
 
-    In training mode, ring rank 0 draws one seed per call from torch's CPU generator. Stochastic depth drops the same
-    samples on all ranks of the ring. Dropout drops different units in every row of the slide. On a ring of one, random
-    numbers are those of the published class.
+    Ring rank 0 draws one seed from torch's CPU generator per call that uses random numbers. Stochastic depth drops the
+    same samples on all ranks of the ring. Dropout drops different units in every row of the slide. On a ring of one,
+    random numbers are those of the published class.
+
+    A slide encoder that is on a ring already moves to the ring of ``attention``, for example after ``torch.load`` in
+    another process. :func:`remove_ring` restores the published class.
 
     Args:
-        slide_encoder: a ``LongNetViT``. Call this function before the model is wrapped or compiled.
+        slide_encoder: a ``LongNetViT``. Call this function before the model is wrapped or compiled. Its parameters are
+            the same on all ranks of the ring.
         attention: a RingDilatedAttention of any adapter, with the pattern of :func:`pattern_of`. Every layer gets a
             copy. With ``padding="masked"``, queries of a last segment that is not full do not see the zero keys that
             GigaPath pads it with. Then slides of every length work, but embeddings differ from GigaPath's.
 
     Raises:
         TypeError: ``slide_encoder`` is not a LongNetViT, or ``attention`` is not a RingDilatedAttention.
-        ValueError: the slide encoder has a part that is not supported by a ring, or is on a ring already; or the
-            pattern, scale or dropout_p of ``attention`` is not that of the slide encoder. A call raises ValueError or
-            TypeError for invalid arguments, and RingMismatchError if the ranks' slides differ.
+        ValueError: the slide encoder has a part that is not supported by a ring, or another forward than its class; or
+            the pattern, scale or dropout_p of ``attention`` is not that of the slide encoder. A call raises ValueError
+            or TypeError for invalid arguments, RingMismatchError if the ranks' slides differ, and RuntimeError if it is
+            traced or exported.
+        RingMismatchError: the ranks' parameters differ. The message names some of them.
         AdapterUnavailableError: this release of gigapath has changed a part that a ring needs. The message names it.
     """
     if not isinstance(attention, RingDilatedAttention):
         raise TypeError(f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter.")
     with attention.ring.report_refusals():
         pattern = pattern_of(slide_encoder)
-        if "forward" in vars(slide_encoder):
-            raise ValueError("slide_encoder is on a ring already, or its forward was replaced; call use_ring once.")
+        if "forward" in vars(slide_encoder) and not _is_on_ring(slide_encoder):
+            raise ValueError(
+                f"slide_encoder.forward is a {type(slide_encoder.forward).__name__}: its forward was replaced; call "
+                "use_ring before any other function that does so."
+            )
         _check_options(slide_encoder)
         _check_attention(attention, pattern, slide_encoder)
         _check_same_forward(slide_encoder)
+    parameters = {name: describe(parameter) for name, parameter in slide_encoder.named_parameters()}
+    try:
+        agree(attention.ring, "use_ring of a slide encoder", parameters)
+    except RingMismatchError as error:
+        raise RingMismatchError(
+            "slide_encoder: before use_ring, load the same checkpoint on every rank, or build the model after the same "
+            f"torch.manual_seed. {error}"
+        ) from None
+    if _is_on_ring(slide_encoder):
+        remove_ring(slide_encoder)
     encoder: Any = slide_encoder.encoder
     for index, layer in enumerate(encoder.layers):
         self_attn = layer.self_attn
@@ -106,7 +140,168 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
         for module in encoder.modules():
             if isinstance(module, nn.Dropout):
                 module.forward = _Dropout(module, self_attn.ring_attention)  # type: ignore[method-assign]
-    slide_encoder.forward = _SlideEncoder(slide_encoder)
+    slide_encoder.forward = _SlideEncoder(slide_encoder).forward
+    slide_encoder._replicate_for_data_parallel = _refuse_data_parallel  # type: ignore[method-assign]
+
+
+def remove_ring(slide_encoder: nn.Module) -> None:
+    """Undo :func:`use_ring`: every process computes the published class again.
+
+    Call it before the model is exported, traced or compared with the published class, on models that are not wrapped.
+
+    Raises:
+        ValueError: ``slide_encoder`` is not on a ring.
+    """
+    if not _is_on_ring(slide_encoder):
+        raise ValueError(
+            f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; give one that "
+            "use_ring was called with."
+        )
+    for module in slide_encoder.modules():
+        if isinstance(vars(module).get("forward"), (_SelfAttention, _Dropout)):
+            del module.forward
+    for layer in slide_encoder.encoder.layers:  # type: ignore[union-attr]
+        del layer.self_attn.ring_attention
+    del slide_encoder.forward
+    del slide_encoder._replicate_for_data_parallel
+
+
+@torch.no_grad()
+def attention_map(
+    slide_encoder: nn.Module,
+    x: Tensor,
+    coords: Tensor,
+    *,
+    layer: int = -1,
+    tile: int | None = None,
+    padding_mask: Tensor | None = None,
+) -> Tensor:
+    """Return the attention that the class token, or a tile, pays to every tile in one layer.
+
+    Every rank of the ring makes the same call. It runs the slide encoder once, and scores one query per slide and head,
+    so memory grows linearly with the number of tiles.
+
+    Args:
+        slide_encoder: a slide encoder on a ring, in ``eval()`` mode.
+        x, coords, padding_mask: as in a call of the slide encoder.
+        layer: the number of the layer, from 0. Negative numbers count from the last layer.
+        tile: the column of x with the tile whose attention to return; None means the class token.
+
+    Returns:
+        [batch, heads, tiles] in fp32 (fp64 for fp64), the same on every rank; 0 for padding. The weights of a head sum
+        to 1 minus the weights of the class token and of the zero keys that GigaPath pads segments with.
+        :func:`draw_map` draws them.
+
+    Raises:
+        ValueError: the slide encoder is not on a ring, or in training mode; or there is no such layer or tile. Invalid
+            slides raise an error as in a call.
+    """
+    if not _is_on_ring(slide_encoder):
+        raise ValueError(
+            f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; call use_ring."
+        )
+    on_ring: _SlideEncoder = slide_encoder.forward.__self__  # type: ignore[attr-defined]
+    layers: Any = slide_encoder.encoder.layers  # type: ignore[union-attr]
+    ring = on_ring.ring
+    with ring.report_refusals():
+        if slide_encoder.training:
+            raise ValueError("slide_encoder is in training mode, and dropout would change the map; call its eval().")
+        if not -len(layers) <= layer < len(layers):
+            raise ValueError(f"layer = {layer}: the slide encoder has layers 0 … {len(layers) - 1}.")
+        slides = on_ring._check(x, coords, padding_mask)
+        for index, numbers in enumerate(slides.numbers(x.device)):
+            if tile is not None and tile not in numbers:
+                raise ValueError(
+                    f"tile = {tile}: slide {index} has no such tile, or padding there; give one of its tiles."
+                )
+    self_attn, rows = layers[layer].self_attn, {}
+    hooks = [
+        projection.register_forward_hook(lambda module, args, out, name=name: rows.update({name: out}))
+        for name, projection in (("query", self_attn.q_proj), ("key", self_attn.k_proj))
+    ]
+    try:
+        slide_encoder(x, coords, padding_mask=padding_mask)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    query, key = (rows[name].unflatten(-1, (self_attn.num_heads, self_attn.head_dim)) for name in ("query", "key"))
+    maps = []
+    for index, (numbers, length) in enumerate(zip(slides.numbers(query.device), slides.lengths, strict=True)):
+        own = slice(index, index + 1), slice(ring.layout(length).local_len(ring.rank))
+        position = 0 if tile is None else int((numbers <= tile).sum())  # the class token comes first
+        weights = attention_weights(self_attn.ring_attention, query[own], key[own], [position], seq_len=length)
+        whole = ring.unshard(weights, 3, seq_len=length)[0, :, 0, 1:]
+        maps.append(whole.new_zeros(len(whole), x.shape[1]).index_copy(1, numbers, whole))
+    return torch.stack(maps)
+
+
+def draw_map(
+    path: Path,
+    weights: Tensor,
+    coords: Tensor,
+    *,
+    tile_size: int = 256,
+    slide_size: tuple[int, int] | None = None,
+) -> None:
+    """Draw one number per tile over the slide, one pixel per place of a tile. Requires matplotlib.
+
+    The picture begins at the slide's pixel (0, 0). Scaled to the size of a thumbnail of the slide, it lies over it.
+    Colours go from 0 to the largest number. Places without a tile are transparent in formats that support it, such as
+    PNG. Numbers of tiles on one place add up.
+
+    Args:
+        path: the file to write. Its suffix sets the format.
+        weights: [tiles], not negative: of one slide without padding, for example a mean of :func:`attention_map` over
+            the heads.
+        coords: [tiles, 2], x and y of each tile in pixels.
+        tile_size: width and height of a tile in pixels.
+        slide_size: width and height of the slide in pixels, at the level of coords. None ends the picture at the last
+            tile.
+
+    Raises:
+        ValueError: matplotlib is missing or does not write this format; the shapes do not fit; or a tile lies outside
+            of the slide.
+    """
+    check_plot(path, "path")
+    if weights.dim() != 1 or coords.shape != (len(weights), 2) or not len(weights):
+        raise ValueError(
+            f"weights is {[*weights.shape]} and coords {[*coords.shape]}: expected [tiles] and [tiles, 2] of one "
+            "slide, with at least one tile; take one slide of the batch, and reduce the heads."
+        )
+    columns, rows = (coords.detach().cpu().double() // tile_size).long().unbind(1)
+    width, height = int(columns.max()) + 1, int(rows.max()) + 1
+    if slide_size is not None:
+        wanted_width, wanted_height = (-(-size // tile_size) for size in slide_size)
+        if width > wanted_width or height > wanted_height:
+            raise ValueError(
+                f"slide_size = {slide_size}: tiles reach to {(width * tile_size, height * tile_size)}; give the size "
+                "of the slide at the level of coords."
+            )
+        width, height = wanted_width, wanted_height
+    values, is_tile = torch.zeros(height, width, dtype=torch.float64), torch.zeros(height, width, dtype=torch.bool)
+    values.index_put_((rows, columns), weights.detach().cpu().double(), accumulate=True)
+    is_tile[rows, columns] = True
+    colours = import_module("matplotlib").colormaps["viridis"]((values / values.max().clamp(min=1e-300)).numpy())
+    colours[..., 3] = is_tile.numpy()
+    import_module("matplotlib.image").imsave(path, colours)
+
+
+def _refuse_data_parallel() -> NoReturn:
+    """Replaces the method that ``nn.DataParallel`` calls to copy a module."""
+    raise RuntimeError(
+        "slide_encoder is on a ring, and nn.DataParallel would call it from several threads of one process: start one "
+        "process per GPU with torchrun, and leave nn.DataParallel out."
+    )
+
+
+def _is_on_ring(slide_encoder: nn.Module) -> bool:
+    return isinstance(getattr(vars(slide_encoder).get("forward"), "__self__", None), _SlideEncoder)
+
+
+_NO_EXPORT = (
+    "slide_encoder is on a ring: torch.jit.trace, torch.export and torch.onnx.export do not support its communication; "
+    "call gigapath.remove_ring(slide_encoder) first, and export on one process."
+)
 
 
 class _SlideEncoder:
@@ -123,52 +318,81 @@ class _SlideEncoder:
         # The ring of the attention, so that a ring assigned to it after unpickling is used here too.
         return self._ring or self.slide_encoder.encoder.layers[0].self_attn.ring_attention.ring
 
+    def forward(
+        self,
+        x: Tensor,
+        coords: Tensor,
+        all_layer_embed: bool = False,
+        padding_mask: Tensor | None = None,
+        tile_embeddings: bool = False,
+    ) -> Any:
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            self._refuse_export()
+        return self._embed_slides(x, coords, all_layer_embed, padding_mask, tile_embeddings)
+
+    @torch.compiler.disable(reason=_NO_EXPORT)  # type: ignore[untyped-decorator]
+    def _refuse_export(self) -> NoReturn:
+        with self.ring.report_refusals():
+            raise RuntimeError(_NO_EXPORT)
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, x: Tensor, coords: Tensor, all_layer_embed: bool = False) -> list[Tensor]:
+    def _embed_slides(
+        self, x: Tensor, coords: Tensor, all_layer_embed: bool, padding_mask: Tensor | None, tile_embeddings: bool
+    ) -> Any:
         ring = self.ring
         ring.check_connected()
         with ring.report_refusals():
-            places = self._check(x, coords)
+            slides = self._check(x, coords, padding_mask)
         if ring.size == 1:
-            return self._embed(ring, x, places, all_layer_embed)
-        is_random = any(module.training for module in self.slide_encoder.encoder.modules())
-        own_seed = int(torch.randint(2**53, ())) if is_random else 0
-        fields = {"x": describe(x), "coords": describe(coords), "all_layer_embed": bool(all_layer_embed)}
-        seeds = agree(ring, "the slide of a slide encoder", fields | {"training mode": is_random}, [own_seed])
-        with _seeded(int(seeds[0][0]) + ring.data_rank, x.device) if is_random else contextlib.nullcontext():
-            return self._embed(ring, x, places, all_layer_embed)
+            return self._embed(ring, x, slides, all_layer_embed, tile_embeddings)
+        in_training = any(module.training for module in self.slide_encoder.encoder.modules())
+        before = torch.get_rng_state()
+        own_seed = int(torch.randint(2**53, ())) if in_training else 0
+        fields = {
+            "x": describe(x),
+            "coords": describe(coords),
+            "all_layer_embed": bool(all_layer_embed),
+            "padding_mask": describe(padding_mask),
+            "tile_embeddings": bool(tile_embeddings),
+            "training mode": in_training,
+        }
+        seeds = agree(ring, "the slides of a slide encoder", fields, [own_seed])
+        with _seeded(int(seeds[0][0]) + ring.data_rank, x.device, before) if in_training else contextlib.nullcontext():
+            return self._embed(ring, x, slides, all_layer_embed, tile_embeddings)
 
-    def _embed(self, ring: Ring, x: Tensor, places: Tensor, all_layer_embed: bool) -> list[Tensor]:
+    def _embed(self, ring: Ring, x: Tensor, slides: _Slides, all_layer_embed: bool, tile_embeddings: bool) -> Any:
         model: Any = self.slide_encoder
-        batch, num_tiles = x.shape[:2]
-        seq_len = num_tiles + 1  # the class token comes first
-        pieces = ring.layout(seq_len).pieces(ring.rank)
-        num_cls = sum(0 in piece for piece in pieces)
-        rows = model.patch_embed(_tiles_of(pieces, x) if ring.size > 1 else x)
-        rows = rows + model.pos_embed[0, _tiles_of(pieces, places)]
+        num_cls = int(ring.rank == 0)  # the class token comes first
+        tiles = slides.own_tiles(ring, x)
+        rows = model.patch_embed(tiles) + model.pos_embed[0, slides.own_tiles(ring, slides.places)]
         # A rank without the class token adds none of its rows, so that the parameter has a gradient on every rank.
         cls_token = (model.cls_token + model.pos_embed[:, :1])[:, :num_cls]
-        rows = torch.cat((cls_token.expand(batch, -1, -1), rows), 1)
+        rows = torch.cat((cls_token.expand(len(x), -1, -1), rows), 1)
         # The encoder passes one element of incremental_state to each layer. Activation checkpointing keeps it.
-        options = {"return_all_hiddens": all_layer_embed, "incremental_state": [seq_len] * len(model.encoder.layers)}
+        lengths = [slides.lengths] * len(model.encoder.layers)
+        options = {"return_all_hiddens": all_layer_embed, "incremental_state": lengths}
         encoded = model.encoder(src_tokens=None, token_embeddings=rows, **options)
         states = encoded["encoder_states"] if all_layer_embed else [encoded["encoder_out"]]
         # One collective per state: layers above those whose embeddings the loss uses then have no backward and no
         # gradients, as in GigaPath's code.
-        if model.global_pool:
-            pooled = [self._pool(ring, state[:, num_cls:], num_tiles) for state in states]
-        else:
-            pooled = [self._pool(ring, state[:, :num_cls], 1) for state in states]
-        return [model.norm(row) for row in pooled]
+        embeddings = [model.norm(self._pool(ring, state, slides, num_cls)) for state in states]
+        if not tile_embeddings:
+            return embeddings
+        return embeddings, [slides.unshard_tiles(ring, model.norm(state)) for state in states]
 
-    @staticmethod
-    def _pool(ring: Ring, rows: Tensor, number: int) -> Tensor:
-        """The mean [batch, embed_dim] of all ranks' rows [batch, rows, embed_dim], of which there are ``number``."""
-        own = rows.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32))
-        return (sum_of_ranks(ring, own) / number).to(rows.dtype)
+    def _pool(self, ring: Ring, rows: Tensor, slides: _Slides, num_cls: int) -> Tensor:
+        """The class token or the mean of the tiles, [batch, width], from each rank's rows [batch, rows, width]."""
+        if not self.slide_encoder.global_pool:
+            return sum_of_ranks(ring, rows[:, :num_cls].sum(1))
+        own = torch.tensor([ring.layout(length).local_len(ring.rank) for length in slides.lengths], device=rows.device)
+        is_row = torch.arange(rows.shape[1], device=rows.device) < own[:, None]
+        tiles = torch.where(is_row[..., None], rows, 0)[:, num_cls:]
+        sums = sum_of_ranks(ring, tiles.sum(1, dtype=torch.promote_types(rows.dtype, torch.float32)))
+        numbers = torch.tensor([length - 1 for length in slides.lengths], device=rows.device)
+        return (sums / numbers[:, None]).to(rows.dtype)
 
-    def _check(self, x: Tensor, coords: Tensor) -> Tensor:
-        """Check the arguments of a call, and return the place of every tile in ``pos_embed``, [batch, tiles]."""
+    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> _Slides:
+        """Check the arguments of a call, and return its slides."""
         model: Any = self.slide_encoder
         in_chans, weight = model.patch_embed.proj.in_features, model.patch_embed.proj.weight
         for name, value, width, dims in (("x", x, in_chans, (3,)), ("coords", coords, 2, (2, 3))):
@@ -190,34 +414,115 @@ class _SlideEncoder:
             raise ValueError(
                 f"coords is {[*coords.shape]} and x is {[*x.shape]}: give one pair of coordinates for every tile of x."
             )
-        if x.shape[1] == 0:
-            raise ValueError(f"x is {[*x.shape]}: a slide needs at least one tile.")
+        if 0 in x.shape[:2]:
+            raise ValueError(f"x is {[*x.shape]}: give at least one slide, each with at least one tile.")
+        kept = None if padding_mask is None else self._check_padding_mask(padding_mask, x)
+        numbers = [x.shape[1]] * len(x) if kept is None else [len(tiles) for tiles in kept]
         is_plain = type(weight) is nn.Parameter  # a wrapper that shards parameters may convert x
         if is_plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
                 f"x is {x.dtype} and patch_embed is {weight.dtype}: convert x, or call the model under autocast."
             )
-        seq_len, attention = x.shape[1] + 1, getattr(model.encoder.layers[0].self_attn, "ring_attention", None)
-        if attention is not None:
-            num_heads = model.encoder.layers[0].self_attn.num_heads
+        attention: Any = getattr(model.encoder.layers[0].self_attn, "ring_attention", None)
+        for number in {*numbers} if attention is not None else ():
             try:
-                attention.pattern.check(seq_len=seq_len, num_heads=num_heads)
+                attention.pattern.check(seq_len=number + 1, num_heads=model.encoder.layers[0].self_attn.num_heads)
             except ValueError as error:
-                raise ValueError(f"x has {x.shape[1]} tiles, with the class token {seq_len} tokens: {error}") from None
-        places: Tensor = model.coords_to_pos(of_batch, model.tile_size)
-        first, last = (int(bound) for bound in places.aminmax())
-        if first < 1 or last >= model.pos_embed.shape[1]:
+                raise ValueError(f"x has {number} tiles, with the class token {number + 1} tokens: {error}") from None
+        if not of_batch.is_floating_point():
+            of_batch = of_batch.long()  # torch computes little with uint16 and uint32
+        places = model.coords_to_pos(of_batch, model.tile_size).expand(len(x), -1)
+        for index, (pixels, own) in enumerate(zip(of_batch.expand(len(x), -1, -1), places, strict=True)):
+            tiles = slice(None) if kept is None else kept[index].to(pixels.device)
+            self._check_places(index, pixels[tiles], own[tiles])
+        return _Slides(places, tuple(number + 1 for number in numbers), kept)
+
+    def _check_padding_mask(self, padding_mask: Tensor, x: Tensor) -> list[Tensor]:
+        """The numbers of the tiles of each slide that are not padding: int64 [tiles of the slide]."""
+        if not isinstance(padding_mask, Tensor) or padding_mask.dtype != torch.bool:
+            what = padding_mask.dtype if isinstance(padding_mask, Tensor) else type(padding_mask).__name__
+            raise TypeError(f"padding_mask is {what}: expected bool [batch, tiles], True = padding; convert it.")
+        if padding_mask.shape != x.shape[:2]:
             raise ValueError(
-                f"coords has values from {coords.min():g} to {coords.max():g}: expected pixels from 0 to below "
-                f"{model.tile_size * model.slide_ngrids}, tile_size × slide_ngrids; use the level of the tiles, or a "
-                "slide encoder with a larger slide_ngrids."
+                f"padding_mask is {[*padding_mask.shape]} and x is {[*x.shape]}: expected one element per tile of x."
             )
-        return places
+        kept = [row.nonzero()[:, 0] for row in ~padding_mask.to(x.device)]
+        for index, tiles in enumerate(kept):
+            if len(tiles) == 0:
+                raise ValueError(
+                    f"padding_mask is True at all tiles of slide {index}: a slide needs at least one tile. True marks "
+                    "padding; of the pad_mask of GigaPath's loader, which marks tiles, give ~pad_mask."
+                )
+        return kept
+
+    def _check_places(self, index: int, coords: Tensor, places: Tensor) -> None:
+        """Check the coordinates [tiles, 2] of slide number ``index``, and their places in ``pos_embed``, [tiles]."""
+        model: Any = self.slide_encoder
+        low, high = (float(bound) for bound in coords.aminmax())
+        limit = model.tile_size * model.slide_ngrids
+        if not (low >= 0 and high < limit):  # NaN is refused too
+            raise ValueError(
+                f"coords has values from {low:g} to {high:g}: expected pixels from 0 to below {limit}, tile_size × "
+                "slide_ngrids; use the level of the tiles, or a slide encoder with a larger slide_ngrids."
+            )
+        num_places = len(places.unique())
+        if 2 * num_places < len(places) and self.ring.rank == 0:
+            warnings.warn(
+                f"coords puts the {len(places)} tiles of slide {index} on {num_places} places of {model.tile_size} × "
+                f"{model.tile_size} pixels: GigaPath gives tiles on one place the same positional embedding. coords "
+                "counts pixels at the level of the tiles, not tiles and not micrometres.",
+                stacklevel=2,
+            )
 
 
-def _tiles_of(pieces: tuple[range, ...], tiles: Tensor) -> Tensor:
-    """The tiles [batch, tiles, …] at these positions of the sequence. Position 0, the class token, is no tile."""
-    return torch.cat([tiles[:, max(piece.start - 1, 0) : max(piece.stop - 1, 0)] for piece in pieces], 1)
+@dataclass(frozen=True)
+class _Slides:
+    """The slides of a call.
+
+    Attributes:
+        places: the place of every tile in ``pos_embed``, int64 [batch, tiles]. Those of padding have any value.
+        lengths: the number of tokens of each slide, with the class token.
+        kept: the numbers of the tiles of each slide that are not padding; None if there is no padding mask.
+    """
+
+    places: Tensor
+    lengths: tuple[int, ...]
+    kept: list[Tensor] | None
+
+    def numbers(self, device: torch.device) -> list[Tensor]:
+        """The columns of x with the tiles of each slide: int64 [tiles of the slide]."""
+        kept = [torch.arange(self.places.shape[1])] * len(self.places) if self.kept is None else self.kept
+        return [tiles.to(device) for tiles in kept]
+
+    def own_tiles(self, ring: Ring, tiles: Tensor) -> Tensor:
+        """This rank's tiles [batch, own tiles, …] of ``tiles`` [batch, tiles, …], without padding.
+
+        Each slide is distributed over the ring by itself. Slides with fewer own tiles than others end with zeros.
+        """
+        if self.kept is None:
+            return tiles if ring.size == 1 else tiles.index_select(1, _own_tiles(ring, self.lengths[0], tiles.device))
+        own = [
+            slide.index_select(0, numbers[_own_tiles(ring, length, numbers.device)].to(slide.device))
+            for slide, numbers, length in zip(tiles, self.kept, self.lengths, strict=True)
+        ]
+        return nn.utils.rnn.pad_sequence(own, batch_first=True)
+
+    def unshard_tiles(self, ring: Ring, rows: Tensor) -> Tensor:
+        """All tiles [batch, tiles, …], from each rank's rows [batch, rows, …] with the class token. Padding is 0."""
+        if self.kept is None:
+            whole: Tensor = ring.unshard(rows, seq_len=self.lengths[0])
+            return whole[:, 1:]
+        slides = []
+        for slide, numbers, length in zip(rows, self.kept, self.lengths, strict=True):
+            whole = ring.unshard(slide[: ring.layout(length).local_len(ring.rank)], 0, seq_len=length)
+            slides.append(whole.new_zeros(self.places.shape[1], *whole.shape[1:]).index_copy(0, numbers, whole[1:]))
+        return torch.stack(slides)
+
+
+def _own_tiles(ring: Ring, length: int, device: torch.device) -> Tensor:
+    """The numbers of this rank's tiles of a slide of ``length`` tokens. Position 0, the class token, is no tile."""
+    positions = ring.positions(length)
+    return (positions[positions > 0] - 1).to(device)
 
 
 class _SelfAttention:
@@ -229,8 +534,8 @@ class _SelfAttention:
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, incremental_state: Any = None, **unused: Any
     ) -> tuple[Tensor, None]:
-        module, seq_len = self.module, incremental_state
-        if not isinstance(seq_len, int):
+        module, lengths = self.module, incremental_state
+        if not isinstance(lengths, tuple):
             with module.ring_attention.ring.report_refusals():
                 raise ValueError(
                     "slide_encoder.encoder was called directly: on a ring it computes only this rank's rows; call "
@@ -240,10 +545,22 @@ class _SelfAttention:
         heads = (module.num_heads, module.head_dim)
         q, k, v = module.q_proj(query), module.k_proj(key), module.v_proj(value)
         q, k, v = (rows.unflatten(-1, heads) for rows in (q, k, v))
-        out = module.ring_attention(q, k, v, seq_len=seq_len).flatten(2)
+        out = self._attend(q, k, v, lengths).flatten(2)
         if module.inner_attn_ln is not None:
             out = module.inner_attn_ln(out)
         return module.out_proj(out), None
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """Attend within each slide of the batch, whose numbers of tokens are ``lengths``."""
+        attention = self.module.ring_attention
+        if len({*lengths}) == 1:
+            out: Tensor = attention(q, k, v, seq_len=lengths[0])
+            return out
+        outs, ring = [], attention.ring
+        for index, seq_len in enumerate(lengths):
+            rows = slice(index, index + 1), slice(ring.layout(seq_len).local_len(ring.rank))
+            outs.append(attention(q[rows], k[rows], v[rows], seq_len=seq_len)[0])
+        return nn.utils.rnn.pad_sequence(outs, batch_first=True)
 
 
 class _Dropout:
@@ -268,8 +585,11 @@ class _Dropout:
 
 
 @contextlib.contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed torch's generators of the CPU and of ``device``, and restore their states at the end."""
+def _seeded(seed: int, device: torch.device, before: Tensor) -> Iterator[None]:
+    """Seed torch's generators of the CPU and of ``device``, and restore their states at the end.
+
+    If nothing has drawn from them, the generator of the CPU returns to its state ``before`` the seed was drawn.
+    """
     devices = [] if device.type == "cpu" else [device]
     with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
         torch.default_generator.manual_seed(seed)
@@ -277,7 +597,15 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
             module = torch.get_device_module(device)
             with module.device(device):
                 module.manual_seed(seed)
+        states = _generator_states(devices)
         yield
+        is_unused = all(map(torch.equal, states, _generator_states(devices)))
+    if is_unused:
+        torch.set_rng_state(before)
+
+
+def _generator_states(devices: list[torch.device]) -> list[Tensor]:
+    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
 
 
 def _check_attention(attention: RingDilatedAttention, pattern: DilatedPattern, slide_encoder: Any) -> None:
@@ -415,7 +743,7 @@ def _check_same_forward(slide_encoder: Any) -> None:
     try:
         for all_layer_embed in (False, True):
             own = type(slide_encoder).forward(slide_encoder, tiles, coords, all_layer_embed)
-            on_ring = _SlideEncoder(slide_encoder, Ring())(tiles, coords, all_layer_embed)
+            on_ring = _SlideEncoder(slide_encoder, Ring()).forward(tiles, coords, all_layer_embed)
             if len(own) != len(on_ring) or not all(map(are_close, own, on_ring)):
                 raise _other_release(
                     f"{type(slide_encoder).__name__}.forward(all_layer_embed={all_layer_embed}) of this release of "
