@@ -32,7 +32,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.reports import REFUSED
-from ring_backends.training.comparison import ComparedTraining
+from ring_backends.training.state import TrainingState
 
 
 @pytest.fixture(autouse=True)
@@ -126,11 +126,10 @@ def test_a_new_configuration_does_not_wait_for_a_closed_ring() -> None:
 def test_a_failed_hop_reaches_the_world_of_a_training(after_hops: bool) -> None:
     """If the ring is a part of the world, the other rings learn of it before they reduce or step."""
     failure = RingPeerError("lost")
-    training = object.__new__(type("Training", (ComparedTraining,), {}))
-    training._failure, training._world = None, mock.Mock()
+    training = mock.Mock(spec=TrainingState, _world=mock.Mock())
     training.ring = mock.Mock(**{f"{'synchronize' if after_hops else 'check'}.side_effect": failure})
     with pytest.raises(RingPeerError, match="lost"):
-        training._agree("step", {}, after_hops=after_hops)
+        TrainingState._agree(training, "step", {}, after_hops=after_hops)
     training._world.agreement.report_error.assert_called_once_with("step", failure)
 
 

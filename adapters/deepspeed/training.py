@@ -29,10 +29,8 @@ from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.training.checkpoint_files import StrPath, check_folder, read_manifest, replace_folder
-from ring_backends.training.comparison import ORDER
 from ring_backends.training.reducer import backward_order, measure_divisor, probe, with_ordered_gradients
-from ring_backends.training.saving import check_optimizer_class
-from ring_backends.training.state import MakeOptimizer, TrainingState
+from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, check_optimizer_class
 
 
 class DeepSpeedTraining(TrainingState):

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_file, save_file
 from ring_backends.training.describe import non_tensor_entries
 from ring_backends.training.reducer import device_of
-from ring_backends.training.saving import check_optimizer_class
-from ring_backends.training.state import TrainingState
+from ring_backends.training.state import TrainingState, check_optimizer_class
 
 
 class SingleFileTraining(TrainingState):

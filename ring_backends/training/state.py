@@ -1,44 +1,92 @@
-"""Training over data × ring: a loss whose gradient is exact, and optimizer steps.
+"""Training over data × ring: a loss whose gradient is exact, optimizer steps, and training checkpoints.
 
 The most common mistake under sequence sharding is a gradient that is off by the ring size, or by each rank's share of
 the valid tokens. :meth:`TrainingState.loss` avoids both. It divides each rank's loss *sum* by the number of valid
 tokens of the whole step, and multiplies it by the number by which the framework's reducer divides. That divisor is
 measured once, with the framework's own reducer.
+
+A gradient reducer assumes that all ranks make the same calls in the same order. The ranks check this assumption. Before
+a rank calls a collective of the framework, it knows that all ranks call it: either this call followed the same one the
+last time, or the rank compares it with the other ranks. So a rank that leaves the usual sequence waits for a
+comparison, and the other ranks wait in the framework's collective. All of them then raise RingMismatchError.
+
+Fields that change in each step, such as learning rates and numbers of tokens, are compared with the number of tokens
+of the step: the one exchange that a step needs.
+
+If one rank cannot read a checkpoint, all ranks raise. Each adapter defines the content and format of its checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import math
-from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ring_backends.ring.collectives import agree, broadcast, do_on_all
+from ring_backends.errors import RingMismatchError, RingPeerError
+from ring_backends.ring.calls import NOTHING, Configuration
+from ring_backends.ring.collectives import (
+    agree,
+    agree_if_new,
+    broadcast,
+    do_on_all,
+    do_on_rank0,
+    event_of,
+    framework_collectives,
+)
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
+from ring_backends.torch_internals import internal
+from ring_backends.training.checkpoint_files import CheckpointNotFoundError, StrPath, check_place, find_checkpoint
 from ring_backends.training.describe import (
     check_count,
     describe_model,
     describe_optimizer,
     describe_options,
     describe_settings,
+    make_settings_loadable,
     persistent_buffers,
 )
-from ring_backends.training.reducer import check_mixed_precision
-from ring_backends.training.saving import SavedTraining
+from ring_backends.training.reducer import check_mixed_precision, is_eager_forward
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
+PART = "part of the model"
+PARTS_BEHIND_LOSS = "parts of the model behind the loss"
+ORDER = "parameters in the order of their gradients"
 
-class TrainingState(SavedTraining):
+_FORWARD = "forward of the model"
+_SAME_PARTS = (
+    "The framework reduces gradients in the order in which they arrive: let the losses of all ranks depend on the same "
+    "parts of the model; add 0 * output.sum() of a part that a rank does not use."
+)
+_ADVICE = {
+    PART: "The framework gathers a module's parameters from all ranks when the module is called: let every rank "
+    "call the same modules, on zero rows if necessary; or shard them together with the module that contains them "
+    "(fsdp: leave them out of blocks=; deepspeed: zero_stage=2).",
+    PARTS_BEHIND_LOSS: _SAME_PARTS,
+    ORDER: _SAME_PARTS,
+}
+"""What to do about a field that differs between the ranks."""
+
+
+class TrainingState(ABC):
     """A model in training over data × ring. Its interface is the same for every framework.
 
     Attributes:
         model: the wrapped model, to be called in the forward.
+        ring: the ring of the attention.
         optimizer: the optimizer, as ``make_optimizer`` or the framework made it.
         divisor: the number by which the framework's reducer divides the sum of the ranks' gradients.
         step_count: optimizer steps taken so far; part of a checkpoint.
@@ -47,7 +95,14 @@ class TrainingState(SavedTraining):
     """
 
     model: nn.Module
+    optimizer: torch.optim.Optimizer
     divisor: float
+
+    saves_a_folder: ClassVar[bool] = False
+    """Whether :meth:`save` writes a folder instead of a file."""
+
+    _allows_freezing: ClassVar[bool] = False
+    """Whether ``requires_grad`` of parameters may change between steps."""
 
     def __init__(
         self,
@@ -63,7 +118,10 @@ class TrainingState(SavedTraining):
             model: as the user made it, before it is wrapped.
             options: the other arguments of ``parallelize`` by name. Plain values are compared.
         """
-        super().__init__(ring)
+        self.ring = ring
+        self._world = world_ring(ring)
+        agreement = self._world.agreement
+        self._number = 0 if agreement is None else agreement.number_module()
         with self._world.report_refusals():
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
@@ -71,6 +129,10 @@ class TrainingState(SavedTraining):
             check_mixed_precision(options.get("mixed_precision"))
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
+        self.step_count = self.skipped_steps = 0
+        self._backward_calls = 0
+        self._failure: str | None = None
+        self._is_in_forward = False
         self._step_token_count: float | None = None
         self._is_compared = False
         self._loss_counts: set[float | None] = set()
@@ -250,9 +312,6 @@ class TrainingState(SavedTraining):
                 "valid tokens pass 0 * output.sum(), and call the model with gradients enabled."
             )
 
-    _allows_freezing = False
-    """Whether ``requires_grad`` of parameters may change between steps."""
-
     def _describe_graph(self, loss: Tensor) -> Mapping[str, object]:
         """The properties of the graph behind ``loss`` that must be equal on all ranks. Called before each backward.
 
@@ -288,7 +347,7 @@ class TrainingState(SavedTraining):
     def _backward(self, loss: Tensor) -> None:
         """Run the framework's backward of one micro-batch."""
 
-    def _check_early_step(self) -> None:
+    def _check_early_step(self) -> None:  # noqa: B027 - most frameworks can reduce them
         """Refuse a step before the last micro-batch if the framework cannot reduce the gradients then."""
 
     @abstractmethod
@@ -365,3 +424,262 @@ class TrainingState(SavedTraining):
     def _describe(self, model: nn.Module) -> dict[str, object]:
         """The properties of a model that must be equal on all ranks."""
         return describe_model(model)
+
+    # Saving and loading
+
+    def save(self, path: StrPath) -> None:
+        """Write a checkpoint of model, optimizer and step count. All ranks make this call; it is atomic.
+
+        Raises:
+            ValueError: ``path`` is a folder that is not a checkpoint or a special file, or the optimizer has settings
+                that could not be loaded again.
+            RuntimeError: rank 0 could not write the checkpoint. Its OSError is in the message. Rank 0 raises it.
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        self._agree_on_path("save", path)
+        do_on_rank0(self._world, "saving a checkpoint", lambda: check_place(path, is_folder=self.saves_a_folder))
+        do_on_all(self._world, "saving a checkpoint", lambda: make_settings_loadable(self.optimizer), ValueError)
+        self._broadcast_buffers("save")
+        self._save(path)
+
+    def load(self, path: StrPath) -> None:
+        """Read a checkpoint that :meth:`save` wrote. All ranks make this call.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or is not one of the same adapter, model and optimizer. The model may
+                be partly loaded.
+            OSError: the checkpoint cannot be read. If there is none, the error is both a FileNotFoundError and a
+                ValueError.
+            RuntimeError: backward calls were made since the last step. Their gradients would count in the next one.
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        with self._world.report_refusals():
+            if self._backward_calls:
+                raise RuntimeError(
+                    f"load() after {self._backward_calls} backward calls of a step: their gradients would count in the "
+                    "next step; call step() first; load() then replaces its result."
+                )
+        self._agree_on_path("load", path)
+        place = find_checkpoint(self._world, path)
+        if place is None:
+            raise CheckpointNotFoundError(
+                f"path = {os.fspath(path)!r}: there is no checkpoint; give a path that save() wrote."
+            )
+        digest = self._read(path, lambda: self._check(place))
+        digests = agree(self._world, "comparing checkpoints", None, [int(digest[:12], 16)])
+        if any(other != digests[0] for other in digests):
+            by_rank = ", ".join(f"rank {rank}: {int(number):012x}" for rank, (number,) in enumerate(digests))
+            raise ValueError(
+                f"path = {os.fspath(path)!r}: the ranks see different checkpoints there ({by_rank}); give a path that "
+                "leads to the same checkpoint on every host."
+            )
+        self._read(path, lambda: self._load(place))
+
+    def has_checkpoint(self, path: StrPath) -> bool:
+        """Whether rank 0 sees a checkpoint at ``path``. All ranks make this call."""
+        return find_checkpoint(self._world, path) is not None
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the whole model on every rank: CPU tensors by the model's own names, with rank 0's buffers.
+
+        Raises:
+            RingMismatchError, RingPeerError: a rank makes another call, or is gone.
+        """
+        self._agree("full_state_dict", {})
+        self._broadcast_buffers("full_state_dict")
+        return self._full_state_dict()
+
+    @abstractmethod
+    def _save(self, path: StrPath) -> None:
+        """Write model, optimizer, its class and ``step_count``. Called on all ranks."""
+
+    @abstractmethod
+    def _check(self, path: Path) -> str:
+        """Check, without the other ranks, that a checkpoint is whole and fits this state; return its digest."""
+
+    @abstractmethod
+    def _load(self, path: Path) -> None:
+        """Read model, optimizer and ``step_count``. Called on all ranks."""
+
+    @abstractmethod
+    def _full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
+
+    @property
+    def _optimizer_class(self) -> type:
+        """The class of the optimizer that ``make_optimizer`` returned. The framework may have wrapped the optimizer."""
+        return type(self.optimizer)
+
+    def _read(self, path: StrPath, read: Callable[[], Any]) -> Any:
+        """Let every rank read; if one cannot, all raise."""
+
+        def read_here() -> Any:
+            try:
+                return read()
+            except (RingMismatchError, RingPeerError):
+                raise
+            except Exception as error:  # the class depends on the framework and on the damage
+                if is_not_caused_by_content(error):
+                    raise
+                raise ValueError(
+                    f"path = {os.fspath(path)!r}: not a whole checkpoint of this model by this adapter; give one that "
+                    f"this adapter's save() wrote. {type(error).__name__}: {error}"
+                ) from error
+
+        return do_on_all(self._world, f"loading {os.fspath(path)!r}", read_here, ValueError)
+
+    def _agree_on_path(self, name: str, path: StrPath) -> None:
+        with self._world.report_refusals():
+            fields = {"path": os.fspath(path)}
+        self._agree(name, fields)
+
+    # Comparing with the other ranks
+
+    def _agree(
+        self,
+        name: str,
+        fields: Mapping[str, object],
+        values: Mapping[str, object] = NOTHING,
+        *,
+        after_hops: bool = False,
+        if_new: bool = False,
+    ) -> None:
+        """Make sure that all ranks make the call ``name`` with these fields, at the same point of the training.
+
+        A hop of the ring that is known to have failed is an error on all ranks of the world.
+
+        Args:
+            values: fields that usually change in each step.
+            after_hops: whether this rank first waits until its GPU has finished all hops.
+            if_new: whether the usual call needs no communication.
+        """
+        self._check_usable()
+        try:
+            if after_hops:
+                self.ring.synchronize()
+            else:
+                self.ring.check()
+        except RuntimeError as error:
+            if self._world.agreement is not None:
+                self._world.agreement.report_error(name, error)
+            raise
+        fields = {"backward calls": self._backward_calls, **fields}
+        with self._mismatches_explained():
+            if if_new:
+                agree_if_new(self._world, self._event(name, fields), values)
+            else:
+                agree(self._world, name, self._event(name, fields).fields, values=values)
+
+    def _event(self, name: str, fields: Mapping[str, object]) -> Configuration:
+        return event_of(name, {"training state": self._number, **fields})
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"{self._failure}, which may have left an incomplete gradient: this state cannot be used any more; "
+                "restart the processes from the last checkpoint."
+            )
+
+    @contextlib.contextmanager
+    def _mismatches_explained(self) -> Iterator[None]:
+        """Wraps calls that compare. Their mismatches then say what to do, and close the ring if they close the world.
+
+        A rank of the same ring may be waiting for a hop.
+        """
+        world, ring = self._world.agreement, self.ring.agreement
+        try:
+            yield
+        except RuntimeError as error:
+            if world is not None and ring is not None and world.has_failed:
+                ring.report_error("training", error)
+            advice = {_ADVICE[field]: None for field in _ADVICE if f"{field} (" in str(error)}
+            if isinstance(error, RingMismatchError) and advice:
+                raise RingMismatchError(" ".join([str(error), *advice])) from error
+            raise
+
+    @contextlib.contextmanager
+    def _framework_collectives(self, name: str) -> Iterator[None]:
+        """Wraps collectives of the framework. An error in them reaches the other ranks and ends the training."""
+        try:
+            with self._mismatches_explained(), framework_collectives(self._world, name, self.ring):
+                yield
+        except BaseException as error:
+            if self.ring.agreement is not None:  # a rank of the same ring may be waiting for a hop
+                self.ring.agreement.report_error(name, error)
+            self._failure = f"{name}() raised {type(error).__name__} in step {self.step_count + 1}"
+            raise
+
+    def _broadcast_buffers(self, name: str) -> None:
+        """Give all ranks rank 0's persistent buffers: each rank has updated its own from different tokens."""
+        if not self._buffers:
+            return
+        with self._world.report_refusals():
+            buffers: list[Any] = [getattr(module, buffer, None) for module, buffer in self._buffers]
+            for (module, buffer), found in zip(self._buffers, buffers, strict=True):
+                if not isinstance(found, Tensor):
+                    raise ValueError(
+                        f"buffer {buffer} of a {type(module).__name__} is {found!r}, but was a tensor in "
+                        "parallelize(): assign a tensor to it, since rank 0's value is copied to all ranks."
+                    )
+        broadcast(self._world, f"buffers in {name}", buffers)
+
+    def _check_calls_of(self, model: nn.Module, parts: Iterable[tuple[str, nn.Module]]) -> None:
+        """Make sure, before each call of one of these modules, that all ranks call it.
+
+        Some frameworks gather a module's parameters when the module is called. If ranks called different modules, each
+        rank would compute with parameters of several modules, or collectives of different sizes would end the process.
+
+        Args:
+            model: the module that the user calls. Within its calls, waits for the framework are watched.
+        """
+        if self._world.size == 1:
+            return
+        for name, part in parts:
+            event = self._event(_FORWARD, {PART: name or "all of it"})
+            part.register_forward_pre_hook(partial(self._check_call, event), prepend=True)
+        call = internal(model, "_call_impl", "watching the calls of a sharded model")
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            if self._is_in_forward or not is_eager_forward():
+                return call(*args, **kwargs)
+            self._is_in_forward = True
+            try:
+                with (
+                    self._mismatches_explained(),
+                    framework_collectives(self._world, _FORWARD, self.ring, reports_errors=False),
+                ):
+                    return call(*args, **kwargs)
+            finally:
+                self._is_in_forward = False
+
+        # The framework gathers in hooks that torch calls around forward(), so replacing forward() would not do.
+        model._call_impl = watched  # type: ignore[method-assign]
+
+    def _check_call(self, event: Configuration, *_: object) -> None:
+        if not is_eager_forward():
+            return
+        if self._is_in_forward:
+            agree_if_new(self._world, event)
+        else:  # a part that the user calls directly, in which no wait is watched
+            with self._mismatches_explained():
+                agree(self._world, _FORWARD, event.fields)
+
+
+def check_optimizer_class(saved: str, wanted: type) -> None:
+    """Refuse a checkpoint of another optimizer.
+
+    Raises:
+        ValueError: ``saved``, the name of the class in the checkpoint, is not the name of ``wanted``.
+    """
+    if saved != wanted.__name__:
+        raise ValueError(f"it holds the state of optimizer {saved}, but make_optimizer returned {wanted.__name__}")
+
+
+def is_not_caused_by_content(error: BaseException) -> bool:
+    """Whether reading failed for a reason other than the content of the file.
+
+    torch raises an OSError with EINVAL for a file that was cut off.
+    """
+    if isinstance(error, OSError):
+        return error.errno != errno.EINVAL
+    return not isinstance(error, Exception) or isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
