@@ -15,10 +15,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
+from ring_backends.cost.estimate import Estimate
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingCost
 from ring_backends.cost.probe import slowest
-from ring_backends.cost.ring_sizes import Workload
+from ring_backends.cost.ring_sizes import smallest_rings
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan
@@ -263,41 +264,49 @@ def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size
         assert bool((cost.seconds(replace(PLAIN, **worse), backward=backward) >= before - 1e-12).all()), worse
 
 
+def memory_of(cost: RingCost, ring_size: int) -> int:
+    """Memory of the rank that needs most."""
+    return int(cost.on_ring(ring_size).memory_bytes.max())
+
+
 def test_memory_falls_and_bytes_per_rank_do_not_grow_with_the_ring() -> None:
-    workload = Workload(full(2**16, 1, causal=True).schedule, 1, 64, 4)
-    memory = [workload.memory_bytes(size) for size in (1, 2, 4, 8, 16, 32)]
+    cost = replace(full(2**16, 1, causal=True), head_dim=64)
+    memory = [memory_of(cost, size) for size in (1, 2, 4, 8, 16, 32)]
     assert all(less < more for more, less in pairwise(memory))
     longer = [full(tokens, 4).call_seconds(PLAIN) for tokens in (64, 128, 256, 512)]
     assert all(shorter < longer for shorter, longer in pairwise(longer))
 
 
 def test_the_smallest_ring_that_fits_is_the_smallest() -> None:
-    workload = Workload(full(3000, 1).schedule, 1, 64, 4)
+    cost = replace(full(3000, 1), head_dim=64)
     for size in (1, 2, 3, 7, 12, 100):
-        memory = workload.memory_bytes(size)
-        found = workload.smallest_rings(memory, PLAIN)
-        assert found.fits == min(n for n in range(1, size + 1) if workload.memory_bytes(n) <= memory)
-    assert workload.smallest_rings(1, PLAIN).fits is None
+        memory = memory_of(cost, size)
+        found = smallest_rings(cost, memory, PLAIN)
+        assert found.fits == min(n for n in range(1, size + 1) if memory_of(cost, n) <= memory)
+    assert smallest_rings(cost, 1, PLAIN).fits is None
 
 
 def test_a_ring_pays_when_it_is_faster_than_one_device() -> None:
     """Two ranks halve the work of 2 · n² · 16 FLOP and add two latencies of 1 ms and three hops' bytes."""
     for seq_len, pays in ((50, False), (2000, True)):
-        workload = Workload(full(seq_len, 1).schedule, 1, 4, 4)
-        assert (workload.speedup(2, PLAIN) > 1) is pays
-        found = workload.smallest_rings(10**12, PLAIN)
-        assert found.fits == 1
-        assert found.fits_and_pays == (2 if pays else None)
-    assert workload.speedup(2, PLAIN) == pytest.approx(workload.seconds(1, PLAIN) / workload.seconds(2, PLAIN))
+        estimate = Estimate(full(seq_len, 2), PLAIN, memory_bytes=10**12)
+        assert (estimate.speedup > 1) is pays
+        assert estimate.smallest_rings is not None
+        assert estimate.smallest_rings.fits == 1
+        assert estimate.smallest_rings.fits_and_pays == (2 if pays else None)
+    ring, alone = (
+        cost.call_seconds(PLAIN) + cost.call_seconds(PLAIN, backward=True) for cost in (full(2000, 2), full(2000, 1))
+    )
+    assert estimate.speedup == pytest.approx(alone / ring)
 
 
 def test_the_choice_is_limited_to_given_sizes() -> None:
-    workload = Workload(full(3000, 1).schedule, 1, 64, 4)
-    memory = workload.memory_bytes(5)
-    assert workload.smallest_rings(memory, None, sizes=[1, 2, 4, 8]).fits == 8
-    assert workload.smallest_rings(memory, PLAIN, sizes=[1, 2, 4]).fits is None
+    cost = replace(full(3000, 1), head_dim=64)
+    memory = memory_of(cost, 5)
+    assert smallest_rings(cost, memory, None, sizes=[1, 2, 4, 8]).fits == 8
+    assert smallest_rings(cost, memory, PLAIN, sizes=[1, 2, 4]).fits is None
     slow = replace(PLAIN, latency_seconds=1e6)
-    assert asdict(workload.smallest_rings(memory, slow, sizes=[1, 2, 4, 8])) == {"fits": 8, "fits_and_pays": None}
+    assert asdict(smallest_rings(cost, memory, slow, sizes=[1, 2, 4, 8])) == {"fits": 8, "fits_and_pays": None}
 
 
 def test_a_billion_tokens_on_4096_ranks() -> None:
@@ -305,14 +314,13 @@ def test_a_billion_tokens_on_4096_ranks() -> None:
     tokens = 10**9
     pattern = DilatedPattern.longnet([2048, 16384, 2**20, tokens], [1, 8, 64, 4096])
     schedule = RingSchedule(pattern, SequenceLayout(tokens, 4096, "zigzag"), 32, 8, True)
-    workload = Workload(schedule, 1, 128, 2)
-    cost = workload.on_ring(4096)
+    cost = RingCost(schedule, 1, 128, 2)
     assert int(cost.tokens.sum()) == tokens
     assert int(cost.tensor_bytes.sum()) == tokens * 4 * 40 * 128 * 2
     assert len(cost.seconds(PLAIN, backward=True)) == 4096
-    found = workload.smallest_rings(80 * 10**9, PLAIN)
+    found = smallest_rings(cost, 80 * 10**9, PLAIN)
     assert found.fits is not None
-    assert workload.memory_bytes(found.fits) <= 80 * 10**9 < workload.memory_bytes(found.fits - 1)
+    assert memory_of(cost, found.fits) <= 80 * 10**9 < memory_of(cost, found.fits - 1)
     assert schedule.bytes_between_hosts([rank // 8 for rank in range(4096)], batch=1, head_dim=128, itemsize=2) > 0
     assert time.monotonic() - started < 30
 

@@ -154,7 +154,7 @@ def run(chosen: PlanOptions) -> None:
     from rich.filesize import decimal
 
     from ring_backends.cost.estimate import Estimate
-    from ring_backends.cost.ring_sizes import Workload
+    from ring_backends.cost.model import RingCost
     from ring_backends.kernels import resolve_dtype
     from ring_backends.schedule.layout import SequenceLayout
     from ring_backends.schedule.ring_schedule import RingSchedule
@@ -166,9 +166,9 @@ def run(chosen: PlanOptions) -> None:
     schedule = RingSchedule(chosen.pattern(), layout, chosen.heads, chosen.kv_heads, chosen.causal)
     hardware, probe, source = _hardware(chosen, dtype, console)
     device_type = probe["device_type"] if probe else "cuda" if on_gpu else "cpu"
-    workload = Workload(schedule, chosen.batch, chosen.head_dim, dtype.itemsize, device_type)
+    cost = RingCost(schedule, chosen.batch, chosen.head_dim, dtype.itemsize, device_type)
     hosts, memory = chosen.host_of_rank(), chosen.memory_bytes()
-    estimate = Estimate(workload, hardware, memory)
+    estimate = Estimate(cost, hardware, memory)
     between_hosts = None if hosts is None else estimate.bytes_between_hosts(hosts)
 
     described = schedule.describe(batch=chosen.batch, head_dim=chosen.head_dim, itemsize=dtype.itemsize)

@@ -18,8 +18,9 @@ import torch
 
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import available_memory_bytes, device_of_this_rank
+from ring_backends.cost.model import RingCost
 from ring_backends.cost.probe import RankProbe, slowest
-from ring_backends.cost.ring_sizes import Workload
+from ring_backends.cost.ring_sizes import smallest_rings
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0
@@ -94,7 +95,7 @@ def check_arrangement(ring_size: object, layout: LayoutKind, ring_order: object,
             f"ring_size = 'auto': the choice needs {' and '.join(missing)}; pass {', '.join(_REQUIRED)}, or a number "
             "as ring_size."
         )
-    _workload(layout, auto, torch.device("cpu"))
+    _cost(layout, auto, torch.device("cpu"))
     if auto.get("memory_bytes") is not None:
         check_integer("memory_bytes", auto["memory_bytes"], 1, advice="leave it out to use the free memory")
 
@@ -114,8 +115,8 @@ def refuse_arrangement(because: str, ring_size: object, ring_order: object) -> N
         raise ValueError(f"ring_order = {ring_order!r}: {because}; leave one of the two out.")
 
 
-def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> Workload:
-    """Return the attention call that the options describe.
+def _cost(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device) -> RingCost:
+    """Return the cost of the attention call that the options describe, on one device.
 
     Raises:
         ValueError, TypeError: an option is invalid.
@@ -128,9 +129,7 @@ def _workload(layout: LayoutKind, auto: Mapping[str, Any], device: torch.device)
         auto.get("is_causal", False),
     )
     itemsize = resolve_dtype(auto.get("dtype", "auto"), device).itemsize
-    made = Workload(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type)
-    made.on_ring(1)  # checks batch and head_dim
-    return made
+    return RingCost(schedule, auto.get("batch", 1), auto["head_dim"], itemsize, device.type)
 
 
 def _pattern(auto: Mapping[str, Any]) -> DilatedPattern:
@@ -162,7 +161,7 @@ def arrange(
     device, given = device_of_this_rank(), auto.get("memory_bytes")
     memory = available_memory_bytes(device) if given is None else given
     if world_size == 1:
-        return _choose(_workload(layout, auto, device), world_size, memory, None), order
+        return _choose(_cost(layout, auto, device), world_size, memory, None), order
     asked: dict[str, object] = {"ring_size": ring_size, "layout": layout, "ring_order": ring_order}
     for name, value in {**auto, **(dataclasses.asdict(_pattern(auto)) if auto else {})}.items():
         if name != "memory_bytes":
@@ -182,19 +181,20 @@ def arrange(
         ranks_of = Counter(report["memory_pool"] for report in reports)
         shares = [r["memory"] // (ranks_of[r["memory_pool"]] if r["memory_pool"] else 1) for r in reports]
         hardware = slowest([Hardware.of(report["hardware"]) for report in reports])
-        return _choose(_workload(layout, auto, device), world_size, min(shares), hardware)
+        return _choose(_cost(layout, auto, device), world_size, min(shares), hardware)
 
     return int(decide_on_rank0(measured, choose, _DECISION_TIMEOUT)), order
 
 
-def _choose(wanted: Workload, world_size: int, memory: int, hardware: Hardware | None) -> int:
+def _choose(cost: RingCost, world_size: int, memory: int, hardware: Hardware | None) -> int:
     """Return the smallest ring that fits and is faster than one device, or else the smallest ring that fits."""
     sizes = [size for size in range(1, world_size + 1) if world_size % size == 0]
-    choice = wanted.smallest_rings(memory, hardware, sizes=sizes)
+    choice = smallest_rings(cost, memory, hardware, sizes=sizes)
     if choice.fits is None:
+        needed = int(cost.on_ring(world_size).memory_bytes.max())
         raise ValueError(
-            f"ring_size = 'auto': one attention call over {wanted.schedule.layout.seq_len:,} tokens needs "
-            f"{wanted.memory_bytes(world_size):,} bytes per rank on a ring of all {world_size} ranks, but each rank "
+            f"ring_size = 'auto': one attention call over {cost.schedule.layout.seq_len:,} tokens needs "
+            f"{needed:,} bytes per rank on a ring of all {world_size} ranks, but each rank "
             f"has only {memory:,} bytes; start more ranks, pass a larger memory_bytes, or pass a number as ring_size."
         )
     return choice.fits_and_pays or choice.fits

@@ -12,7 +12,7 @@ from rich.filesize import decimal
 
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.model import RingCost
-from ring_backends.cost.ring_sizes import RingChoice, Workload
+from ring_backends.cost.ring_sizes import RingChoice, smallest_rings
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.ring_schedule import RingSchedule
 
@@ -21,15 +21,15 @@ _MAX_POWER = 16  # the largest exponent of the ring sizes 1, 2, 4, …, 65,536
 
 @dataclass(frozen=True, eq=False)
 class Estimate:
-    """The cost of an attention call on the ring of its schedule, and on one device.
+    """The cost of an attention call on a ring, and on one device.
 
     Args:
-        workload: the call. The ring size is that of its schedule's layout.
+        ring: the cost on the ring.
         hardware: constants for the seconds.
         memory_bytes: memory of one rank. None: ``hardware.memory_bytes``.
     """
 
-    workload: Workload
+    ring: RingCost
     hardware: Hardware
     memory_bytes: int | None = None
 
@@ -39,16 +39,12 @@ class Estimate:
 
     @property
     def schedule(self) -> RingSchedule:
-        return self.workload.schedule
-
-    @cached_property
-    def ring(self) -> RingCost:
-        return self.workload.on_ring(self.schedule.layout.ring_size)
+        return self.ring.schedule
 
     @cached_property
     def alone(self) -> RingCost:
         """The cost on one device."""
-        return self.workload.on_ring(1)
+        return self.ring.on_ring(1)
 
     @cached_property
     def seconds(self) -> dict[str, dict[str, float]]:
@@ -65,7 +61,7 @@ class Estimate:
         """The smallest ring that fits, and the smallest ring that fits and pays. None if the memory is unknown."""
         if self.memory_bytes is None:
             return None
-        return self.workload.smallest_rings(self.memory_bytes, self.hardware)
+        return smallest_rings(self.ring, self.memory_bytes, self.hardware)
 
     @cached_property
     def over_ring_sizes(self) -> list[dict[str, Any]]:
@@ -77,7 +73,7 @@ class Estimate:
         ring_size = self.ring.ring_size
         largest = min(max(ring_size, 64), self.schedule.layout.seq_len)
         powers = {2**power for power in range(_MAX_POWER + 1) if 2**power <= largest}
-        costs = [self.workload.on_ring(size) for size in sorted({*powers, ring_size})]
+        costs = [self.ring.on_ring(size) for size in sorted({*powers, ring_size})]
         return [
             {
                 "ring_size": cost.ring_size,
@@ -148,7 +144,7 @@ class Estimate:
         orders = {"rank": tuple(range(len(hosts))), "topology": topology_order(hosts)}
         numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
         size = self.ring.ring_size
-        sizes = {name: getattr(self.workload, name) for name in ("batch", "head_dim", "itemsize")}
+        sizes = {name: getattr(self.ring, name) for name in ("batch", "head_dim", "itemsize")}
 
         def crossing(order: Sequence[int]) -> int:
             rings = [order[first : first + size] for first in range(0, len(order), size)]

@@ -18,7 +18,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.tiles import TileCounts, sum_by_rank
 from ring_backends.schedule.checks import check_integer
+from ring_backends.schedule.layout import SequenceLayout
 from ring_backends.schedule.limits import Limits, limits_of
 from ring_backends.schedule.planner import num_cuts
 from ring_backends.schedule.ring_schedule import RingSchedule, statistics_itemsize
@@ -73,6 +74,13 @@ class RingCost:
     @property
     def ring_size(self) -> int:
         return self.schedule.layout.ring_size
+
+    def on_ring(self, ring_size: int) -> RingCost:
+        """The cost of the same call on a ring of ``ring_size`` ranks."""
+        given = self.schedule
+        layout = SequenceLayout(given.layout.seq_len, ring_size, given.layout.kind)
+        schedule = RingSchedule(given.pattern, layout, given.num_heads, given.kv_heads, given.is_causal)
+        return replace(self, schedule=schedule)
 
     @cached_property
     def tiles(self) -> TileCounts:
