@@ -55,7 +55,7 @@ def call_with_batches(length: int) -> tuple[int, Ended]:
 def test_later_batches_that_differ_are_reported(two: World, length: int) -> None:
     for num_comparisons, ended in two.run(call_with_batches, length):
         assert num_comparisons == 0
-        assert ended.is_a(RingMismatchError), ended
+        ended.check(RingMismatchError)
         for text in ("input_ids (rank 0: torch.int64 [1, 8]", f", rank 1: torch.int64 [1, {length}]", "labels (rank 0"):
             assert text in ended.message, ended
         assert ended.seconds < AT_ONCE, ended

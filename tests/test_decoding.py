@@ -583,5 +583,4 @@ def test_a_killed_rank() -> None:
     survivor, killed = raised.value.outcomes
     assert killed.status == "died"
     assert survivor.status == "returned", survivor
-    assert survivor.value.is_a(RingPeerError), survivor.value
-    assert survivor.value.seconds < SHORT + A_MOMENT
+    survivor.value.check(RingPeerError, within=SHORT + A_MOMENT)

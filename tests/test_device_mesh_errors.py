@@ -102,8 +102,7 @@ def module_here(name: str) -> Ended:
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(two: World, name: str) -> None:
     for of_rank in two.run(module_here, name):
-        assert of_rank.is_a(TypeError if "not an attention" in MODULES[name][1] else ValueError), of_rank
-        assert MODULES[name][1] in of_rank.message, of_rank
+        of_rank.check(TypeError if "not an attention" in MODULES[name][1] else ValueError, MODULES[name][1])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +208,7 @@ def one_refuses_here() -> Ended:
 
 def test_an_error_on_one_rank_reaches_the_other(two: World) -> None:
     first, second = two.run(one_refuses_here)
-    assert first.is_a(ValueError), first
+    first.check(ValueError)
     assert second.error == "RingMismatchError", second
     assert "attn_mask is given" in second.message
 

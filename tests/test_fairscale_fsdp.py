@@ -67,10 +67,7 @@ class TestFairScaleFSDP(AdapterSuite):
 
     def test_fsdp_says_why_it_does_not_run_on_a_cpu(self, world: World) -> None:
         for ended in world.run(parallelize_with, {"strategy": "fsdp"}):
-            assert ended.is_a(ValueError), ended
-            assert "strategy = 'fsdp'" in ended.message
-            assert "parameters on cpu" in ended.message
-            assert "strategy='sharded_ddp'" in ended.message
+            ended.check(ValueError, "strategy = 'fsdp'", "parameters on cpu", "strategy='sharded_ddp'")
             assert torch.cuda.is_available() or "torch.cuda.stream" in ended.message
 
     @pytest.mark.gpu

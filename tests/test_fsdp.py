@@ -92,17 +92,14 @@ def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: str) -> None:
     for outcome in world.run_collect(train_experts_as_blocks, strategy):
-        assert outcome.raised(RingMismatchError), outcome
-        assert "experts.0" in outcome.message, outcome
-        assert "experts.1" in outcome.message, outcome
-        assert "leave them out of blocks=" in outcome.message, outcome
+        outcome.check(RingMismatchError, "experts.0", "experts.1", "leave them out of blocks=")
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_whose_losses_depend_on_different_blocks_are_reported(world: World, strategy: str) -> None:
     """All ranks call all blocks. One rank detaches the output of a block."""
     for outcome in world.run_collect(cut_a_gradient_off, strategy):
-        assert outcome.raised(RingMismatchError), outcome
+        outcome.check(RingMismatchError)
         message = r"behind the loss \(rank 0: .*blocks\.0'\], rank 1: .*blocks\.1'\], rank 2: .*blocks\.0'\]"
         assert re.search(message, outcome.message), outcome
         assert "add 0 * output" in outcome.message, outcome
@@ -208,8 +205,7 @@ def test_fsdp1_evaluates_only_between_steps(world: World) -> None:
     for states, endings in world.run(evaluate_by_fsdp1):
         check_moves(states, wanted, 1e-5, "fsdp1")
         for number, ended in enumerate(endings, 1):
-            assert ended.is_a(RuntimeError), ended
-            assert f"after {number} backward calls" in ended.message
+            ended.check(RuntimeError, f"after {number} backward calls")
 
 
 ALONE = """

@@ -89,8 +89,7 @@ def call_the_model_inside() -> Ended:
 
 def test_a_backward_past_the_reducer_is_refused(world: World) -> None:
     for ended in world.run(call_the_model_inside):
-        assert ended.is_a(RuntimeError), ended
-        assert "call state.model(...)" in ended.message, ended
+        ended.check(RuntimeError, "call state.model(...)")
 
 
 @dataclass

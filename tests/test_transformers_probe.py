@@ -562,8 +562,7 @@ def around_here(way: str) -> Ended:
 @pytest.mark.parametrize("way", WAYS_AROUND)
 def test_calls_around_the_hooks(pair: World, way: str) -> None:
     for ended in pair.run(around_here, way):
-        assert ended.is_a(ValueError), ended
-        assert "use_ring() cuts the batch in a call of the model that it was given" in ended.message, ended
+        ended.check(ValueError, "use_ring() cuts the batch in a call of the model that it was given")
 
 
 def adapted_here() -> list[Ended]:

@@ -95,8 +95,7 @@ def ask_for_different_positions() -> Ended:
 
 def test_ranks_that_ask_for_different_positions_are_reported(pair: World) -> None:
     for ended in pair.run(ask_for_different_positions):
-        assert ended.is_a(RingMismatchError), ended
-        assert "positions (rank 0: [0], rank 1: [1])" in ended.message
+        ended.check(RingMismatchError, "positions (rank 0: [0], rank 1: [1])")
 
 
 def test_invalid_positions_are_refused() -> None:
@@ -125,9 +124,8 @@ def refuse_on_rank_0() -> Ended:
 
 def test_a_refusal_is_reported_to_the_other_rank(pair: World) -> None:
     refused, other = pair.run(refuse_on_rank_0)
-    assert refused.is_a(ValueError), refused
-    assert other.is_a(RingMismatchError), other
-    assert "positions has 99" in other.message, other
+    refused.check(ValueError)
+    other.check(RingMismatchError, "positions has 99")
 
 
 def test_pictures(tmp_path: Path) -> None:

@@ -129,9 +129,7 @@ class ModelCopyTests(AdapterSuite):
                 if "copies of a wrapped model" not in self.without:
                     assert ended.error == "no error", ended
                     continue
-                assert ended.is_a(TypeError), ended
-                assert "state.model cannot be copied or pickled" in ended.message, ended
-                assert "load state.full_state_dict()" in ended.message, ended
+                ended.check(TypeError, "state.model cannot be copied or pickled", "load state.full_state_dict()")
             assert moved == -1
 
 
@@ -142,9 +140,7 @@ class CopyTests(AdapterSuite):
         outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
         assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
         for ended in endings:
-            assert ended.is_a(RingMismatchError), ended
-            assert "order of calls" in ended.message, ended
-            assert ended.seconds < SHORT + A_MOMENT, ended
+            ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
 
     @core
     def test_a_copy_on_one_rank_does_not_affect_the_others(self, world: World) -> None:

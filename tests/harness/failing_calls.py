@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,13 @@ class Ended:
 
     def is_a(self, error_class: type[Exception]) -> bool:
         return error_class.__name__ in self.bases
+
+    def check(self, error_class: type[Exception], *texts: str, within: float = math.inf) -> None:
+        """Check that the call raised ``error_class`` within some seconds, and that its message contains the texts."""
+        assert self.is_a(error_class), self
+        for text in texts:
+            assert text in self.message, self
+        assert self.seconds < within, self
 
 
 def ending(function: Callable[..., Any]) -> Ended:

@@ -263,11 +263,9 @@ class FaultTests(AdapterSuite):
             if rank == ODD_RANK:
                 assert first.error == "Boom", first
             else:
-                assert first.is_a(RingPeerError), first
-                assert f"rank {ODD_RANK} raised Boom: no room for a tile" in first.message, first
-                assert first.seconds < TIMEOUT + BOUND, first
+                first.check(RingPeerError, f"rank {ODD_RANK} raised Boom: no room for a tile", within=TIMEOUT + BOUND)
                 seconds.append(first.seconds)
-            assert again.is_a(RingPeerError), again
+            again.check(RingPeerError)
         renewed = torch.cat([outcome.value.renewed for outcome in outcomes], 1)
         assert difference(renewed, expected(CASE, gradients=False).out) <= FP64_TOLERANCE
         return seconds
@@ -289,13 +287,10 @@ class FaultTests(AdapterSuite):
 
     def check_error(self, aftermath: Aftermath, rank: int) -> None:
         first, again = aftermath.ended
-        assert first.is_a(RingPeerError), first
-        assert first.seconds < TIMEOUT + BOUND, first
+        first.check(RingPeerError, within=TIMEOUT + BOUND)
         assert re.search(rf"rank {rank} waited in step \d+ of (forward|backward)", first.message), first
         assert re.search(r"from rank \[\d?\] and to rank \[\d?\]", first.message), first
-        assert again.is_a(RingPeerError), again
-        assert again.seconds < 1, again
-        assert "initialize()" in again.message
+        again.check(RingPeerError, "initialize()", within=1)
 
     def check_undisturbed(self, outcomes: list[Any], others: list[tuple[int, ...]]) -> None:
         for index, ring in enumerate(others, start=1):

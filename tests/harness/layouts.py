@@ -255,8 +255,7 @@ class LayoutTests(AdapterSuite):
         wanted = expected(_CASE, gradients=False).out
         endings, outs = zip(*world.run(pickled, self.adapter), strict=True)
         for ended in endings:
-            assert ended.is_a(RuntimeError), ended
-            assert "initialize()" in ended.message, ended
+            ended.check(RuntimeError, "initialize()")
         assert difference(torch.cat(outs, 1), wanted) <= 1e-10
 
     @core

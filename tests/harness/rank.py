@@ -64,6 +64,12 @@ class Outcome:
         """Whether the rank raised an ``error_class`` or a subclass of it."""
         return _dotted(error_class) in self.error_types
 
+    def check(self, error_class: type[BaseException], *texts: str) -> None:
+        """Check that the rank raised ``error_class``, and that its message contains the texts."""
+        assert self.raised(error_class), self
+        for text in texts:
+            assert text in self.message, self
+
     def __str__(self) -> str:
         if self.status == "raised":
             return f"--- rank {self.rank} raised {self.error_type}:\n{self.detail.rstrip()}"

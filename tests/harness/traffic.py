@@ -223,7 +223,7 @@ class TrafficTests(AdapterSuite):
 
     def test_a_forbidden_collective_is_an_error(self, world: World) -> None:
         for outcome in world.run_collect(call_a_forbidden_collective, self.adapter):
-            assert outcome.raised(AssertionError), outcome
+            outcome.check(AssertionError)
 
 
 def _check_bytes(events: list[Event], counted: int, rank: int) -> None:
