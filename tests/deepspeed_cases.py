@@ -17,7 +17,7 @@ from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
 from ring_backends.testing.world import World
@@ -86,8 +86,7 @@ HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2)
 def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None) -> Any:
     from ring_backends.adapters import deepspeed as backend
 
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
+    ring = ring_of(ADAPTER, TWO)
     model = OneParameter().float() if model is None else model
     return backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options)
 
@@ -171,8 +170,7 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
     from deepspeed import checkpointing
     from deepspeed.runtime.activation_checkpointing.checkpointing import non_reentrant_checkpoint
 
-    ring = ring_here(ADAPTER, FOUR)
-    assert ring is not None
+    ring = ring_of(ADAPTER, FOUR)
     call = local_call(ADAPTER, ring, HOPS)
     inputs = [call.query, call.key, call.value]
     run = non_reentrant_checkpoint if "non-reentrant" in how else checkpointing.checkpoint

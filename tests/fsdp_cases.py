@@ -11,7 +11,7 @@ from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import RingSpec, ring_here
+from ring_backends.testing.rings import RingSpec, ring_of
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
@@ -34,6 +34,5 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model: nn.Module | None = None) -> Ended:
-    ring = ring_here(ADAPTER, rings)
-    assert ring is not None
+    ring = ring_of(ADAPTER, rings)
     return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ring_backends import Ring
-from ring_backends.testing.rings import TWO, RingSpec, ring_here
+from ring_backends.testing.rings import TWO, RingSpec, ring_of
 from ring_backends.testing.world import World
 
 ADAPTER = "ring_backends.adapters.native"
@@ -29,9 +29,7 @@ def world_of(size: int, *preload: str) -> Any:
 
 def native_ring(layout: Any = "contiguous", rings: RingSpec = TWO, adapter: str = ADAPTER) -> Ring:
     """The ring of this rank. All ranks of the world make this call."""
-    ring = ring_here(adapter, rings)
-    assert ring is not None
-    return ring.with_layout(layout)
+    return ring_of(adapter, rings, layout)
 
 
 def on_ring(

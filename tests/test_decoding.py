@@ -8,7 +8,6 @@ import random
 import re
 import signal
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -529,7 +528,7 @@ def test_invalid_arguments() -> None:
 
 def after_steps(number: int) -> tuple[Any, Any]:
     """A module on a new ring of two, and its cache after a prompt and this number of steps."""
-    ring = new_ring(NATIVE, TWO, timeout=timedelta(seconds=SHORT))
+    ring = new_ring(NATIVE, TWO, SHORT)
     module, cache = attending(ring)
     module.prefill(*(ring.shard(tensor) for tensor in tokens(8)), cache, seq_len=8)
     for step in range(number):

@@ -21,7 +21,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.checkpoint_errors import sign
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import FOUR, ring_here
+from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.traffic import planned_hops
@@ -70,9 +70,7 @@ def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, 
     """
     import deepspeed.comm as comm
 
-    ring = ring_here(ADAPTER, FOUR)
-    assert ring is not None
-    ring = ring.with_layout(layout)
+    ring = ring_of(ADAPTER, FOUR, layout)
     call = local_call(ADAPTER, ring, case)
     logger = comm.comm.comms_logger
     torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)  # the ranks agree on this call

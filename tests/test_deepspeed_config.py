@@ -12,7 +12,7 @@ from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import TWO, ring_here
+from ring_backends.testing.rings import TWO, ring_of
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
@@ -29,8 +29,7 @@ class Scalar(nn.Module):
 def parallelize_a_scalar(stage: int) -> Ended:
     from ring_backends.adapters import deepspeed as backend
 
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
+    ring = ring_of(ADAPTER, TWO)
     return ending(lambda: backend.parallelize(Scalar(), lambda x: torch.optim.SGD(x, lr=1.0), ring, **zero(stage)))
 
 

@@ -20,7 +20,7 @@ from fairscale_cases import ADAPTER, CASE, parallelize_one_parameter
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.traffic import schedule_of
@@ -41,8 +41,7 @@ def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[s
     assert issubclass(RingTransport, Transport)
     for _ in range(dist.get_rank()):
         PipeMessage(0, 0, 0, tensors=(torch.zeros(1),))
-    ring = ring_here(ADAPTER, rings)
-    assert ring is not None
+    ring = ring_of(ADAPTER, rings)
     call = local_call(ADAPTER, ring, case)
     seen: list[tuple[str, int, int, int, int]] = []
 

@@ -19,7 +19,7 @@ from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, make_model
-from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.training_runs import (
     Recipe,
     State,
@@ -42,8 +42,7 @@ class LossySGD(torch.optim.SGD):
 
 def parallelize_over_data_alone() -> list[Ended]:
     """Pass the data group to OSS and ShardedDataParallel, and to only one of them."""
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
+    ring = ring_of(ADAPTER, TWO)
     group = [dist.new_group([0, 2]), dist.new_group([1, 3])][ring.rank]
     options = [{"group": group, "process_group": group}, {"group": group}, {"process_group": group}]
     return [parallelize_one_parameter(ring, **chosen) for chosen in options]
@@ -131,8 +130,7 @@ def count_checkpointed(how: str) -> tuple[list[Tensor], int, int]:
     """Two blocks: gradients, messages of the forward, and messages of forward and backward."""
     from fairscale.nn import checkpoint_wrapper
 
-    ring = ring_here(ADAPTER, FOUR)
-    assert ring is not None
+    ring = ring_of(ADAPTER, FOUR)
     call = local_call(ADAPTER, ring, CASE)
     attention, options = call.attention, call.options
 

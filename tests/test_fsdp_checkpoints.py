@@ -16,7 +16,7 @@ from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter
-from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
 from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_resume
 from ring_backends.testing.training_runs import Recipe, Trainer
 from ring_backends.testing.world import World
@@ -89,8 +89,7 @@ class PartlyUsed(nn.Module):
 
 def save_and_load_partly_used(path: str, strategy: Strategy) -> tuple[list[float], list[float]]:
     """The used layer after each step that follows a checkpoint, and in a run that loads the checkpoint."""
-    ring = ring_here(ADAPTER, FOUR)
-    assert ring is not None
+    ring = ring_of(ADAPTER, FOUR)
 
     def go_on(state: Any, steps: int) -> list[float]:
         values = []

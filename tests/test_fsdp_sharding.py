@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from ring_backends.testing import training_runs
 from ring_backends.testing.failing_calls import Ended
 from ring_backends.testing.models import OneParameter, make_model
-from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
 from ring_backends.testing.world import World
 
@@ -70,8 +70,7 @@ def sharded_parts(strategy: str, blocks: str | None) -> list[str]:
     """The names of the sharded modules. With ``blocks=None``, the adapter finds the blocks."""
     model = make_model("blocks", lambda: fsdp.RingDilatedAttention([8], [1]), torch.float32, 0)
     chosen = None if blocks is None else [model.get_submodule(blocks)]
-    ring = ring_here(ADAPTER, FOUR)
-    assert ring is not None
+    ring = ring_of(ADAPTER, FOUR)
     state = fsdp.parallelize(model, sgd, ring, strategy=strategy, blocks=chosen)  # type: ignore[arg-type]
     parts = state.model.named_modules()
     names = [name for name, part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
@@ -145,8 +144,6 @@ def test_replicas_with_different_initial_parameters_become_equal(world: World, s
 
 def shard_only_over_data() -> dict[str, Ended]:
     """Request, in every possible way, to reduce gradients only over ranks with the same part of a sequence."""
-    ring = ring_here(ADAPTER, TWO)
-    assert ring is not None
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "ring"))
     group = mesh.get_group("data")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -227,7 +226,7 @@ def bad_setup_here() -> Ended:
 
 def other_slides_here(change: str) -> Ended:
     model, (x, coords) = cases.make_model(), cases.make_slide(30)
-    use(model, ring=new_ring(cases.ADAPTER, TWO_OF_TWO, timeout=timedelta(seconds=60)))  # a mismatch closes the ring
+    use(model, ring=new_ring(cases.ADAPTER, TWO_OF_TWO))  # a mismatch closes the ring
     if torch.distributed.get_rank() == 1:
         x = {"x": x.flip(1), "tiles": x[:, :29]}.get(change, x)
         coords = {"coords": coords.flip(1), "tiles": coords[:, :29]}.get(change, coords)

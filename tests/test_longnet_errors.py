@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -144,8 +143,7 @@ def test_the_other_rank_raises(pair: World) -> None:
 
 def layers_in_another_order() -> Ended:
     """Call the attention of all layers, which have equal shapes. Then rank 1 calls them in reverse order."""
-    ring = new_ring(ADAPTER, TWO, timeout=timedelta(seconds=SHORT))
-    assert ring is not None
+    ring = new_ring(ADAPTER, TWO, SHORT)
     layers, x = list(ts.make("encoder", ring=ring).layers), ring.shard(ts.inputs("encoder", 20))
     for layer in layers:
         layer.self_attn(x)

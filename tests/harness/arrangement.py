@@ -23,7 +23,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_here
+from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.world import World
@@ -87,8 +87,7 @@ def choose_with_too_little_memory(adapter: str) -> Ended:
 
 
 def places(adapter: str, rings: RingSpec) -> tuple[tuple[int, ...], int, int, int]:
-    ring = ring_here(adapter, rings)
-    assert ring is not None
+    ring = ring_of(adapter, rings)
     return ring.ranks, ring.rank, ring.data_size, ring.data_rank
 
 

@@ -22,7 +22,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
@@ -78,8 +78,7 @@ def compiled_call(
 ) -> tuple[Results, list[Counter[str]]]:
     """A compiled call's results and the operators of its graphs."""
     torch.compiler.reset()
-    ring = ring_here(adapter, rings)
-    assert ring is not None
+    ring = ring_of(adapter, rings)
     call, graphs = local_call(adapter, ring.with_layout(layout), case), Graphs()
     attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
     out, lse = replace(call, attention=attention)(return_lse=True)
@@ -102,8 +101,7 @@ class Blocks(nn.Module):
 def several_blocks(adapter: str) -> tuple[int, list[float]]:
     """Compile three equal blocks. Returns the number of graphs, and the errors of calls with different inputs."""
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
+    ring = ring_of(adapter, FOUR)
     attentions = [new_attention(adapter, ring, CASES["causal"]) for _ in range(3)]
     graphs = Graphs()
     compiled = [torch.compile(attention, fullgraph=True, backend=graphs.backend) for attention in attentions]
@@ -124,8 +122,7 @@ def _out_and_grads(call: LocalCall) -> list[torch.Tensor]:
 def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
     """Compile a call without gradients. Returns its error and its operators."""
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
+    ring = ring_of(adapter, FOUR)
     call, graphs = local_call(adapter, ring, CASES["causal"], gradients=False), Graphs()
     wanted = call()
     got = replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=graphs.backend))()
@@ -135,8 +132,7 @@ def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
 def backward_under_autocast(adapter: str) -> Results:
     """Run a compiled call outside autocast and its backward under autocast."""
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
+    ring = ring_of(adapter, FOUR)
     call = local_call(adapter, ring, _SHORT)
     attention = torch.compile(call.attention, fullgraph=True, backend="aot_eager")
     out, lse = replace(call, attention=attention)(return_lse=True)
@@ -148,8 +144,7 @@ def backward_under_autocast(adapter: str) -> Results:
 def compiled_by_inductor(adapter: str) -> Results:
     """Compile attention between other operations with Inductor."""
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
+    ring = ring_of(adapter, FOUR)
     call = local_call(adapter, ring, _SHORT)
 
     @torch.compile(fullgraph=True)
@@ -190,9 +185,7 @@ def compiled_model(
 ) -> list[tuple[int, float]]:
     """Call a compiled model with different tokens. Returns (number of graphs so far, largest error) of each call."""
     torch.compiler.reset()
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
-    ring = ring.with_layout(layout)
+    ring = ring_of(adapter, FOUR, layout)
     model, counter = Decoder(adapter, ring), CompileCounterWithBackend(compiler)
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     found = []

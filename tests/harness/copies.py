@@ -6,7 +6,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -51,8 +50,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 def swap_calls(adapter: str, how: str) -> tuple[Tensor, Ended]:
     """One rank calls original and copy in the other order. Returns an earlier output of the copy, and the ending."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=SHORT))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR, SHORT)
     attention = new_attention(adapter, ring, CASE)
     attentions = [attention, COPIES[how](attention)]
     calls = [local_call(adapter, ring, CASE, gradients=False, attention=attention) for attention in attentions]
@@ -64,8 +62,7 @@ def swap_calls(adapter: str, how: str) -> tuple[Tensor, Ended]:
 
 def copy_on_one_rank(adapter: str) -> Tensor:
     """One rank copies its module, as for a moving average. Then all ranks construct and call another module."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     attention = new_attention(adapter, ring, CASE)
     if ring.rank == ODD_RANK:
         copy.deepcopy(attention)

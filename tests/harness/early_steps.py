@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -121,7 +120,7 @@ DIFFERENCES: dict[str, tuple[str, Callable[[Any], None], Callable[[Any], None]]]
 
 
 def step_differently(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     state = parallelize_one(adapter, ring, options, accumulation_steps=4)
     _, usual, odd = DIFFERENCES[name]
     return ending(lambda: (odd if dist.get_rank() == ODD_RANK else usual)(state))

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -74,7 +73,6 @@ ODD_RANK = 1
 
 
 def attend_on_a_new_ring(adapter: str, rings: RingSpec) -> Tensor:
-    ring = new_ring(adapter, rings, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, rings)
     out: Tensor = local_call(adapter, ring, SMALL_CASE)()
     return out.detach()

@@ -118,8 +118,7 @@ class Aftermath:
 def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
     """Make two calls. In the second, rank 1 of the first ring has the fault."""
     rank = dist.get_rank()
-    ring, place = new_ring(adapter, rings, timeout=timedelta(seconds=TIMEOUT)), rings.place(rank)
-    assert ring is not None
+    ring, place = new_ring(adapter, rings, TIMEOUT), rings.place(rank)
     assert place is not None
     call = local_call(adapter, ring, case_of_ring(CASE, place[0]))
     results = call_whole(call)

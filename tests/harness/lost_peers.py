@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import time
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -30,8 +29,7 @@ from ring_backends.testing.world import Outcome, World
 
 def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
     """Rank 2 of 4 skips the second of two equal calls. Then the other ranks call again."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR, seconds)
     call = local_call(adapter, ring, SMALL_CASE)
     call()
     if ring.rank == 2:
@@ -41,8 +39,7 @@ def stay_away(adapter: str, seconds: float) -> tuple[Ended, Ended] | None:
 
 def stay_away_at_any_time(adapter: str, seconds: float) -> Ended | None:
     """In the first ring a rank skips the first call. In the second ring a rank skips the backward."""
-    ring, place = new_ring(adapter, TWO, timeout=timedelta(seconds=seconds)), TWO.place(dist.get_rank())
-    assert ring is not None
+    ring, place = new_ring(adapter, TWO, seconds), TWO.place(dist.get_rank())
     assert place is not None
     call = local_call(adapter, ring, SMALL_CASE)
     if place[0] == 0:
@@ -53,8 +50,7 @@ def stay_away_at_any_time(adapter: str, seconds: float) -> Ended | None:
 
 def die(adapter: str) -> None:
     """Rank 3 of 4 is killed while the other ranks make a call."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     call = local_call(adapter, ring, SMALL_CASE)
     call()
     if ring.rank == 3:
@@ -64,8 +60,7 @@ def die(adapter: str) -> None:
 
 def backward_alone(adapter: str, seconds: float) -> Ended | None:
     """Only one rank runs the backward of an unshard."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR, seconds)
     whole = ring.unshard(torch.ones(1, 2, requires_grad=True))
     return ending(whole.sum().backward) if ring.rank == ODD_RANK else None
 

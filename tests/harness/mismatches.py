@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ from ring_backends.testing.failing_calls import (
     attend_on_a_new_ring,
     ending,
 )
-from ring_backends.testing.rings import FOUR, get_ready, new_ring, ring_here
+from ring_backends.testing.rings import FOUR, get_ready, new_ring, ring_of
 from ring_backends.testing.score_functions import see_even_distances
 from ring_backends.testing.world import World
 
@@ -86,8 +85,7 @@ DIFFERENCES = {
 
 def disagree(adapter: str, name: str) -> None:
     """The first call of one rank differs."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     case, difference = SMALL_CASE, DIFFERENCES[name]
     gradients, modules = True, (0, 1)
     if ring.rank == ODD_RANK:
@@ -115,8 +113,7 @@ HUNDREDS = 300
 
 def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ended]:
     """All ranks agree on two calls. Then one rank makes the difference ``name``. Then all ranks make an equal call."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR, seconds)
     other_case = SMALL_CASE
     if name == "batch":
         other_case = replace(SMALL_CASE, batch=64)
@@ -145,8 +142,7 @@ def disagree_later(adapter: str, name: str, seconds: float) -> tuple[Ended, Ende
 
 def refuse_alone(adapter: str) -> tuple[Ended, Ended, Ended]:
     """One rank passes a bad argument in the first call. Then all ranks call, and compare earlier values."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     call = local_call(adapter, ring, SMALL_CASE)
     agree(ring, "first", values={"number": 1})
     refused = ending(lambda: call(is_causal=1 if ring.rank == ODD_RANK else True))
@@ -155,8 +151,7 @@ def refuse_alone(adapter: str) -> tuple[Ended, Ended, Ended]:
 
 def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
     """One rank passes a bad argument in an agreed call. Then all ranks call again, and on a new ring."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     call = local_call(adapter, ring, SMALL_CASE)
     call()
     odd = ring.rank == ODD_RANK
@@ -165,8 +160,7 @@ def refuse_alone_later(adapter: str) -> tuple[Ended, Ended, Tensor]:
 
 def refuse_together(adapter: str) -> tuple[Ended, Tensor]:
     """All ranks pass a bad argument in an agreed call. Then all ranks make the call."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     call = local_call(adapter, ring, SMALL_CASE)
     call()
     return ending(lambda: call(is_causal=1)), call().detach()
@@ -182,8 +176,7 @@ UNSHARDED: dict[str, tuple[str, Callable[[Tensor], Any]]] = {
 
 def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
     """One rank passes other arguments to unshard. Then all ranks pass equal ones."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     x = torch.full((1, 2, 3), float(ring.rank))
     mine, seq_len = UNSHARDED[name][1](x.clone()) if ring.rank == ODD_RANK else (x, 8)
     ended = ending(lambda: ring.unshard(mine, seq_len=seq_len))
@@ -192,16 +185,14 @@ def unshard_differently(adapter: str, name: str) -> tuple[Ended, list[float]]:
 
 def refuse_to_unshard(adapter: str) -> Ended:
     """One rank passes an invalid ``dim`` in an agreed call of unshard."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR)
     x = torch.ones(1, 2)
     ring.unshard(x)
     return ending(lambda: ring.unshard(x, 7 if ring.rank == ODD_RANK else 1))
 
 
 def differentiate_twice(adapter: str) -> Ended:
-    ring = ring_here(adapter, FOUR)
-    assert ring is not None
+    ring = ring_of(adapter, FOUR)
     x = torch.ones(1, 2, requires_grad=True)
     (grad,) = torch.autograd.grad((ring.unshard(x) ** 3).sum(), x, create_graph=True)
     return ending(grad.square().sum().backward)
@@ -209,8 +200,7 @@ def differentiate_twice(adapter: str) -> Ended:
 
 def unshard_or_attend(adapter: str, seconds: float) -> Ended:
     """One rank calls unshard while the others call attention. All ranks have made both calls before."""
-    ring = new_ring(adapter, FOUR, timeout=timedelta(seconds=seconds))
-    assert ring is not None
+    ring = new_ring(adapter, FOUR, seconds)
     call, x = local_call(adapter, ring, SMALL_CASE), torch.ones(1, 2)
     call()
     ring.unshard(x)

@@ -135,7 +135,7 @@ def get_ready(adapter: str) -> None:
 @cache
 def ring_here(adapter: str, rings: RingSpec) -> Ring | None:
     """This rank's ring, cached; None for a rank without a ring. All ranks of the world make this call."""
-    return new_ring(adapter, rings, timeout=timedelta(seconds=60))
+    return _join(adapter, rings, 60.0, "contiguous")
 
 
 def ring_of(adapter: str, rings: RingSpec = FOUR, layout: LayoutKind = "contiguous") -> Ring:
@@ -145,8 +145,15 @@ def ring_of(adapter: str, rings: RingSpec = FOUR, layout: LayoutKind = "contiguo
     return ring.with_layout(layout)
 
 
-def new_ring(adapter: str, rings: RingSpec, *, timeout: timedelta, layout: LayoutKind = "contiguous") -> Ring | None:
-    """A new ring, for tests that break it. All ranks of the world make this call."""
+def new_ring(adapter: str, rings: RingSpec, seconds: float = 60.0, layout: LayoutKind = "contiguous") -> Ring:
+    """A new ring with a timeout, for tests that break it. All ranks of the world make this call, and are in a ring."""
+    ring = _join(adapter, rings, seconds, layout)
+    assert ring is not None
+    return ring
+
+
+def _join(adapter: str, rings: RingSpec, seconds: float, layout: LayoutKind) -> Ring | None:
+    timeout = timedelta(seconds=seconds)
     initialize: Callable[..., Ring] = partial(backend(adapter).initialize, layout=layout, timeout=timeout)
     if rings.how == "size":
         return initialize(rings.size)

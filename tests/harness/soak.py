@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_here
+from ring_backends.testing.rings import FOUR, LAYOUTS, TWO, RingSpec, backend, ring_of
 from ring_backends.testing.world import World
 
 MAX_LEN = 256
@@ -141,8 +141,7 @@ def soak(
     adapter: str, rings: RingSpec, num_steps: int, options: Mapping[str, Any]
 ) -> tuple[list[Held], list[Alive], list[float], dict[str, Tensor]]:
     """Train. Returns the resources of every step, the objects of every quarter, the losses and the parameters."""
-    ring = ring_here(adapter, rings)
-    assert ring is not None
+    ring = ring_of(adapter, rings)
     torch.manual_seed(0)
     model = _Model(adapter, ring)
 

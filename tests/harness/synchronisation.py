@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -84,7 +83,7 @@ def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
 
 
 def _after_usual_steps(adapter: str, seconds: float, options: Mapping[str, Any]) -> Any:
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=seconds))
+    ring = new_ring(adapter, TWO, seconds)
     state = backend(adapter).parallelize(BlocksOfExperts((4, 4)), sgd, ring, **options)
     for _ in range(2):
         _step(state)

@@ -28,6 +28,7 @@ from ring_backends.testing.rings import (
     backend,
     every_layout,
     ring_here,
+    ring_of,
 )
 from ring_backends.testing.synchronisation import SynchronisationTests
 from ring_backends.testing.training_runs import (
@@ -127,8 +128,7 @@ def train_and_evaluate(
 
 def reduced_and_divisor(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
     """The ranks have the gradients 1, 2, 3 and 4. Returns the reduced gradient, and the factor of ``loss``."""
-    ring = ring_here(adapter, rings)
-    assert ring is not None
+    ring = ring_of(adapter, rings)
     state = backend(adapter).parallelize(
         OneParameter(), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -90,8 +89,7 @@ DIFFERENCES: dict[str, Different] = {
 
 
 def train_differently(adapter: str, name: str, options: Mapping[str, Any]) -> Ended:
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
-    assert ring is not None
+    ring = new_ring(adapter, TWO)
     case = DIFFERENCES[name]
     action = case.odd if dist.get_rank() == ODD_RANK else case.usual
     return ending(lambda: action(adapter, ring, options))
@@ -103,13 +101,13 @@ def fail_to_make_an_optimizer(adapter: str, options: Mapping[str, Any]) -> Ended
             raise ZeroDivisionError("no optimizer today")
         return sgd(parameters)
 
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     return ending(lambda: backend(adapter).parallelize(OneParameter(), make, ring, **options))
 
 
 def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
     """One rank calls step() without backward(). The other ranks call backward()."""
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     state = parallelize_one(adapter, ring, options)
     if dist.get_rank() == ODD_RANK:
         return ending(state.step)
@@ -118,7 +116,7 @@ def refuse_alone(adapter: str, options: Mapping[str, Any]) -> Ended:
 
 def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
     """One rank does not call global_count()."""
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=SHORT))
+    ring = new_ring(adapter, TWO, SHORT)
     state = parallelize_one(adapter, ring, options)
     return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))
 

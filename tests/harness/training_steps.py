@@ -6,7 +6,6 @@ If a framework cannot execute the step of a rank, every rank raises and no rank 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -104,7 +103,7 @@ LOSSES: dict[str, tuple[type[Exception], str, Callable[[Tensor], Any]]] = {
 
 def pass_invalid_loss(adapter: str, kind: str, options: Mapping[str, Any]) -> Ended:
     """One rank passes an invalid loss."""
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
     out = state.model(rows_of(dist.get_rank(), 0), 0)
     loss = LOSSES[kind][2](out) if dist.get_rank() == ODD_RANK else state.loss(out.sum(), 1, 4)
@@ -121,7 +120,7 @@ def raise_in_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, 
     def fail(grad: Tensor) -> None:
         raise ZeroDivisionError("on purpose")
 
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     state = backend(adapter).parallelize(TwoLayers(), sgd, ring, **options)
     attention = backend(adapter).RingDilatedAttention([10], [1], ring=ring)
     x = state.model(rows_of(dist.get_rank(), 0), 0).unflatten(2, (2, 2))
@@ -169,14 +168,14 @@ def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
 
 def refuse_to_parallelize(adapter: str, options: Mapping[str, Any]) -> Ended:
     """One rank passes an invalid argument."""
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     bad = {"max_grad_norm": -1.0} if dist.get_rank() == ODD_RANK else {}
     return ending(lambda: backend(adapter).parallelize(TwoLayers(), sgd, ring, **bad, **options))
 
 
 def remove_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
     """A buffer becomes None on one rank."""
-    ring = new_ring(adapter, TWO, timeout=timedelta(seconds=60))
+    ring = new_ring(adapter, TWO)
     model = Normalized()
     state = backend(adapter).parallelize(model, sgd, ring, **options)
     if dist.get_rank() == ODD_RANK:
