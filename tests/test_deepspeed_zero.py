@@ -24,13 +24,12 @@ from ring_backends.testing.training import COORDS, look_up_places, renew_closed_
 from ring_backends.testing.training_checkpoints import save_and_load
 from ring_backends.testing.training_runs import Recipe, check_moves, train_alone
 from ring_backends.testing.training_steps import (
-    check_states,
     train_two_layers,
     train_two_layers_alone,
     train_with_hooks,
 )
-from ring_backends.testing.unequal_ranks import State, check_experts, train_experts
-from ring_backends.testing.unused_parameters import WINDOWS, check_windows, train_windows
+from ring_backends.testing.unequal_ranks import MICRO_BATCHES, State, check_experts, check_states, train_experts
+from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
@@ -81,12 +80,13 @@ class TestZeRO:
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
 
     @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("accumulate", [False, True], ids=["one", "two"])
-    def test_ranks_may_use_different_parameters(self, world: World, stage: int, accumulate: bool) -> None:
-        check_experts(world.run(train_experts, ADAPTER, (8, 10), accumulate, zero(stage)), (8, 10), accumulate)
+    @pytest.mark.parametrize("number", MICRO_BATCHES)
+    def test_ranks_may_use_different_parameters(self, world: World, stage: int, number: str) -> None:
+        by_rank = world.run(train_experts, ADAPTER, (8, 10), MICRO_BATCHES[number], zero(stage))
+        check_experts(by_rank, (8, 10), MICRO_BATCHES[number])
 
     def test_ranks_that_call_different_modules_are_reported(self, world: World) -> None:
-        for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), False, zero(3)):
+        for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], zero(3)):
             outcome.check(RingMismatchError, "experts.0", "experts.1")
 
     def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
@@ -177,7 +177,8 @@ class TestZeRO:
     @pytest.mark.parametrize("name", slow_but("full steps", of=WINDOWS))
     @pytest.mark.parametrize("options", [zero(3), *slow_but(of=map(offloaded, (1, 2, 3)))], ids=_stage_and_device)
     def test_no_rank_uses_a_parameter(self, world: World, name: str, options: Mapping[str, Any]) -> None:
-        check_windows(world.run(train_windows, ADAPTER, WINDOWS[name], False, dict(options)), WINDOWS[name], 1e-5)
+        by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], dict(options))
+        check_experts(by_rank, WIDTHS, WINDOWS[name])
 
     @pytest.mark.parametrize(
         ("stage", "zero_options"),

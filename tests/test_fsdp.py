@@ -34,8 +34,8 @@ from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import check_experts, train_experts
-from ring_backends.testing.unused_parameters import BF16, WINDOWS, check_windows, train_windows
+from ring_backends.testing.unequal_ranks import MICRO_BATCHES, check_experts, train_experts
+from ring_backends.testing.unused_parameters import BF16, WIDTHS, WINDOWS
 from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
@@ -78,15 +78,16 @@ class TestFSDP1(AllTrainingTests):
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
 def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None:
-    by_rank = world.run(train_experts, ADAPTER, (8, 10), False, {"strategy": strategy})
-    check_experts(by_rank, (8, 10), accumulate=False)
+    by_rank = world.run(train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], {"strategy": strategy})
+    check_experts(by_rank, (8, 10), MICRO_BATCHES["one"])
 
 
 @pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")
 @pytest.mark.parametrize("name", ["full steps", "early steps"])
 def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name: str) -> None:
     options = {"strategy": "hsdp", "mixed_precision": torch.bfloat16}
-    check_windows(world.run(train_windows, ADAPTER, WINDOWS[name], False, options), WINDOWS[name], BF16)
+    by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], options)
+    check_experts(by_rank, WIDTHS, WINDOWS[name], BF16)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -115,7 +116,7 @@ def cut_a_gradient_off(strategy: str) -> None:
 def train_experts_as_blocks(strategy: str) -> None:
     """Train with each expert as a block, which FSDP gathers when it is called."""
     with mock.patch.object(unequal_ranks, "BlocksOfExperts", Experts):
-        train_experts(ADAPTER, (8, 10), False, {"strategy": strategy})
+        train_experts(ADAPTER, (8, 10), MICRO_BATCHES["one"], {"strategy": strategy})
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])

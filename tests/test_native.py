@@ -22,7 +22,8 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.training_steps import train_with_hooks
-from ring_backends.testing.unused_parameters import WINDOWS, check_windows, train_windows
+from ring_backends.testing.unequal_ranks import check_experts, train_experts
+from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
 from ring_backends.testing.world import World
 
 
@@ -36,9 +37,8 @@ OTHER_RUN = pytest.mark.matrix(reason="another run of the same code")
 @pytest.mark.parametrize("clears", [False, pytest.param(True, marks=OTHER_RUN)], ids=["", "cleared"])
 def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world: World, clears: bool) -> None:
     """DistributedDataParallel remembers the parameters that an early step has used."""
-    windows = WINDOWS["early steps"]
-    by_rank = world.run(train_windows, TestNative.adapter, windows, clears, {"find_unused_parameters": True})
-    check_windows(by_rank, windows, 1e-5)
+    steps, options = WINDOWS["early steps"], {"find_unused_parameters": True}
+    check_experts(world.run(train_experts, TestNative.adapter, WIDTHS, steps, options, clears=clears), WIDTHS, steps)
 
 
 def test_hooks_of_parameters_run_once(world: World) -> None:

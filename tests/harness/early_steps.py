@@ -13,10 +13,9 @@ import torch.distributed as dist
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
-from ring_backends.testing.models import BlocksOfExperts
-from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, backend, new_ring, ring_here
+from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, new_ring, ring_here
 from ring_backends.testing.training_runs import Recipe, Trainer, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import ODD_RANK, ROWS, State, parallelize_one, rows_of, sgd
+from ring_backends.testing.unequal_ranks import ODD_RANK, State, Steps, check_experts, parallelize_one, train_experts
 from ring_backends.testing.world import World
 
 EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
@@ -39,48 +38,8 @@ def train_and_resume(
     return trainer.state.full_state_dict(), resumed.state.full_state_dict()
 
 
-def train_experts_and_step_early(adapter: str, evaluate: bool, options: Mapping[str, Any]) -> list[State]:
-    """Two steps of one and of two micro-batches of two. A rank uses one expert in a micro-batch, or none.
-
-    With ``evaluate``, the model is called in eval mode before the early step.
-    """
-    ring, rank = ring_here(adapter, TWO), dist.get_rank()
-    state = backend(adapter).parallelize(BlocksOfExperts((4, 4)), sgd, ring, accumulation_steps=2, **options)
-    states = []
-    for num_micro_batches in (1, 2):
-        for index in range(num_micro_batches):
-            x = rows_of(rank, index)
-            out = state.model(x, EXPERTS[(rank + index) % 4])
-            state.backward(state.loss(out.square().sum(), 2 * ROWS, 4 * 2 * ROWS * num_micro_batches))
-        if evaluate:
-            state.model.eval()
-            with torch.no_grad():
-                state.model(rows_of(rank, 9), 0)
-            state.model.train()
-        state.step()
-        states.append(state.full_state_dict())
-    return states
-
-
-EXPERTS = (1, None, 0, 1)
-"""The expert of every rank in the first micro-batch. None of them is used by rank 1."""
-
-
-def train_experts_alone() -> list[State]:
-    """The training of :func:`train_experts_and_step_early` in one process. Unused parameters have zero gradients."""
-    model = BlocksOfExperts((4, 4))
-    optimizer = sgd(model.parameters())
-    states = []
-    for num_micro_batches in (1, 2):
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        for index in range(num_micro_batches):
-            for rank in range(4):
-                out = model(rows_of(rank, index), EXPERTS[(rank + index) % 4])
-                (out.square().sum() / (4 * 2 * ROWS * num_micro_batches)).backward()
-        optimizer.step()
-        states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
-    return states
+EARLY_STEPS: Steps = [[(1, None, 0, 1)], [(1, None, 0, 1), (None, 0, 1, 1)]]
+"""The experts of an early step and of a full step. Rank 1 uses no expert in the first micro-batch."""
 
 
 def step_with_other_counts(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
@@ -174,12 +133,8 @@ class EarlyStepTests(AdapterSuite):
     def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
         if evaluate and "evaluation within a step" in self.without:
             pytest.skip(self.without["evaluation within a step"])
-        by_rank = world.run(train_experts_and_step_early, self.adapter, evaluate, dict(self.framework_options))
-        wanted = train_experts_alone()
-        for states in by_rank:
-            for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
-                for name, tensor in right.items():
-                    torch.testing.assert_close(got[name], tensor, rtol=0, atol=1e-5, msg=f"{name}, step {step}")
+        arguments = self.adapter, (4, 4), EARLY_STEPS, dict(self.framework_options)
+        check_experts(world.run(train_experts, *arguments, evaluates=evaluate), (4, 4), EARLY_STEPS)
 
     @core
     @requires("training", "gradient accumulation")

@@ -19,10 +19,10 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
 from ring_backends.testing.models import Normalized, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
-from ring_backends.testing.unequal_ranks import ODD_RANK, State, rows_of, sgd
+from ring_backends.testing.unequal_ranks import NUM_RANKS, ODD_RANK, State, check_states, rows_of, sgd
 from ring_backends.testing.world import World
 
-STEPS, NUM_RANKS, COUNT = 3, 4, 10
+STEPS, COUNT = 3, 10
 
 Change = Callable[[nn.Module, torch.optim.Optimizer, int], None]
 """(model, optimizer, step) -> None: a change of model or optimizer before a step."""
@@ -72,14 +72,6 @@ def train_two_layers_alone(change: str) -> list[State]:
         optimizer.step()
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     return states
-
-
-def check_states(by_rank: list[list[State]], wanted: list[State]) -> None:
-    for rank, states in enumerate(by_rank):
-        for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
-            for name, tensor in right.items():
-                error = float((got[name] - tensor).abs().max())
-                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} has error {error}"
 
 
 def freeze_later(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, list[State]]:

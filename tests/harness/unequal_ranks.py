@@ -32,14 +32,22 @@ SHORT = 3.0
 ROWS = 5
 
 
-EXPERTS_OF_RANKS: tuple[tuple[int | None, ...], ...] = (
-    (0, 0, 0, 0),
-    (0, 1, 0, 1),
-    (1, 1, 0, None),
-    (None, None, None, None),
-    (1, 0, None, 1),
-)
-"""The expert of every rank, for each step. There are steps with equal experts, different experts, and none."""
+NUM_RANKS = 4
+
+Experts = tuple[int | None, ...]
+"""The expert of every rank in a micro-batch. None: the rank uses no expert."""
+
+Steps = Sequence[Sequence[Experts]]
+"""The micro-batches of each step."""
+
+EXPERTS: tuple[Experts, ...] = ((0, 0, 0, 0), (0, 1, 0, 1), (1, 1, 0, None), (None, None, None, None), (1, 0, None, 1))
+"""Micro-batches with equal experts, different experts, and none."""
+
+MICRO_BATCHES: dict[str, Steps] = {
+    "one": [[experts] for experts in EXPERTS],
+    "two": [[experts, (*experts[1:], experts[0])] for experts in EXPERTS],
+}
+"""Steps of one and of two micro-batches, with different experts of the ranks."""
 
 
 State = dict[str, Tensor]
@@ -54,48 +62,73 @@ def rows_of(rank: int, step: int) -> Tensor:
     return torch.randn(2, ROWS, 4, generator=generator)
 
 
-def train_experts(adapter: str, widths: tuple[int, ...], accumulate: bool, options: Mapping[str, Any]) -> list[State]:
-    """Train. Returns the state after each step. With ``accumulate``, each sequence is a micro-batch."""
-    ring, rank = ring_here(adapter, TWO), dist.get_rank()
-    micro_batches = 2 if accumulate else 1
+def train_experts(
+    adapter: str,
+    widths: tuple[int, ...],
+    steps: Steps,
+    options: Mapping[str, Any],
+    *,
+    evaluates: bool = False,
+    clears: bool = False,
+) -> list[State]:
+    """Train. Returns the state after each step. A step with fewer micro-batches than the longest one is an early step.
+
+    With ``evaluates``, the model is called in eval mode before each step. With ``clears``, the program clears gradients
+    after each step.
+    """
+    ring, rank, accumulation_steps = ring_here(adapter, TWO), dist.get_rank(), max(map(len, steps))
     state = backend(adapter).parallelize(
-        BlocksOfExperts(widths), sgd, ring, accumulation_steps=micro_batches, **options
+        BlocksOfExperts(widths), sgd, ring, accumulation_steps=accumulation_steps, **options
     )
     states = []
-    for step, experts in enumerate(EXPERTS_OF_RANKS):
-        for index, x in enumerate(rows_of(rank, step).chunk(micro_batches)):
-            expert = experts[(rank + index) % 4]
-            local_sum = state.model(x, expert).square().sum()
-            state.backward(state.loss(local_sum, len(x) * ROWS, 4 * 2 * ROWS if accumulate else None))
+    for step, micro_batches in enumerate(steps):
+        count = NUM_RANKS * 2 * ROWS * len(micro_batches) if accumulation_steps > 1 else None
+        for index, experts in enumerate(micro_batches):
+            out = state.model(rows_of(rank, 10 * step + index), experts[rank])
+            state.backward(state.loss(out.float().square().sum(), 2 * ROWS, count))
+        if evaluates:
+            state.model.eval()
+            with torch.no_grad():
+                state.model(rows_of(rank, 9), 0)
+            state.model.train()
         state.step()
+        if clears:
+            state.optimizer.zero_grad()
         states.append(state.full_state_dict())
     return states
 
 
-def train_experts_alone(widths: tuple[int, ...], accumulate: bool) -> list[State]:
+def train_experts_alone(widths: tuple[int, ...], steps: Steps) -> list[State]:
     """The training of :func:`train_experts` in one process. Unused parameters have zero gradients."""
     model = BlocksOfExperts(widths)
     optimizer = sgd(model.parameters())
     states = []
-    for step, experts in enumerate(EXPERTS_OF_RANKS):
+    for step, micro_batches in enumerate(steps):
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
-        for rank in range(4):
-            for index, x in enumerate(rows_of(rank, step).chunk(2 if accumulate else 1)):
-                (model(x, experts[(rank + index) % 4]).square().sum() / (4 * 2 * ROWS)).backward()
+        for index, experts in enumerate(micro_batches):
+            for rank, expert in enumerate(experts):
+                out = model(rows_of(rank, 10 * step + index), expert)
+                (out.square().sum() / (NUM_RANKS * 2 * ROWS * len(micro_batches))).backward()
         optimizer.step()
         states.append({name: tensor.clone() for name, tensor in model.state_dict().items()})
     return states
 
 
-def check_experts(by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], accumulate: bool) -> None:
-    """Check that every rank has the state of a single process after each step."""
-    wanted = train_experts_alone(widths, accumulate)
+def check_experts(
+    by_rank: Sequence[Sequence[State]], widths: tuple[int, ...], steps: Steps, tolerance: float = 1e-5
+) -> None:
+    """Check that every rank has the state of a single process after each step of :func:`train_experts`."""
+    check_states(by_rank, train_experts_alone(widths, steps), tolerance)
+
+
+def check_states(by_rank: Sequence[Sequence[State]], wanted: Sequence[State], tolerance: float = 1e-5) -> None:
+    """Check that every rank has these states."""
     for rank, states in enumerate(by_rank):
         for step, (got, right) in enumerate(zip(states, wanted, strict=True)):
             for name, tensor in right.items():
                 error = float((got[name] - tensor).abs().max())
-                assert error <= 1e-5, f"rank {rank} after step {step + 1}: {name} has error {error}"
+                assert error <= tolerance, f"rank {rank} after step {step + 1}: {name} has error {error}"
 
 
 def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, float]:
@@ -180,17 +213,18 @@ def buffers_of(state: Any) -> State:
 class UnequalRankTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
-    @pytest.mark.parametrize("accumulate", [pytest.param(False, marks=pytest.mark.core), True], ids=["one", "two"])
-    def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], accumulate: bool) -> None:
+    @pytest.mark.parametrize("number", [pytest.param("one", marks=pytest.mark.core), "two"])
+    def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], number: str) -> None:
         """The gradient includes all ranks. If a framework cannot provide that, every rank raises and no rank steps."""
-        if accumulate and "gradient accumulation" in self.without:
+        if number == "two" and "gradient accumulation" in self.without:
             pytest.skip(self.without["gradient accumulation"])
-        arguments = train_experts, self.adapter, widths, accumulate, dict(self.framework_options)
+        steps = MICRO_BATCHES[number]
+        arguments = train_experts, self.adapter, widths, steps, dict(self.framework_options)
         if "parameters of some ranks" in self.without:
             for outcome in world.run_collect(*arguments):
                 outcome.check(RingMismatchError, "experts.0", "experts.1")
             return
-        check_experts(world.run(*arguments), widths, accumulate)
+        check_experts(world.run(*arguments), widths, steps)
 
     @requires("training")
     def test_an_extra_backward_is_refused(self, world: World) -> None:
