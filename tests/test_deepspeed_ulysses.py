@@ -76,11 +76,9 @@ CASE_CHANGES: dict[str, dict[str, Any]] = {
 def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, case: AttentionCase) -> Results:
     ring = ulysses_ring(ring_size, ulysses_size).with_layout(layout)
     call = local_call(ADAPTER, ring, case)
-    out, lse = call(return_lse=True)
-    grads = call.gradients(out)
-    again = call()
-    assert torch.equal(again, out)
-    return Results(out.detach(), lse, *grads)
+    results = call.results()
+    assert torch.equal(call(), results.out)
+    return results
 
 
 @cache
@@ -95,9 +93,7 @@ def attend_with_ulysses_by_hosts(layout: LayoutKind, case: AttentionCase) -> tup
     """Returns the ring rank, the ranks of the hop ring, and the results."""
     ring = ulysses_ring_by_hosts().with_layout(layout)
     call = local_call(ADAPTER, ring, case)
-    out, lse = call(return_lse=True)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return ring.rank, ring.hop_ring.ranks, Results(out.detach(), lse, *grads)
+    return ring.rank, ring.hop_ring.ranks, call.results()
 
 
 def sizes_with_ulysses(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:

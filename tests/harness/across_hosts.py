@@ -22,7 +22,7 @@ from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.faults import BOUND, CASE, call_whole
+from ring_backends.testing.faults import BOUND, CASE
 from ring_backends.testing.hosts import Hosts, NoHostsError
 from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
@@ -58,10 +58,10 @@ def make_calls(adapter: str, folder: Path, timeout: float, case: AttentionCase, 
     module, rank = backend(adapter), int(os.environ["RANK"])
     # On a busy machine, the first call of a process takes seconds. Its ring has a long timeout.
     patient = module.initialize(timeout=timedelta(seconds=PATIENCE))
-    made = [call_whole(local_call(adapter, patient, case))]
+    made = [local_call(adapter, patient, case).results()]
     call = local_call(adapter, module.initialize(timeout=timedelta(seconds=timeout)), case)
     for number in range(max_calls):
-        ended = ending(lambda: made.append(call_whole(call)))
+        ended = ending(lambda: made.append(call.results()))
         made[1:-1] = []
         if ended.error != "no error":
             break

@@ -20,7 +20,16 @@ import ring_backends
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import LocalCall, Results, check_results, expected, local_call, new_attention, whole
+from ring_backends.testing.calls import (
+    LocalCall,
+    Results,
+    call_here,
+    check_results,
+    expected,
+    local_call,
+    new_attention,
+    whole,
+)
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_of
 from ring_backends.testing.strategies import AttentionCase
@@ -81,8 +90,7 @@ def compiled_call(
     ring = ring_of(adapter, rings)
     call, graphs = local_call(adapter, ring.with_layout(layout), case), Graphs()
     attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
-    out, lse = replace(call, attention=attention)(return_lse=True)
-    return Results(out.detach(), lse, *call.gradients(out)), graphs.operators()
+    return replace(call, attention=attention).results(), graphs.operators()
 
 
 class Blocks(nn.Module):
@@ -116,14 +124,13 @@ def several_blocks(adapter: str) -> tuple[int, list[float]]:
 
 def _out_and_grads(call: LocalCall) -> list[torch.Tensor]:
     out = call()
-    return [out.detach(), *torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)]
+    return [out.detach(), *call.gradients(out)]
 
 
 def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
     """Compile a call without gradients. Returns its error and its operators."""
     torch.compiler.reset()
-    ring = ring_of(adapter, FOUR)
-    call, graphs = local_call(adapter, ring, CASES["causal"], gradients=False), Graphs()
+    call, graphs = call_here(adapter, CASES["causal"], gradients=False), Graphs()
     wanted = call()
     got = replace(call, attention=torch.compile(call.attention, fullgraph=True, backend=graphs.backend))()
     return float((got - wanted).abs().max()), graphs.operators()
@@ -132,29 +139,26 @@ def without_gradients(adapter: str) -> tuple[float, list[Counter[str]]]:
 def backward_under_autocast(adapter: str) -> Results:
     """Run a compiled call outside autocast and its backward under autocast."""
     torch.compiler.reset()
-    ring = ring_of(adapter, FOUR)
-    call = local_call(adapter, ring, _SHORT)
+    call = call_here(adapter, _SHORT)
     attention = torch.compile(call.attention, fullgraph=True, backend="aot_eager")
     out, lse = replace(call, attention=attention)(return_lse=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
+        grads = call.gradients(out)
     return Results(out.detach(), lse, *grads)
 
 
 def compiled_by_inductor(adapter: str) -> Results:
     """Compile attention between other operations with Inductor."""
     torch.compiler.reset()
-    ring = ring_of(adapter, FOUR)
-    call = local_call(adapter, ring, _SHORT)
+    call = call_here(adapter, _SHORT)
 
     @torch.compile(fullgraph=True)
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = call.attention(query * 2 / 2, key + 1 - 1, value * 4 / 4, **call.options, return_lse=True)
         return out * 2 / 2, lse
 
-    out, lse = attend(call.query, call.key, call.value)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return Results(out.detach(), lse, *grads)
+    out, lse = attend(*call.inputs)
+    return Results(out.detach(), lse, *call.gradients(out))
 
 
 class Decoder(nn.Module):

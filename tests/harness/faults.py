@@ -26,7 +26,6 @@ from ring_backends.errors import RingPeerError
 from ring_backends.ring.transfer import Transfer
 from ring_backends.testing.calls import (
     FP64_TOLERANCE,
-    LocalCall,
     Results,
     case_of_ring,
     check_results,
@@ -121,33 +120,26 @@ def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
     ring, place = new_ring(adapter, rings, TIMEOUT), rings.place(rank)
     assert place is not None
     call = local_call(adapter, ring, case_of_ring(CASE, place[0]))
-    results = call_whole(call)
+    results = call.results()
     if place[0] > 0:
         for _ in range(CALLS_MEANWHILE):
-            results = call_whole(call)
+            results = call.results()
         return Aftermath(results)
     if place[1] == ODD_RANK:
         inject(fault, call.attention)
     made: list[Results] = []
-    ended = ending(lambda: made.append(call_whole(call)))
+    ended = ending(lambda: made.append(call.results()))
     mock.patch.stopall()
     if fault.kind == "late":
         return Aftermath(made[0], (ended,))
     if made:  # this rank did not wait for the lost rank again; its next call raises
-        ended = ending(lambda: call_whole(call))
-    ended_again = ending(lambda: call_whole(call))
+        ended = ending(lambda: call.results())
+    ended_again = ending(lambda: call.results())
     if fault.kind == "raises":  # all ranks are alive
         return Aftermath(ended=(ended, ended_again), renewed=attend_anew(adapter, rings.rings[0]))
     survivors = tuple(other for other in rings.rings[0] if other != rings.rings[0][ODD_RANK])
     renewed = attend_anew(adapter, survivors) if len(survivors) > 1 else None
     return Aftermath(None, (ended, ended_again), renewed, ending(dist.destroy_process_group))
-
-
-def call_whole(call: LocalCall) -> Results:
-    """Run forward and backward, and return their results."""
-    out, lse = call(return_lse=True)
-    grads = torch.autograd.grad(out, [call.query, call.key, call.value], call.grad_out)
-    return Results(*(x.detach() for x in (out, lse, *grads)))
 
 
 def inject(fault: Fault, attention: Any) -> None:
