@@ -30,7 +30,6 @@ from ring_backends.testing.rings import (
     RingSpec,
     every_layout,
     every_ring_and_layout,
-    every_size_and_layout,
 )
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
@@ -204,11 +203,6 @@ class CorrectnessTests(AdapterSuite):
         self, world: World, rings: RingSpec, layout: LayoutKind, case: AttentionCase
     ) -> None:
         check_exact(world, self.adapter, rings, layout, [case], gradients=False)
-
-    @pytest.mark.matrix(reason="the gradients of the same cases run in the quick command")
-    @every_size_and_layout
-    def test_edge_cases_match_the_definition(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:
-        check_exact(world, self.adapter, rings, layout, list(EDGE_CASES.values()), gradients=False)
 
     @pytest.mark.parametrize(
         "dtype",

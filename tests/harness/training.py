@@ -96,11 +96,6 @@ def steps_out_of_order(adapter: str, options: Mapping[str, Any]) -> list[Ended]:
     return [*endings, ending(lambda: trainer.loss(tokens, labels, None))]
 
 
-def step_too_early(adapter: str, options: Mapping[str, Any]) -> Ended:
-    trainer = Trainer(adapter, FOUR, "contiguous", Recipe(dtype=torch.float32), options)
-    return ending(trainer.state.step)
-
-
 def train_and_evaluate(
     adapter: str, rings: RingSpec, recipe: Recipe, options: Mapping[str, Any], evaluate: bool
 ) -> list[State]:
@@ -269,11 +264,6 @@ class TrainingTests(SynchronisationTests):
     def test_the_divisor_equals_that_of_the_reducer(self, world: World, rings: RingSpec) -> None:
         for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, dict(self.framework_options)):
             assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4, rel=1e-6)
-
-    @requires("training")
-    def test_a_step_without_backward_is_refused(self, world: World) -> None:
-        for ended in world.run(step_too_early, self.adapter, dict(self.framework_options)):
-            ended.check(RuntimeError, "backward")
 
     @requires("training", "gradient accumulation")
     def test_micro_batches_in_the_wrong_order_are_refused(self, world: World) -> None:
