@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,39 @@ def output_of(arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = 
         pytest.fail(f"{arguments} did not end within {timeout} s:\n{output}")
     assert done.returncode == 0, f"{arguments}:\n{done.stdout}"
     return done.stdout
+
+
+ALONE = """
+import sys
+from importlib import import_module
+
+import torch
+
+backend = import_module(f"ring_backends.adapters.{sys.argv[1]}")
+ring = backend.initialize()
+attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
+x = torch.randn(1, 8, 1, 4)
+attention(x, x, x)
+assert not torch.distributed.is_initialized()
+for number, options in enumerate(eval(sys.argv[2])):
+    model = torch.nn.Linear(4, 4, bias=False)
+    state = backend.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring, max_grad_norm=0.25, **options)
+    before = state.full_state_dict()["weight"]
+    state.backward(state.loss(attention(state.model(x), x, x).square().sum(), 1))
+    state.step()
+    moved = float((state.full_state_dict()["weight"] - before).norm())
+    assert state.divisor == 1
+    assert abs(moved - 0.25) < 1e-5, moved
+    state.save(f"checkpoint {number}")
+    state.load(f"checkpoint {number}")
+"""
+
+
+def check_alone(
+    folder: Path, adapter: str, *options: Mapping[str, Any], environment: dict[str, str] | None = None
+) -> None:
+    """Check a process without a launcher. It attends without a process group, and trains with each of the options."""
+    output_of(["-c", ALONE, adapter, repr(options)], folder, environment, timeout=120)
 
 
 def start(arguments: Sequence[str], cwd: Path, env: dict[str, str] | None = None) -> subprocess.Popen[str]:

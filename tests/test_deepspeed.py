@@ -6,20 +6,18 @@ Tests marked slow complete long parameter matrices. The others run every ZeRO st
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import check_alone
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
-from ring_backends.testing.checkpoint_errors import sign
+from ring_backends.testing.checkpoint_errors import Intruder, sign
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
@@ -73,12 +71,12 @@ def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, 
     ring = ring_of(ADAPTER, FOUR, layout)
     call = local_call(ADAPTER, ring, case)
     logger = comm.comm.comms_logger
-    torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)  # the ranks agree on this call
+    call.gradients(call())  # the ranks agree on this call
     logger.comms_dict.clear()
     ring.traffic.reset()
     comm.configure(enabled=True, prof_all=True)
     try:
-        torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)
+        call.gradients(call())
     finally:
         comm.configure(enabled=False)
     hops = logger.comms_dict.pop("batch_isend_irecv", {})
@@ -129,30 +127,15 @@ def test_start_compiles_no_extension(world: World) -> None:
         assert left_alone
 
 
-class CodeInPickle:
-    """Creates a directory when it is unpickled."""
-
-    def __init__(self, mark: str) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (self.mark,)
-
-
 def load_checkpoint_with_code(path: str, stage: int, files: str, mark: str) -> Ended:
     state = parallelize_here(zero(stage))
     state.save(path)
     dist.barrier()
     for file in Path(path).rglob(files):
         if dist.get_rank() == 0:
-            torch.save({**torch.load(file, weights_only=False), "burglar": CodeInPickle(mark)}, file)
+            torch.save({**torch.load(file, weights_only=False), "burglar": Intruder(mark)}, file)
             sign(Path(path))
     dist.barrier()
-    return ending(lambda: state.load(path))
-
-
-def load_missing_checkpoint(path: str) -> Ended:
-    state = parallelize_here(zero(0))
     return ending(lambda: state.load(path))
 
 
@@ -168,35 +151,10 @@ class TestCheckpoints:
             ended.check(ValueError, "UnpicklingError")
         assert not mark.exists()
 
-    def test_a_folder_without_a_checkpoint_is_named(self, world: World, tmp_path: Path) -> None:
-        for ended in world.run(load_missing_checkpoint, str(tmp_path / "nothing")):
-            ended.check(FileNotFoundError, str(tmp_path / "nothing"))
-
-
-ALONE = """
-import torch
-from ring_backends.adapters import deepspeed as backend
-
-ring = backend.initialize()
-attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
-x = torch.randn(1, 8, 2, 4)
-print(attention(x, x, x).shape, torch.distributed.is_initialized())
-model = torch.nn.Linear(2, 1)
-state = backend.parallelize(model, lambda p: torch.optim.SGD(p, lr=0.1), ring, zero_stage=2)
-state.backward(state.loss(state.model(torch.ones(1, 2)).sum(), 1))
-state.step()
-print(state.divisor, sorted(state.full_state_dict()))
-"""
-
 
 @pytest.mark.matrix(reason="starts a process that imports the framework")
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
     """The process also needs no compiler. Its PATH has only Python."""
     keep = ("HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-    environment = {name: os.environ[name] for name in keep if name in os.environ} | {"PATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([1, 8, 2, 4]) False" in done.stdout
-    assert "1.0 ['bias', 'weight']" in done.stdout
+    environment = {name: os.environ[name] for name in keep if name in os.environ}
+    check_alone(tmp_path, "deepspeed", {"zero_stage": 2}, environment={**environment, "PATH": str(tmp_path)})

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import check_alone, environment
 from fairscale_cases import ADAPTER, CASE, parallelize_one_parameter
 
 from ring_backends.schedule.planner import rank_plan
@@ -57,7 +56,7 @@ def carried_messages(rings: RingSpec, case: AttentionCase) -> tuple[list[tuple[s
 
     ring.traffic.reset()
     with watched("send_message"), watched("recv_message_tensors"):
-        torch.autograd.grad(call(), [call.query, call.key, call.value], call.grad_out)
+        call.gradients(call())
     return seen, ring.traffic.messages
 
 
@@ -180,27 +179,6 @@ class TestFairScale(AdapterTests):
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path) -> None:
-    """A ring of one attends without a process group, and trains."""
-    program = """
-import torch, torch.distributed as dist
-from ring_backends.adapters import fairscale as backend
-
-ring = backend.initialize()
-attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
-model = torch.nn.Linear(4, 4, bias=False)
-x = torch.randn(1, 8, 1, 4)
-out = attention(model(x), x, x)
-assert not dist.is_initialized()
-state = backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, max_grad_norm=0.25)
-before = model.weight.detach().clone()
-state.backward(state.loss(attention(state.model(x), x, x).square().sum(), 1))
-state.step()
-state.save("checkpoint.pt")
-state.load("checkpoint.pt")
-assert state.divisor == 1
-assert abs(float((model.weight - before).norm()) - 0.25) < 1e-5
-"""
     pytest.importorskip("fairscale")
-    subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning", "-c", program], cwd=tmp_path, check=True, timeout=120
-    )
+    warnings_as_errors = environment(PYTHONWARNINGS="error::DeprecationWarning")
+    check_alone(tmp_path, "fairscale", {}, environment=warnings_as_errors)

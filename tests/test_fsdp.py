@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -17,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from command_line import check_alone
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -209,30 +207,6 @@ def test_fsdp1_evaluates_only_between_steps(world: World) -> None:
             ended.check(RuntimeError, f"after {number} backward calls")
 
 
-ALONE = """
-import torch
-from ring_backends.adapters import fsdp as backend
-
-ring = backend.initialize()
-attention = backend.RingDilatedAttention([4, 8], [1, 2], ring=ring)
-x = torch.randn(1, 8, 2, 4)
-print(attention(x, x, x).shape, torch.distributed.is_initialized())
-for strategy in ("fsdp2", "hsdp", "fsdp1"):
-    state = backend.parallelize(torch.nn.Linear(2, 1), lambda p: torch.optim.SGD(p, lr=0.1), ring, strategy=strategy)
-    state.backward(state.loss(state.model(torch.ones(1, 2)).sum(), 1))
-    state.step()
-    print(strategy, state.divisor, sorted(state.full_state_dict()))
-"""
-
-
 @pytest.mark.matrix(reason="starts a process that imports the framework")
 def test_one_process_without_a_launcher(tmp_path: Path) -> None:
-    keep = ("PATH", "HOME", "PYTHONPATH", "VIRTUAL_ENV", "LD_LIBRARY_PATH")
-    environment = {name: os.environ[name] for name in keep if name in os.environ}
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    assert "torch.Size([1, 8, 2, 4]) False" in done.stdout
-    for strategy in STRATEGIES:
-        assert f"{strategy} 1.0 ['bias', 'weight']" in done.stdout
+    check_alone(tmp_path, "fsdp", *({"strategy": strategy} for strategy in STRATEGIES))

@@ -30,7 +30,7 @@ from ring_backends.training import checkpoint_files
 from ring_backends.training.checkpoint_files import MANIFEST
 
 
-class _Intruder:
+class Intruder:
     """Creates a directory when it is unpickled."""
 
     def __init__(self, directory: str) -> None:
@@ -60,10 +60,10 @@ def spoil(path: Path, how: str, made: str) -> None:
         elif how.startswith("text"):
             file.write_text("This is no checkpoint.")
         elif how == "pickle with code":
-            file.write_bytes(pickle.dumps({"model": _Intruder(made)}))
+            file.write_bytes(pickle.dumps({"model": Intruder(made)}))
         else:
             with file.open("wb") as opened:
-                torch.save({"model": _Intruder(made)}, opened)
+                torch.save({"model": Intruder(made)}, opened)
     if is_signed:
         sign(path)
 
