@@ -155,14 +155,8 @@ def all_reduce(ring: Ring, name: str, tensor: Tensor) -> Tensor:
     if call is None:
         return tensor
     parts = tensor.detach().contiguous().view(-1).tensor_split(ring.size)
-    shares = {peer: torch.empty_like(parts[ring.rank]) for peer in ring.peers}
-    ring.exchange(call, {peer: parts[peer] for peer in ring.peers}, shares, 0)
-    shares[ring.rank] = parts[ring.rank]
-    total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(tensor.dtype, torch.float32))
-    for rank in range(ring.size):
-        total += shares[rank]
     sums = {rank: torch.empty_like(part) for rank, part in enumerate(parts)}
-    sums[ring.rank] = total.to(tensor.dtype)
+    sums[ring.rank] = ring.reduce_scatter(call, parts, 0).to(tensor.dtype)
     ring.exchange(call, dict.fromkeys(ring.peers, sums[ring.rank]), {peer: sums[peer] for peer in ring.peers}, 1)
     return torch.cat([sums[rank] for rank in range(ring.size)]).view(tensor.shape)
 

@@ -222,6 +222,22 @@ class Ring:
             self.agreement.fail(call, what, error)
         self.agreement.follow(call, what, hop)
 
+    def reduce_scatter(self, call: Call, parts: Sequence[Tensor], index: int) -> Tensor:
+        """Sum this rank's part over all ranks, in fp32 or fp64, in the same order on every rank.
+
+        Args:
+            parts: the part of each ring rank, with the same shapes on every rank.
+        """
+        own = parts[self.rank]
+        arrived = {rank: own if rank == self.rank else torch.empty_like(own) for rank in range(self.size)}
+        self.exchange(
+            call, {rank: parts[rank] for rank in self.peers}, {rank: arrived[rank] for rank in self.peers}, index
+        )
+        total = torch.zeros_like(own, dtype=torch.promote_types(own.dtype, torch.float32))
+        for part in arrived.values():
+            total += part
+        return total
+
     def all_gather(self, call: Call, tensor: Tensor, index: int) -> Tensor:
         """All-gather tensors of one shape into one of [size, …]. Attention never all-gathers K or V."""
         gathered = tensor.new_empty((self.size, *tensor.shape))
@@ -341,10 +357,5 @@ class _Unshard(torch.autograd.Function):
                 torch.cat([whole[piece.start : piece.stop] for piece in layout.pieces(rank)])
                 for rank in range(ring.size)
             ]
-            arrived = {rank: torch.empty_like(parts[ring.rank]) for rank in ring.peers}
-            ring.exchange(call, {rank: parts[rank] for rank in ring.peers}, arrived, 0)
-            arrived[ring.rank] = parts[ring.rank]
-            total = torch.zeros_like(parts[ring.rank], dtype=torch.promote_types(grad.dtype, torch.float32))
-            for rank in range(ring.size):  # in the same order on every rank
-                total += arrived[rank]
+            total = ring.reduce_scatter(call, parts, 0)
             return total.to(grad.dtype).movedim(0, ctx.dim), None, None, None, None
