@@ -23,31 +23,22 @@ from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
+from ring_backends.testing import calls
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
 from ring_backends.testing.reference import (
     dense_attention,
-    reference_attention,
     reference_counts,
     reference_phantom_counts,
 )
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 
-NAMES = ("out", "lse", "dq", "dk", "dv")
+NAMES = calls.Results._fields[:5]
 Results = dict[str, Tensor]
 
 
 def reference_results(case: AttentionCase) -> Results:
-    query, key, value, grad_out, mask = case.tensors()
-    leaves, sinks = [x.double().requires_grad_() for x in (query, key, value)], sink_leaves(case)
-    marks = marks_of_reference(case) | ({"sinks": sinks[0]} if sinks else {})
-    out, lse = reference_attention(*leaves, **case.options(), key_padding_mask=mask, **marks)
-    return results(out.detach(), lse.detach(), *torch.autograd.grad(out, leaves + sinks, grad_out.double()))
-
-
-def marks_of_reference(case: AttentionCase) -> dict[str, Any]:
-    marks = {"document_ids": case.document_ids(), "weight_factors": case.weight_factors()}
-    return {**marks, "modified_scores": case.modified_scores()}
+    return calls.expected(case).computed()
 
 
 def plain_results(case: AttentionCase) -> Results:
@@ -105,17 +96,12 @@ def single_device_results(case: AttentionCase, **options: Any) -> Results:
     options |= {} if case.score_mod is None else {"score_mod": case.score_function()}
     out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
     assert not lse.requires_grad
-    return results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
+    return calls.Results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out)).computed()
 
 
 def sink_leaves(case: AttentionCase) -> list[Tensor]:
     """The scores of the sinks as a leaf with gradient, if the case has sinks."""
     return [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
-
-
-def results(*found: Tensor) -> Results:
-    """out, LSE, dq, dk and dv by name, and the gradient of the sinks if there is one."""
-    return dict(zip([*NAMES, "dsinks"], found, strict=False))
 
 
 def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tuple[Results, list[ThreadRing]]:
@@ -147,7 +133,7 @@ def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tup
     for found, *_ in by_rank[1:]:
         assert all(torch.equal(x, y) for x, y in zip(found, by_rank[0][0], strict=True))
     grads_of_sinks = [torch.stack(x).sum(0) for x in zip(*(grads for _, grads, _ in by_rank), strict=True)]
-    return results(*by_rank[0][0], *grads_of_sinks), [ring for *_, ring in by_rank]
+    return calls.Results(*by_rank[0][0], *grads_of_sinks).computed(), [ring for *_, ring in by_rank]
 
 
 def error_norm(actual: Tensor, expected: Tensor) -> float:
