@@ -113,7 +113,7 @@ class ArrangementTests(AdapterSuite):
     @requires("training", "rings by topology")
     def test_training_in_the_order_of_hosts(self, world: World) -> None:
         recipe = Recipe(dtype=torch.float32)
-        by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, dict(self.framework_options))
+        by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, self.framework_options)
         check_ranks(by_rank, train_alone(TWO_BY_HOSTS, "zigzag", recipe), 1e-6)
 
     @core

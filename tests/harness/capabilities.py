@@ -91,6 +91,8 @@ class AdapterSuite:
 
     def __init_subclass__(cls) -> None:
         _check_known(cls.without)
+        if "framework_options" in vars(cls):
+            cls.framework_options = dict(cls.framework_options)  # ranks get a pickle, which a mapping proxy has not
 
     @pytest.fixture(autouse=True)
     def _skip_what_the_adapter_lacks(self, request: pytest.FixtureRequest) -> None:

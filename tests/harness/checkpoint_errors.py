@@ -193,7 +193,7 @@ class CheckpointErrorTests(AdapterSuite):
     @requires("training", "save and load")
     @pytest.mark.parametrize("what", ["spoiled", "damaged"])
     def test_changed_checkpoints_are_refused_and_run_no_code(self, world: World, tmp_path: Path, what: str) -> None:
-        options = dict(self.framework_options)
+        options = self.framework_options
         for endings, counts, restored in world.run(
             load_changed, self.adapter, str(tmp_path), what, options, timeout=240
         ):
@@ -210,7 +210,7 @@ class CheckpointErrorTests(AdapterSuite):
     def test_a_path_that_is_no_checkpoint_is_not_replaced(self, world: World, tmp_path: Path, what: str) -> None:
         if what == "device" and os.geteuid() != 0:
             pytest.skip("only root makes device nodes")
-        for ended, is_there in world.run(save_over, self.adapter, str(tmp_path), what, dict(self.framework_options)):
+        for ended, is_there in world.run(save_over, self.adapter, str(tmp_path), what, self.framework_options):
             assert ended.error in ("ValueError", "RuntimeError"), ended
             assert f"path = '{tmp_path / what}'" in ended.message, ended
             assert is_there
@@ -219,7 +219,7 @@ class CheckpointErrorTests(AdapterSuite):
     def test_ranks_that_see_different_checkpoints_are_reported(self, world: World, tmp_path: Path) -> None:
         for name in ("usual", "odd"):
             (tmp_path / name).mkdir()
-        outcomes = world.run(load_from_own_folders, self.adapter, str(tmp_path), dict(self.framework_options))
+        outcomes = world.run(load_from_own_folders, self.adapter, str(tmp_path), self.framework_options)
         for by_name, by_content, step_count in outcomes:
             by_name.check(RingMismatchError, "odd/checkpoint")
             by_content.check(ValueError, "the ranks see different checkpoints there")
@@ -229,9 +229,7 @@ class CheckpointErrorTests(AdapterSuite):
     def test_ranks_that_save_to_different_places_are_reported(self, world: World, tmp_path: Path) -> None:
         """If only rank 0 writes, saving succeeds. Otherwise it fails, and the earlier checkpoint survives."""
         (tmp_path / "0").mkdir()
-        for saved, loaded, step_count in world.run(
-            save_elsewhere, self.adapter, str(tmp_path), dict(self.framework_options)
-        ):
+        for saved, loaded, step_count in world.run(save_elsewhere, self.adapter, str(tmp_path), self.framework_options):
             assert loaded.error == "no error", loaded
             if saved.error != "no error":
                 saved.check(ValueError, "does not see the folder")
@@ -239,6 +237,6 @@ class CheckpointErrorTests(AdapterSuite):
 
     @requires("training", "save and load")
     def test_a_missing_checkpoint_is_an_error(self, world: World, tmp_path: Path) -> None:
-        for ended in world.run(load_nothing, self.adapter, str(tmp_path / "none"), dict(self.framework_options)):
+        for ended in world.run(load_nothing, self.adapter, str(tmp_path / "none"), self.framework_options):
             ended.check(ValueError)
             ended.check(FileNotFoundError, str(tmp_path / "none"))

@@ -121,7 +121,7 @@ _ANOTHER_COPY = pytest.mark.matrix(reason="another way to copy")
 class ModelCopyTests(AdapterSuite):
     @requires("training")
     def test_copies_of_a_wrapped_model_work_or_are_refused(self, world: World) -> None:
-        for endings, moved in world.run(copy_in_every_way, self.adapter, dict(self.framework_options)):
+        for endings, moved in world.run(copy_in_every_way, self.adapter, self.framework_options):
             for ended in endings:
                 if "copies of a wrapped model" not in self.without:
                     assert ended.error == "no error", ended
@@ -147,7 +147,7 @@ class CopyTests(AdapterSuite):
     @requires("training", "mixed precision", "copies of a wrapped model")
     @pytest.mark.parametrize("how", MODEL_COPIES)
     def test_a_copy_in_mixed_precision_has_its_own_weights(self, world: World, how: str) -> None:
-        for value, dtype, names in world.run(copy_a_model, self.adapter, how, dict(self.framework_options)):
+        for value, dtype, names in world.run(copy_a_model, self.adapter, how, self.framework_options):
             assert value == 4.0
             assert dtype == torch.bfloat16
             assert names == ["bias", "weight"]

@@ -87,7 +87,7 @@ def step_differently(adapter: str, name: str, options: Mapping[str, Any]) -> End
 
 class EarlyStepTests(AdapterSuite):
     def check(self, world: World, rings: RingSpec, recipe: Recipe, tolerance: float) -> None:
-        by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, dict(self.framework_options))
+        by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, self.framework_options)
         check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, recipe)
 
     @requires("training", "gradient accumulation")
@@ -121,7 +121,7 @@ class EarlyStepTests(AdapterSuite):
     @requires("training", "gradient accumulation", "save and load")
     def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
         recipe = replace(EARLY, micro_batches=(3, 4), optimizer="momentum", rate=0.02)
-        options = dict(self.framework_options)
+        options = self.framework_options
         for state, resumed in pair.run(
             train_and_resume, self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), options
         ):
@@ -133,13 +133,13 @@ class EarlyStepTests(AdapterSuite):
     def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
         if evaluate and "evaluation within a step" in self.without:
             pytest.skip(self.without["evaluation within a step"])
-        arguments = self.adapter, (4, 4), EARLY_STEPS, dict(self.framework_options)
+        arguments = self.adapter, (4, 4), EARLY_STEPS, self.framework_options
         check_experts(world.run(train_experts, *arguments, evaluates=evaluate), (4, 4), EARLY_STEPS)
 
     @core
     @requires("training", "gradient accumulation")
     def test_a_count_that_cannot_apply_is_refused(self, world: World) -> None:
-        for no_count, counts, negative in world.run(step_with_other_counts, self.adapter, dict(self.framework_options)):
+        for no_count, counts, negative in world.run(step_with_other_counts, self.adapter, self.framework_options):
             no_count.check(ValueError, "step_token_count = 4: ", "(None)")
             counts.check(ValueError, "different numbers of tokens (4, 8)")
             negative.check(ValueError, "step_token_count = -1")
@@ -148,5 +148,5 @@ class EarlyStepTests(AdapterSuite):
     @in_matrix
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_step_differently_are_reported(self, world: World, name: str) -> None:
-        for ended in world.run(step_differently, self.adapter, name, dict(self.framework_options)):
+        for ended in world.run(step_differently, self.adapter, name, self.framework_options):
             ended.check(RingMismatchError, DIFFERENCES[name][0], within=AT_ONCE)

@@ -195,7 +195,7 @@ class SoakTests(AdapterSuite):
 
     def check_soak(self, rings: RingSpec, num_steps: int) -> None:
         with World(4, environment=_EXACT_ALLOCATIONS) as ranks:
-            by_rank = ranks.run(soak, self.adapter, rings, num_steps, dict(self.framework_options), timeout=1100)
+            by_rank = ranks.run(soak, self.adapter, rings, num_steps, self.framework_options, timeout=1100)
         quarter = num_steps // 4
         for held, alive, losses, _ in by_rank:
             second, last = held[quarter : 2 * quarter], held[-quarter:]

@@ -185,7 +185,7 @@ class TrainingTests(SynchronisationTests):
         self, world: World, rings: RingSpec, layout: LayoutKind, recipe: Recipe, tolerance: float
     ) -> None:
         """Train. Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
-        by_rank = world.run(train, self.adapter, rings, layout, recipe, dict(self.framework_options))
+        by_rank = world.run(train, self.adapter, rings, layout, recipe, self.framework_options)
         wanted = train_alone(rings, layout, recipe)
         check_ranks(by_rank, wanted, tolerance, recipe)
 
@@ -262,12 +262,12 @@ class TrainingTests(SynchronisationTests):
     @requires("training")
     @every_mesh
     def test_the_divisor_equals_that_of_the_reducer(self, world: World, rings: RingSpec) -> None:
-        for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, dict(self.framework_options)):
+        for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, self.framework_options):
             assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4, rel=1e-6)
 
     @requires("training", "gradient accumulation")
     def test_micro_batches_in_the_wrong_order_are_refused(self, world: World) -> None:
-        for early, whole, unknown in world.run(steps_out_of_order, self.adapter, dict(self.framework_options)):
+        for early, whole, unknown in world.run(steps_out_of_order, self.adapter, self.framework_options):
             early.check(RuntimeError, "0 of 2")
             assert whole == Ended(seconds=whole.seconds), whole
             unknown.check(ValueError, "step_token_count")
@@ -293,7 +293,7 @@ class TrainingTests(SynchronisationTests):
     )
     def test_bf16_does_not_round_coordinates(self, pair: World, with_features: bool) -> None:
         arguments = look_up_places, self.adapter, TWO_OF_TWO, with_features
-        options = dict(self.framework_options)
+        options = self.framework_options
         by_rank = pair.run(*arguments, options)
         for (places, states), (_, wanted) in zip(
             pair.run(*arguments, {**options, "mixed_precision": torch.bfloat16}), by_rank, strict=True
@@ -305,7 +305,7 @@ class TrainingTests(SynchronisationTests):
     @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
     def test_evaluations_change_nothing(self, world: World, max_grad_norm: float | None) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
-        options = dict(self.framework_options)
+        options = self.framework_options
         runs = [world.run(train_and_evaluate, self.adapter, TWO, recipe, options, evaluate) for evaluate in (0, 1)]
         for plain, evaluated in zip(*runs, strict=True):
             for state, other in zip(plain, evaluated, strict=True):
@@ -323,7 +323,7 @@ class TrainingTests(SynchronisationTests):
 
     @requires("training", "rings over chosen ranks")
     def test_rings_that_do_not_fill_the_world_are_refused(self, world: World) -> None:
-        endings = world.run(parallelize_badly, self.adapter, THREE, dict(self.framework_options))
+        endings = world.run(parallelize_badly, self.adapter, THREE, self.framework_options)
         assert endings[0] is None
         for ended in endings[1:]:
             ended.check(ValueError, "4")

@@ -120,7 +120,7 @@ class TrainingCheckpointTests(AdapterSuite):
     ) -> None:
         recipe = Recipe(dtype=precision.dtype, optimizer="adam", rate=0.02)
         path = str(tmp_path / "checkpoint")
-        options = dict(self.framework_options)
+        options = self.framework_options
         for uninterrupted, resumed in world.run(save_and_load, self.adapter, rings, recipe, path, options):
             assert (uninterrupted.step_count, resumed.step_count) == (2, 2)
             assert resumed.losses == uninterrupted.losses
@@ -132,7 +132,7 @@ class TrainingCheckpointTests(AdapterSuite):
 
     @requires("training", "save and load")
     def test_loading_during_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
-        options = dict(self.framework_options)
+        options = self.framework_options
         for refused, restored in world.run(load_during_a_step, self.adapter, str(tmp_path / "it"), options):
             refused.check(RuntimeError, "load() after 1 backward calls")
             assert restored
@@ -141,7 +141,7 @@ class TrainingCheckpointTests(AdapterSuite):
     @requires("training", "save and load", "another ring size")
     def test_a_checkpoint_resumes_with_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-        path, options = str(tmp_path / "checkpoint"), dict(self.framework_options)
+        path, options = str(tmp_path / "checkpoint"), self.framework_options
         uninterrupted, _ = world.run(save_and_load, self.adapter, FOUR, recipe, path, options)[0]
         elsewhere = replace(recipe, seed=99)
         for resumed in pair.run(load_and_resume, self.adapter, TWO_OF_TWO, elsewhere, path, options, FOUR):
@@ -153,9 +153,7 @@ class TrainingCheckpointTests(AdapterSuite):
     def test_saved_settings_can_be_loaded(self, world: World, tmp_path: Path, kind: str) -> None:
         pytest.importorskip("numpy")
         path = str(tmp_path / "checkpoint")
-        for ended, settings, exists in world.run(
-            save_a_setting, self.adapter, path, kind, dict(self.framework_options)
-        ):
+        for ended, settings, exists in world.run(save_a_setting, self.adapter, path, kind, self.framework_options):
             if kind == "number of NumPy":
                 assert ended.error == "no error", ended
                 assert {(setting, type(setting)) for setting in settings} == {(0.25, float)}
@@ -166,5 +164,5 @@ class TrainingCheckpointTests(AdapterSuite):
     @requires("training", "save and load")
     def test_the_state_of_another_optimizer_is_refused(self, world: World, tmp_path: Path) -> None:
         path = str(tmp_path / "checkpoint")
-        for ended in world.run(load_another_optimizer, self.adapter, path, dict(self.framework_options)):
+        for ended in world.run(load_another_optimizer, self.adapter, path, self.framework_options):
             ended.check(ValueError, f"path = '{path}'", "state of optimizer Adam", "returned SGD")

@@ -125,12 +125,12 @@ class TrainingMismatchTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_train_differently_are_reported(self, world: World, name: str) -> None:
-        for ended in world.run(train_differently, self.adapter, name, dict(self.framework_options)):
+        for ended in world.run(train_differently, self.adapter, name, self.framework_options):
             ended.check(RingMismatchError, DIFFERENCES[name].field, f"rank {ODD_RANK}: ", within=AT_ONCE)
 
     @requires("training")
     def test_a_rank_without_an_optimizer_is_reported(self, world: World) -> None:
-        endings = world.run(fail_to_make_an_optimizer, self.adapter, dict(self.framework_options))
+        endings = world.run(fail_to_make_an_optimizer, self.adapter, self.framework_options)
         for rank, ended in enumerate(endings):
             assert ended.error == ("ZeroDivisionError" if rank == ODD_RANK else "RuntimeError"), ended
             assert "no optimizer today" in ended.message, ended
@@ -139,7 +139,7 @@ class TrainingMismatchTests(AdapterSuite):
     @core
     @requires("training")
     def test_a_refusal_on_one_rank_is_reported(self, world: World) -> None:
-        endings = world.run(refuse_alone, self.adapter, dict(self.framework_options))
+        endings = world.run(refuse_alone, self.adapter, self.framework_options)
         assert endings[ODD_RANK].error == "RuntimeError"
         for rank in {0, 2, 3}:
             endings[rank].check(
@@ -149,6 +149,6 @@ class TrainingMismatchTests(AdapterSuite):
     @core
     @requires("training")
     def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self, world: World) -> None:
-        endings = world.run(stay_away, self.adapter, dict(self.framework_options))
+        endings = world.run(stay_away, self.adapter, self.framework_options)
         for rank in {0, 2, 3}:
             endings[rank].check(RingPeerError, "global_count", within=SHORT + 2)

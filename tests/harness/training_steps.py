@@ -178,7 +178,7 @@ def remove_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
 class TrainingStepTests(AdapterSuite):
     @requires("training")
     def test_gradients_may_be_computed_in_another_order(self, world: World) -> None:
-        arguments = train_two_layers, self.adapter, "nothing", True, dict(self.framework_options)
+        arguments = train_two_layers, self.adapter, "nothing", True, self.framework_options
         if "parameters of some ranks" in self.without:
             for outcome in world.run_collect(*arguments):
                 outcome.check(RingMismatchError)
@@ -187,12 +187,12 @@ class TrainingStepTests(AdapterSuite):
 
     @requires("training")
     def test_the_program_may_clear_gradients(self, world: World) -> None:
-        arguments = self.adapter, "cleared gradients", False, dict(self.framework_options)
+        arguments = self.adapter, "cleared gradients", False, self.framework_options
         check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
 
     @requires("training", "frozen parameters")
     def test_parameters_frozen_later_are_refused_or_handled(self, world: World) -> None:
-        by_rank = world.run(freeze_later, self.adapter, dict(self.framework_options))
+        by_rank = world.run(freeze_later, self.adapter, self.framework_options)
         if by_rank[0][0].error == "no error":
             check_states([states for _, states in by_rank], train_two_layers_alone("frozen"))
             return
@@ -202,21 +202,21 @@ class TrainingStepTests(AdapterSuite):
 
     @requires("training")
     def test_parameters_that_are_added_later_are_refused(self, world: World) -> None:
-        for ended in world.run(add_parameters_later, self.adapter, dict(self.framework_options)):
+        for ended in world.run(add_parameters_later, self.adapter, self.framework_options):
             ended.check(RuntimeError, "in parallelize()", "added later")
 
     @requires("training")
     @pytest.mark.parametrize("kind", LOSSES)
     def test_invalid_losses_are_reported(self, world: World, kind: str) -> None:
         error, message, _ = LOSSES[kind]
-        for rank, ended in enumerate(world.run(pass_invalid_loss, self.adapter, kind, dict(self.framework_options))):
+        for rank, ended in enumerate(world.run(pass_invalid_loss, self.adapter, kind, self.framework_options)):
             ended.check(error if rank == ODD_RANK else RingMismatchError, message, within=AT_ONCE)
 
     @requires("training")
     def test_an_error_in_a_backward_is_reported(self) -> None:
         """This test uses its own world, because the error closes the connections of the framework's groups."""
         with World(4, preload=[self.adapter]) as ranks:
-            endings = ranks.run(raise_in_backward, self.adapter, dict(self.framework_options))
+            endings = ranks.run(raise_in_backward, self.adapter, self.framework_options)
         for rank, (ended, step, backward) in enumerate(endings):
             ended.check(ZeroDivisionError if rank == ODD_RANK else RingPeerError, "on purpose", within=AT_ONCE)
             for later in (step, backward):
@@ -227,7 +227,7 @@ class TrainingStepTests(AdapterSuite):
     @requires("training")
     @pytest.mark.parametrize("what", [refuse_to_parallelize, remove_a_buffer])
     def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:
-        for rank, ended in enumerate(world.run(what, self.adapter, dict(self.framework_options))):
+        for rank, ended in enumerate(world.run(what, self.adapter, self.framework_options)):
             ended.check(
                 ValueError if rank == ODD_RANK else RingMismatchError,
                 "max_grad_norm = -1.0" if what is refuse_to_parallelize else "running_mean",
@@ -238,5 +238,5 @@ class TrainingStepTests(AdapterSuite):
     @pytest.mark.parametrize("kind", OPTIMIZERS)
     def test_invalid_optimizers_are_refused(self, world: World, kind: str) -> None:
         error, message, _ = OPTIMIZERS[kind]
-        for ended in world.run(parallelize_with_invalid_optimizer, self.adapter, kind, dict(self.framework_options)):
+        for ended in world.run(parallelize_with_invalid_optimizer, self.adapter, kind, self.framework_options):
             ended.check(error, message)

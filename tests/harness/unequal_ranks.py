@@ -219,7 +219,7 @@ class UnequalRankTests(AdapterSuite):
         if number == "two" and "gradient accumulation" in self.without:
             pytest.skip(self.without["gradient accumulation"])
         steps = MICRO_BATCHES[number]
-        arguments = train_experts, self.adapter, widths, steps, dict(self.framework_options)
+        arguments = train_experts, self.adapter, widths, steps, self.framework_options
         if "parameters of some ranks" in self.without:
             for outcome in world.run_collect(*arguments):
                 outcome.check(RingMismatchError, "experts.0", "experts.1")
@@ -228,14 +228,14 @@ class UnequalRankTests(AdapterSuite):
 
     @requires("training")
     def test_an_extra_backward_is_refused(self, world: World) -> None:
-        for refused, moved in world.run(too_many_backwards, self.adapter, dict(self.framework_options)):
+        for refused, moved in world.run(too_many_backwards, self.adapter, self.framework_options):
             refused.check(RuntimeError, "after", "1 backward calls")
             assert moved == pytest.approx(3.0)
 
     @requires("training")
     def test_counts_may_be_fractions(self, world: World) -> None:
         right = (0.25 * 1 + 2.7 * 2 + 1.5 * 4) / (0.25 + 2.7 + 1.5)
-        for counted, given, ranks, weights in world.run(train_with_weights, self.adapter, dict(self.framework_options)):
+        for counted, given, ranks, weights in world.run(train_with_weights, self.adapter, self.framework_options):
             assert counted == pytest.approx(right, rel=1e-6)
             assert given == pytest.approx(right, rel=1e-6)
             assert (ranks, type(ranks)) == (6, int)
@@ -246,14 +246,14 @@ class UnequalRankTests(AdapterSuite):
     @pytest.mark.parametrize("name", BAD_COUNTS)
     def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
         error, message, _ = BAD_COUNTS[name]
-        for ended, ranks in world.run(pass_bad_count, self.adapter, name, dict(self.framework_options)):
+        for ended, ranks in world.run(pass_bad_count, self.adapter, name, self.framework_options):
             ended.check(error, message.removeprefix("local_token_count"))
             assert ranks == 4
 
     @requires("training", "save and load")
     def test_all_ranks_have_the_buffers_of_rank_0(self, world: World, tmp_path: Any) -> None:
         path = str(tmp_path / "checkpoint")
-        by_rank = world.run(train_with_buffers, self.adapter, dict(self.framework_options), path)
+        by_rank = world.run(train_with_buffers, self.adapter, self.framework_options, path)
         first = by_rank[0][0]
         own = rows_of(0, 0).flatten(0, 1)
         torch.testing.assert_close(first[0]["norm.running_mean"], torch.zeros(4))
