@@ -24,6 +24,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
 
+from ring_backends.adapters import deepspeed as backend
 
 ADAPTER = "ring_backends.adapters.deepspeed"
 
@@ -84,8 +85,6 @@ HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2)
 
 
 def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None) -> Any:
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ring_of(ADAPTER, TWO)
     model = OneParameter().float() if model is None else model
     return backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options)
@@ -100,8 +99,6 @@ class SmallModel(nn.Module):
 
     def __init__(self, ring: Any) -> None:
         super().__init__()
-        from ring_backends.adapters import deepspeed as backend
-
         torch.manual_seed(0)
         self.embedding = nn.Embedding(11, 32)
         attention = backend.RingDilatedAttention([8, 32], [1, 3], ring=ring)
@@ -192,8 +189,6 @@ def rename(name: str) -> str:
 
 def train_checkpointed(how: str, options: dict[str, Any]) -> list[State]:
     """Take a step on a ring of four ranks, with activation checkpointing of the attention layer."""
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ring_here(ADAPTER, FOUR)
     model = SmallModel(ring)
     model.layer = Checkpointed(model.layer, how)  # type: ignore[assignment]

@@ -19,6 +19,8 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_cases import ADAPTER, SMALL_BUFFERS, parallelize_here, zero
 
+from ring_backends.adapters import deepspeed as backend
+
 
 class Scalar(nn.Module):
     def __init__(self) -> None:
@@ -27,8 +29,6 @@ class Scalar(nn.Module):
 
 
 def parallelize_a_scalar(stage: int) -> Ended:
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ring_of(ADAPTER, TWO)
     return ending(lambda: backend.parallelize(Scalar(), lambda x: torch.optim.SGD(x, lr=1.0), ring, **zero(stage)))
 

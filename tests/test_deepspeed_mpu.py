@@ -22,6 +22,8 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_cases import ADAPTER, HOPS, NEEDS, check_stage, parallelize_here, slow, slow_but, zero
 
+from ring_backends.adapters import deepspeed as backend
+
 
 @cache
 def mpu_here() -> Any:
@@ -48,8 +50,6 @@ def forget_groups() -> None:
 
 def rings_of_mpu() -> list[tuple[Any, ...]]:
     """Rings from an mpu, and from its group as ``mpu`` and as ``group``. Returns their properties after a call."""
-    from ring_backends.adapters import deepspeed as backend
-
     mpu = mpu_here()
     rings = [
         backend.initialize(mpu=mpu),
@@ -75,8 +75,6 @@ def divisor_with_mpu(options: dict[str, Any]) -> float:
 
 
 def bad_groups() -> list[Ended]:
-    from ring_backends.adapters import deepspeed as backend
-
     mpu = mpu_here()
     return [
         ending(lambda: backend.initialize(mpu=mpu, group=dist.group.WORLD)),
@@ -133,8 +131,6 @@ class LazyMpu:
 
 
 def test_the_world_is_started_before_an_mpu_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ring_backends.adapters import deepspeed as backend
-
     def start(timeout: timedelta) -> int:
         if not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

@@ -28,11 +28,11 @@ pytest.importorskip("deepspeed")
 
 from deepspeed_cases import ADAPTER, NEEDS, SmallModel, one_step, one_step_alone, sgd, slow, slow_but, zero
 
+from ring_backends.adapters import deepspeed as backend
+
 
 @cache
 def ulysses_ring(ring_size: int, ulysses_size: int) -> Any:
-    from ring_backends.adapters import deepspeed as backend
-
     return backend.initialize(ring_size, timeout=timedelta(seconds=60), ulysses_size=ulysses_size)
 
 
@@ -83,8 +83,6 @@ def attend_with_ulysses(ring_size: int, ulysses_size: int, layout: LayoutKind, c
 
 @cache
 def ulysses_ring_by_hosts() -> Any:
-    from ring_backends.adapters import deepspeed as backend
-
     with mock.patch.dict(os.environ, {HOST_VARIABLE: BY_HOSTS.hosts[dist.get_rank()]}):
         return backend.initialize(timeout=timedelta(seconds=60), ulysses_size=2, ring_order="topology")
 
@@ -109,15 +107,11 @@ def sizes_with_ulysses(ring_size: int, ulysses_size: int) -> tuple[Any, ...]:
 
 def train_with_ulysses(options: dict[str, Any]) -> list[State]:
     """Take a step on a ring of four ranks with Ulysses groups of two."""
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ulysses_ring(4, 2)
     return one_step(backend.parallelize(SmallModel(ring), sgd, ring, **options), ring)
 
 
 def bad_ulysses_calls() -> list[Ended]:
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ulysses_ring(4, 2)
 
     def attend(**changes: Any) -> Any:
@@ -139,8 +133,6 @@ def bad_ulysses_calls() -> list[Ended]:
 
 def disagree_with_ulysses() -> list[Ended]:
     """Rank 3 has a larger batch, and then no autocast."""
-    from ring_backends.adapters import deepspeed as backend
-
     ring = backend.initialize(timeout=timedelta(seconds=30), ulysses_size=2)
     case = replace(ULYSSES_CASE, batch=3 if ring.rank == 3 else 2, dtype=torch.float32)
     call = local_call(ADAPTER, ring, replace(ULYSSES_CASE, dtype=torch.float32))

@@ -49,6 +49,8 @@ from deepspeed_cases import (
     zero,
 )
 
+from ring_backends.adapters import deepspeed as backend
+
 
 @pytest.fixture(autouse=True)
 def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -261,8 +263,6 @@ class TwoWeights(nn.Module):
 
 
 def train_two_weights() -> None:
-    from ring_backends.adapters import deepspeed as backend
-
     ring = ring_here(ADAPTER, TWO)
     state = backend.parallelize(TwoWeights(), lambda x: torch.optim.SGD(x, lr=1.0), ring, zero_stage=3)
     state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
