@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ring_backends import DilatedPattern, RingSchedule, dilated_attention
+from ring_backends import dilated_attention
 from ring_backends.engine import call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.tiles import TileRunner
@@ -206,9 +206,8 @@ def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
 
 def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
     """Check that the ranks have sent the bytes of the schedule in one forward and backward."""
-    pattern = DilatedPattern(**case.pattern_options())
     for ring in rings:
-        schedule = RingSchedule(pattern, ring.layout(case.seq_len), case.num_heads, case.num_kv_heads, case.is_causal)
+        schedule = case.schedule(ring.size, ring.layout_kind)
         expected = sum(
             schedule.wire_bytes(
                 ring.rank,

@@ -87,8 +87,7 @@ def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_
     kind=st.sampled_from(["contiguous", "zigzag"]),
 )
 def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase, ring_size: int, kind: Any) -> None:
-    layout = SequenceLayout(case.seq_len, ring_size, kind)
-    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+    schedule = case.schedule(ring_size, kind)
     sizes = {"batch": case.batch, "head_dim": case.head_dim}
     cost = RingCost(schedule, **sizes, itemsize=case.dtype.itemsize)
     ranks = range(ring_size)
@@ -98,7 +97,7 @@ def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase,
     forward = [schedule.tile_flops(rank, **sizes) for rank in ranks]
     assert cost.flops().tolist() == forward
     assert cost.flops(backward=True).tolist() == [flops * 5 / 2 for flops in forward]
-    assert cost.tokens.tolist() == [layout.local_len(rank) for rank in ranks]
+    assert cost.tokens.tolist() == [schedule.layout.local_len(rank) for rank in ranks]
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
@@ -109,8 +108,7 @@ def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase,
 )
 def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
     """The tiles and hops of the model equal those of the plans that ranks execute."""
-    layout = SequenceLayout(case.seq_len, ring_size, kind)
-    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+    schedule = case.schedule(ring_size, kind)
     cost = RingCost(schedule, 1, case.head_dim, 8)
     travel = schedule.travel(itemsize=8)
     keys: Counter[int] = Counter()
@@ -157,9 +155,9 @@ def num_rows(messages: tuple[Message, ...]) -> int:
 @given(case=attention_cases(max_n=120), ring_size=st.integers(2, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
 def test_bytes_of_spread_branches_between_hosts(case: AttentionCase, ring_size: int, kind: Any) -> None:
     """Spread rows cross between hosts once for each rank that needs them from another host. So do dK and dV."""
-    layout, hosts = SequenceLayout(case.seq_len, ring_size, kind), [rank // 2 for rank in range(ring_size)]
+    hosts = [rank // 2 for rank in range(ring_size)]
     with every_branch_spread():
-        schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
+        schedule = case.schedule(ring_size, kind)
         crossing = 0
         for rank in range(ring_size):
             plan = rank_plan(schedule, rank, batch=1, head_dim=1, itemsize=8)
@@ -180,10 +178,6 @@ def test_sparse_branches_leave_a_gpu_busy(layout: str, backward: bool) -> None:
     gpu = Hardware(20e-6, 50e9, flops_per_second, flops_per_second, tile_seconds=100e-6)
     computing = float(cost.flops(backward=backward).max()) / flops_per_second
     assert computing / cost.call_seconds(gpu, backward=backward) > 0.9
-
-
-def _pattern(case: AttentionCase) -> DilatedPattern:
-    return DilatedPattern(**case.pattern_options())
 
 
 def test_seconds_of_one_device_by_hand() -> None:
@@ -247,9 +241,7 @@ def test_the_slowest_rank_decides_the_time_of_a_call() -> None:
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(case=attention_cases(max_n=300), ring_size=st.integers(1, 8), backward=st.booleans())
 def test_worse_constants_never_make_a_call_faster(case: AttentionCase, ring_size: int, backward: bool) -> None:
-    layout = SequenceLayout(case.seq_len, ring_size)
-    schedule = RingSchedule(_pattern(case), layout, case.num_heads, case.num_kv_heads, case.is_causal)
-    cost = RingCost(schedule, case.batch, case.head_dim, case.dtype.itemsize)
+    cost = RingCost(case.schedule(ring_size), case.batch, case.head_dim, case.dtype.itemsize)
     before = cost.seconds(PLAIN, backward=backward)
     assert bool((before >= 0).all())
     for worse in (

@@ -22,7 +22,6 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests
-from ring_backends.testing.traffic import schedule_of
 from ring_backends.testing.training import reduced_and_divisor
 from ring_backends.testing.world import World
 
@@ -128,7 +127,7 @@ class TestFairScale(AdapterTests):
     def test_every_hop_is_carried_by_the_transport(self, world: World, rings: RingSpec, is_causal: bool) -> None:
         """The transport carries the messages of the plan between global ranks. Both ends use the same tag."""
         case = replace(CASE, is_causal=is_causal)
-        schedule = schedule_of(case, rings, "contiguous")
+        schedule = case.schedule(rings.size)
         by_rank = world.run(carried_messages, rings, case)
         sent, received = set(), set()
         for rank, (messages, counted) in enumerate(by_rank):

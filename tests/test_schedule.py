@@ -33,13 +33,6 @@ CASES = attention_cases(max_n=90, max_heads=4, paddings=["masked"], masks=[None]
 SIZES = {"batch": 1, "head_dim": 4, "itemsize": 4}
 
 
-def schedule_of(case: AttentionCase, ring_size: int, layout: str) -> RingSchedule:
-    pattern = DilatedPattern(**case.pattern_options())
-    return RingSchedule(
-        pattern, SequenceLayout(case.seq_len, ring_size, layout), case.num_heads, case.num_kv_heads, case.is_causal
-    )
-
-
 def plans_of(schedule: RingSchedule) -> list[RankPlan]:
     """The backward plan of every rank. It contains the steps of the forward plan.
 
@@ -206,7 +199,7 @@ def check_bytes(schedule: RingSchedule) -> None:
 @settings(max_examples=20, deadline=None)
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
 def test_receives_match_sends(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
-    schedule = schedule_of(case, ring_size, layout)
+    schedule = case.schedule(ring_size, layout)
     check_symmetry(schedule)
     check_forwarding(schedule)
     check_bytes(schedule)
@@ -218,15 +211,15 @@ def test_receives_match_sends(part: int, case: AttentionCase, ring_size: int, la
 def test_every_visible_pair_is_computed_exactly_once(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
-    check_completeness(schedule_of(case, ring_size, layout), case)
-    check_openings(schedule_of(case, ring_size, layout))
+    check_completeness(case.schedule(ring_size, layout), case)
+    check_openings(case.schedule(ring_size, layout))
 
 
 @in_parts(4)
 @settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=st.integers(1, 8), layout=LAYOUTS)
 def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
-    schedule = schedule_of(case, ring_size, layout)
+    schedule = case.schedule(ring_size, layout)
     with fine_cuts():
         check_symmetry(schedule)
         check_forwarding(schedule)
@@ -241,7 +234,7 @@ def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase
 def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout: str, message_cost: float) -> None:
     """All branches are spread, in one hop or in several."""
     with every_branch_spread(message_cost):
-        schedule = schedule_of(case, ring_size, layout)
+        schedule = case.schedule(ring_size, layout)
         assert schedule.travel(itemsize=4, backward=True).num_steps == 0
         check_symmetry(schedule)
         check_forwarding(schedule)
@@ -259,7 +252,7 @@ def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout:
 @given(case=CASES, ring_size=RING_SIZES, layout=LAYOUTS)
 def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
     """The last rank of each route uses the parcels that it receives. No parcel visits a rank twice."""
-    schedule = schedule_of(case, ring_size, layout)
+    schedule = case.schedule(ring_size, layout)
     visits: Counter[tuple[object, int]] = Counter()
     for plan in plans_of(schedule):
         for block_index, block in enumerate(plan.blocks):

@@ -17,6 +17,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.reference import reference_dropout
 from ring_backends.testing.score_functions import NAMES, modified_scores, score_function
 
@@ -88,6 +91,12 @@ class AttentionCase:
             "padding": self.padding,
             "window_lengths": self.window_lengths,
         }
+
+    def schedule(self, ring_size: int, layout: LayoutKind = "contiguous") -> RingSchedule:
+        """The schedule of this call on a ring."""
+        layout_of_call = SequenceLayout(self.seq_len, ring_size, layout)
+        pattern = DilatedPattern(**self.pattern_options())
+        return RingSchedule(pattern, layout_of_call, self.num_heads, self.num_kv_heads, self.is_causal)
 
     def options(self) -> dict[str, Any]:
         """Keyword arguments for ``dilated_attention`` and ``reference_attention``, without tensors."""

@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from ring_backends.schedule.layout import LayoutKind, SequenceLayout
-from ring_backends.schedule.pattern import DilatedPattern
+from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.testing.calls import (
     Results,
     case_of_ring,
@@ -58,16 +56,6 @@ _MIXED = replace(
 )
 
 
-def schedule_of(case: AttentionCase, rings: RingSpec, layout: LayoutKind) -> RingSchedule:
-    return RingSchedule(
-        DilatedPattern(**case.pattern_options()),
-        SequenceLayout(case.seq_len, rings.size, layout),
-        num_heads=case.num_heads,
-        num_kv_heads=case.num_kv_heads,
-        is_causal=case.is_causal,
-    )
-
-
 def sizes_of(case: AttentionCase) -> dict[str, Any]:
     """The sizes of a case as arguments of the schedule."""
     dims = {"head_dim": case.head_dim, "value_dim": case.value_dim}
@@ -76,7 +64,7 @@ def sizes_of(case: AttentionCase) -> dict[str, Any]:
 
 def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_rank: int, *, backward: bool) -> int:
     """The number of hops of a forward or backward in which a rank sends or receives."""
-    schedule = schedule_of(case, rings, layout)
+    schedule = case.schedule(rings.size, layout)
     plan = rank_plan(schedule, ring_rank, **sizes_of(case), backward=backward)
     return plan.num_hops(backward=backward)
 
@@ -84,7 +72,7 @@ def planned_hops(case: AttentionCase, rings: RingSpec, layout: LayoutKind, ring_
 def check_sent_bytes(world: World, adapter: str, rings: RingSpec, layout: LayoutKind, case: AttentionCase) -> None:
     """Check that every rank sends the bytes that the schedule states, in forward and backward."""
     ((by_ring,),) = [run_cases(world, adapter, rings, layout, [case])]
-    schedule = schedule_of(case, rings, layout)
+    schedule = case.schedule(rings.size, layout)
     sizes = sizes_of(case)
     for answers in by_ring:
         for rank, answer in enumerate(answers):
