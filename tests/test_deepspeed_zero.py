@@ -22,13 +22,13 @@ from ring_backends.testing.models import TwoLayers
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_checkpoints import save_and_load
-from ring_backends.testing.training_runs import Recipe, check_moves, train_alone
+from ring_backends.testing.training_runs import Recipe, State, check_moves, train_alone
 from ring_backends.testing.training_steps import (
     train_two_layers,
     train_two_layers_alone,
     train_with_hooks,
 )
-from ring_backends.testing.unequal_ranks import MICRO_BATCHES, State, check_experts, check_states, train_experts
+from ring_backends.testing.unequal_ranks import MICRO_BATCHES, check_experts, check_states, train_experts
 from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
 from ring_backends.testing.world import World
 

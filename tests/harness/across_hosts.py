@@ -21,8 +21,8 @@ import torch.distributed as dist
 from ring_backends.registry import adapter_modules
 from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.failing_calls import ending
-from ring_backends.testing.faults import BOUND, CASE
+from ring_backends.testing.failing_calls import SMALL_CASE, ending
+from ring_backends.testing.faults import BOUND
 from ring_backends.testing.hosts import Hosts, NoHostsError
 from ring_backends.testing.rings import backend
 from ring_backends.testing.strategies import AttentionCase
@@ -37,7 +37,7 @@ TIMEOUT = 6.0
 PATIENCE = 120.0
 """Seconds in which a rank has to start or to end. Shorter bounds are checked with times that the ranks measure."""
 
-_LARGE = replace(CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
+_LARGE = replace(SMALL_CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
 """On four ranks, a hop has 256 KiB. It takes a tenth of a second at 20 Mbit/s."""
 
 
@@ -78,7 +78,13 @@ class Ranks:
     """One rank on every host."""
 
     def __init__(
-        self, hosts: Hosts, adapter: str, folder: Path, timeout: float, case: AttentionCase = CASE, max_calls: int = 5
+        self,
+        hosts: Hosts,
+        adapter: str,
+        folder: Path,
+        timeout: float,
+        case: AttentionCase = SMALL_CASE,
+        max_calls: int = 5,
     ) -> None:
         self.folder, self.size = folder, len(hosts.names)
         shared = {"LOCAL_RANK": "0", "WORLD_SIZE": str(self.size), "LOCAL_WORLD_SIZE": "1"}
@@ -158,7 +164,7 @@ class HostTests(AdapterSuite):
             assert report["ended"]["error"] == "no error", report
             assert report["left"]["error"] == "no error", report
             assert report["equal"]
-        check_results(ranks.results(), expected(CASE), FP64_TOLERANCE)
+        check_results(ranks.results(), expected(SMALL_CASE), FP64_TOLERANCE)
 
     @requires("a lost rank")
     @_on_hosts(2)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ODD_RANK, Ended, ending
 from ring_backends.testing.rings import TWO
-from ring_backends.testing.training_checkpoints import ADAM, ODD_RANK
+from ring_backends.testing.training_checkpoints import ADAM
 from ring_backends.testing.training_runs import Recipe, Trainer
 from ring_backends.testing.world import World
 from ring_backends.training import checkpoint_files

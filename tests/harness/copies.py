@@ -17,12 +17,11 @@ from torch.optim.swa_utils import AveragedModel
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
 
-ODD_RANK = 1
 CASE = AttentionCase(16, (16,), (1,), num_heads=2, num_kv_heads=2, dtype=torch.float64)
 
 

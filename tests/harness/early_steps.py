@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
 from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, new_ring, ring_here
-from ring_backends.testing.training_runs import Recipe, Trainer, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import ODD_RANK, State, Steps, check_experts, parallelize_one, train_experts
+from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
+from ring_backends.testing.unequal_ranks import Steps, check_experts, parallelize_one, train_experts
 from ring_backends.testing.world import World
 
 EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)

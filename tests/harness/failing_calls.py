@@ -70,6 +70,7 @@ def ending(function: Callable[..., Any]) -> Ended:
 
 
 ODD_RANK = 1
+"""The rank that does something else than the others, or fails."""
 
 
 def attend_on_a_new_ring(adapter: str, rings: RingSpec) -> Tensor:

@@ -35,28 +35,12 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ODD_RANK, SMALL_CASE, Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
-from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
-
-CASE = AttentionCase(
-    seq_len=16,
-    segment_lengths=(16,),
-    dilation_rates=(1,),
-    batch=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    dtype=torch.float64,
-)
-"""Every rank sees every key. On p ranks, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1."""
 
 TIMEOUT, BOUND, LATE = 3.0, 5.0, 1.0
 """Seconds: the timeout of a ring, the time after it within which every rank raises, and the delay of a late rank."""
-
-ODD_RANK = 1
-"""The ring rank, in the first ring, that has the fault."""
 
 CALLS_MEANWHILE = 20
 """Number of calls that the other rings make during the fault."""
@@ -94,6 +78,7 @@ class Boom(Exception):
 
 
 def num_hops(ring_size: int) -> int:
+    """On p ranks that see all keys, K and V take p − 1 hops in forward and in backward. dK and dV take p − 1."""
     return 3 * (ring_size - 1)
 
 
@@ -119,7 +104,7 @@ def call_with_fault(adapter: str, rings: RingSpec, fault: Fault) -> Aftermath:
     rank = dist.get_rank()
     ring, place = new_ring(adapter, rings, TIMEOUT), rings.place(rank)
     assert place is not None
-    call = local_call(adapter, ring, case_of_ring(CASE, place[0]))
+    call = local_call(adapter, ring, case_of_ring(SMALL_CASE, place[0]))
     results = call.results()
     if place[0] > 0:
         for _ in range(CALLS_MEANWHILE):
@@ -169,7 +154,7 @@ def attend_anew(adapter: str, ranks: tuple[int, ...]) -> Tensor:
     # Only the survivors make this call. It waits for no other rank, since all have made equally many groups.
     group = dist.new_group(list(ranks))
     ring = backend(adapter).initialize(group=group, timeout=timedelta(seconds=60))
-    out: Tensor = local_call(adapter, ring, CASE)()
+    out: Tensor = local_call(adapter, ring, SMALL_CASE)()
     return out.detach()
 
 
@@ -221,7 +206,7 @@ class FaultTests(AdapterSuite):
             assert outcome.value.left.seconds < BOUND
             renewed.append(outcome.value.renewed)
         if len(survivors) > 1:
-            assert difference(torch.cat(renewed, 1), expected(CASE, gradients=False).out) <= FP64_TOLERANCE
+            assert difference(torch.cat(renewed, 1), expected(SMALL_CASE, gradients=False).out) <= FP64_TOLERANCE
         self.check_undisturbed(outcomes, others)
 
     @pytest.mark.parametrize(
@@ -258,7 +243,7 @@ class FaultTests(AdapterSuite):
                 seconds.append(first.seconds)
             again.check(RingPeerError)
         renewed = torch.cat([outcome.value.renewed for outcome in outcomes], 1)
-        assert difference(renewed, expected(CASE, gradients=False).out) <= FP64_TOLERANCE
+        assert difference(renewed, expected(SMALL_CASE, gradients=False).out) <= FP64_TOLERANCE
         return seconds
 
     @pytest.mark.parametrize(
@@ -272,8 +257,8 @@ class FaultTests(AdapterSuite):
     def test_a_rank_is_late(self, world: World, rings: RingSpec, hop: int) -> None:
         by_rank = world.run(call_with_fault, self.adapter, rings, Fault("late", hop))
         for index, ring in enumerate(rings.rings):
-            got = whole([by_rank[rank].results for rank in ring], CASE.seq_len, "contiguous")
-            check_results(got, expected(case_of_ring(CASE, index)), FP64_TOLERANCE)
+            got = whole([by_rank[rank].results for rank in ring], SMALL_CASE.seq_len, "contiguous")
+            check_results(got, expected(case_of_ring(SMALL_CASE, index)), FP64_TOLERANCE)
         assert by_rank[rings.rings[0][ODD_RANK]].ended[0].seconds >= LATE
 
     def check_error(self, aftermath: Aftermath, rank: int) -> None:
@@ -285,5 +270,5 @@ class FaultTests(AdapterSuite):
 
     def check_undisturbed(self, outcomes: list[Any], others: list[tuple[int, ...]]) -> None:
         for index, ring in enumerate(others, start=1):
-            got = whole([outcomes[rank].value.results for rank in ring], CASE.seq_len, "contiguous")
-            check_results(got, expected(case_of_ring(CASE, index)), FP64_TOLERANCE)
+            got = whole([outcomes[rank].value.results for rank in ring], SMALL_CASE.seq_len, "contiguous")
+            check_results(got, expected(case_of_ring(SMALL_CASE, index)), FP64_TOLERANCE)

@@ -14,11 +14,11 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import collectives
 from ring_backends.ring.notices import Notices
 from ring_backends.testing.capabilities import AdapterSuite, requires
-from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import A_MOMENT, AT_ONCE, ODD_RANK, SHORT, Ended, ending
 from ring_backends.testing.models import BlocksOfExperts
 from ring_backends.testing.rings import TWO, backend, new_ring
 from ring_backends.testing.training_runs import Recipe, Trainer
-from ring_backends.testing.unequal_ranks import ODD_RANK, SHORT, rows_of, sgd
+from ring_backends.testing.unequal_ranks import rows_of, sgd
 from ring_backends.testing.world import World
 
 WARM_UP = 3

@@ -13,13 +13,10 @@ import torch
 import torch.distributed as dist
 
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.failing_calls import ODD_RANK, Ended, ending
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, every_precision
 from ring_backends.testing.world import World
-
-ODD_RANK = 1
-
 
 ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 

@@ -14,10 +14,10 @@ from torch import nn
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, SHORT, Ended, ending
 from ring_backends.testing.models import BlocksOfExperts, OneParameter, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring
-from ring_backends.testing.unequal_ranks import ODD_RANK, SHORT, parallelize_one, sgd
+from ring_backends.testing.unequal_ranks import parallelize_one, sgd
 from ring_backends.testing.world import World
 
 

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
-from ring_backends.testing.failing_calls import AT_ONCE, Ended, ending
+from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
 from ring_backends.testing.models import Normalized, TwoLayers
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
-from ring_backends.testing.unequal_ranks import NUM_RANKS, ODD_RANK, State, check_states, rows_of, sgd
+from ring_backends.testing.training_runs import State
+from ring_backends.testing.unequal_ranks import NUM_RANKS, check_states, rows_of, sgd
 from ring_backends.testing.world import World
 
 STEPS, COUNT = 3, 10

@@ -20,14 +20,8 @@ from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter
 from ring_backends.testing.rings import FOUR, TWO, backend, ring_here
+from ring_backends.testing.training_runs import State
 from ring_backends.testing.world import World
-
-ODD_RANK = 1
-
-
-SHORT = 3.0
-"""Timeout in seconds of rings in tests that wait for the timeout."""
-
 
 ROWS = 5
 
@@ -48,9 +42,6 @@ MICRO_BATCHES: dict[str, Steps] = {
     "two": [[experts, (*experts[1:], experts[0])] for experts in EXPERTS],
 }
 """Steps of one and of two micro-batches, with different experts of the ranks."""
-
-
-State = dict[str, Tensor]
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
