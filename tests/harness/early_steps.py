@@ -14,7 +14,8 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
 from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, new_ring, ring_here
-from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
+from ring_backends.testing.training_checkpoints import save_and_load
+from ring_backends.testing.training_runs import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.unequal_ranks import Steps, check_experts, parallelize_one, train_experts
 from ring_backends.testing.world import World
 
@@ -22,20 +23,6 @@ EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
 
 in_matrix = pytest.mark.matrix(reason="the quick command tests the gradient of one early step")
 every_early_step = pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=in_matrix)])
-
-
-def train_and_resume(
-    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
-) -> tuple[State, State]:
-    """Take an early step, save, and take another step. Returns its result, and that of a run that loads."""
-    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
-    trainer.step(0)
-    trainer.state.save(path)
-    trainer.step(1)
-    resumed = Trainer(adapter, rings, "zigzag", replace(recipe, seed=99), options)
-    resumed.state.load(path)
-    resumed.step(1)
-    return trainer.state.full_state_dict(), resumed.state.full_state_dict()
 
 
 EARLY_STEPS: Steps = [[(1, None, 0, 1)], [(1, None, 0, 1), (None, 0, 1, 1)]]
@@ -120,12 +107,12 @@ class EarlyStepTests(AdapterSuite):
     @in_matrix
     @requires("training", "gradient accumulation", "save and load")
     def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
-        recipe = replace(EARLY, micro_batches=(3, 4), optimizer="momentum", rate=0.02)
-        options = self.framework_options
-        for state, resumed in pair.run(
-            train_and_resume, self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), options
-        ):
-            assert all(torch.equal(tensor, resumed[name]) for name, tensor in state.items())
+        """Two steps, of which the second is early, precede the checkpoint. Five steps follow it."""
+        recipe = replace(EARLY, micro_batches=(4, 3, 3, 4, 4, 3, 4, 4), optimizer="momentum", rate=0.02)
+        arguments = self.adapter, TWO_OF_TWO, recipe, str(tmp_path / "run"), self.framework_options
+        for uninterrupted, resumed in pair.run(save_and_load, *arguments):
+            assert resumed.losses == uninterrupted.losses
+            assert all(torch.equal(tensor, resumed.state[name]) for name, tensor in uninterrupted.state.items())
 
     @in_matrix
     @requires("training", "gradient accumulation", "parameters of some ranks")
