@@ -177,11 +177,8 @@ def test_plot_without_matplotlib_says_what_to_install(monkeypatch: pytest.Monkey
     ("arguments", "line"),
     [
         ("--num-heads 6 --num-kv-heads 4", "--num-kv-heads: num_kv_heads = 4: must divide the 6 query heads"),
-        ("--segment-lengths 64", "--dilation-rates: dilation_rates is missing beside segment_lengths"),
         ("--window-lengths 64", "--window-lengths: window_lengths has 1 entries and segment_lengths has 3"),
         ("--layout zig", "--layout: layout = 'zig': .* contiguous, zigzag"),
-        ("--dtype fp8", "--dtype: dtype = 'fp8'"),
-        ("--json no/such/directory.json", "--json: json = 'no/such/directory.json'"),
     ],
 )
 def test_an_error_is_one_line_that_names_the_option(arguments: str, line: str) -> None:
