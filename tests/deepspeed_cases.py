@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends.activation_checkpointing import remember_attention
 from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.testing.calls import local_call
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
@@ -87,7 +87,7 @@ HOPS = AttentionCase(seq_len=48, segment_lengths=(12, 48), dilation_rates=(1, 2)
 def parallelize_here(options: Mapping[str, Any], model: nn.Module | None = None) -> Any:
     ring = ring_of(ADAPTER, TWO)
     model = OneParameter().float() if model is None else model
-    return backend.parallelize(model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options)
+    return backend.parallelize(model, unit_sgd, ring, **options)
 
 
 NEEDS: Any = {"seq_len": 16, "segment_lengths": [16], "dilation_rates": [1], "num_heads": 2, "head_dim": 4}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import (
@@ -49,13 +49,9 @@ def train_here(*args: Any) -> list[State]:
 
 def parallelize_one_parameter(ring: Any, make_optimizer: Any = None, model: Any = None, **options: Any) -> Ended:
     if make_optimizer is None:
-        make_optimizer = sgd
+        make_optimizer = unit_sgd
     model = OneParameter() if model is None else model
     return ending(lambda: backend(ADAPTER).parallelize(model, make_optimizer, ring, **options))
-
-
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
 
 
 def parallelize_with(options: Mapping[str, Any]) -> Ended:

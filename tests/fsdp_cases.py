@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import RingSpec, ring_of
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
@@ -29,10 +28,6 @@ every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 COPIES = {"copies of a wrapped model": "each rank holds shards, and FSDP's modules hold process groups"}
 
 
-def sgd(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0)
-
-
 def parallelize_one_parameter(rings: RingSpec, options: Mapping[str, Any], model: nn.Module | None = None) -> Ended:
     ring = ring_of(ADAPTER, rings)
-    return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, sgd, ring, **options))
+    return ending(lambda: fsdp.parallelize(OneParameter() if model is None else model, unit_sgd, ring, **options))

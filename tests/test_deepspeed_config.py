@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import TWO, ring_of
 from ring_backends.testing.world import World
 
@@ -30,7 +30,7 @@ class Scalar(nn.Module):
 
 def parallelize_a_scalar(stage: int) -> Ended:
     ring = ring_of(ADAPTER, TWO)
-    return ending(lambda: backend.parallelize(Scalar(), lambda x: torch.optim.SGD(x, lr=1.0), ring, **zero(stage)))
+    return ending(lambda: backend.parallelize(Scalar(), unit_sgd, ring, **zero(stage)))
 
 
 BAD_CONFIGURATIONS: dict[str, tuple[str, dict[str, Any]]] = {

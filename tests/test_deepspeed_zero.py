@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import TwoLayers
+from ring_backends.testing.models import TwoLayers, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_checkpoints import save_and_load
@@ -264,7 +264,7 @@ class TwoWeights(nn.Module):
 
 def train_two_weights() -> None:
     ring = ring_here(ADAPTER, TWO)
-    state = backend.parallelize(TwoWeights(), lambda x: torch.optim.SGD(x, lr=1.0), ring, zero_stage=3)
+    state = backend.parallelize(TwoWeights(), unit_sgd, ring, zero_stage=3)
     state.backward(state.loss(state.model(torch.ones(4)).sum(), 1))
 
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, parallelize_with, sgd, train_here
+from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parameter, parallelize_with, train_here
 from torch import Tensor, nn
 
 from ring_backends.activation_checkpointing import remember_attention
@@ -18,7 +18,7 @@ from ring_backends.testing import training_runs
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter, make_model
+from ring_backends.testing.models import OneParameter, make_model, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.training_runs import (
     Recipe,
@@ -164,7 +164,7 @@ def clip_one_parameter(dtype: torch.dtype) -> tuple[float, float]:
     moved = []
     for max_grad_norm in (0.5, 100.0):
         ring = ring_here(ADAPTER, FOUR)
-        state = backend(ADAPTER).parallelize(OneParameter().to(dtype), sgd, ring, max_grad_norm=max_grad_norm)
+        state = backend(ADAPTER).parallelize(OneParameter().to(dtype), unit_sgd, ring, max_grad_norm=max_grad_norm)
         state.backward(state.loss(state.model(torch.tensor([3.0], dtype=dtype)).sum(), 1))
         state.step()
         moved.append(-float(state.full_state_dict()["weight"]))
@@ -190,7 +190,7 @@ def unused_on_some_ranks() -> tuple[list[float], list[float]]:
     """The changes of two parameters, and the expected changes. Rank 0 uses only the first parameter."""
     ring = ring_here(ADAPTER, FOUR)
     model = nn.ModuleList([OneParameter(), OneParameter()])
-    state = backend(ADAPTER).parallelize(_Branching(model), sgd, ring, reduce_buffer_size=0)
+    state = backend(ADAPTER).parallelize(_Branching(model), unit_sgd, ring, reduce_buffer_size=0)
     state.backward(state.model(torch.tensor([1.0])).sum())
     state.step()
     moved = [-float(tensor) for tensor in state.full_state_dict().values()]

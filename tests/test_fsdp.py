@@ -27,7 +27,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing import training_runs, unequal_ranks
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import Block, BlocksOfExperts, Experts, make_model
+from ring_backends.testing.models import Block, BlocksOfExperts, Experts, make_model, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
@@ -38,7 +38,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
-from fsdp_cases import ADAPTER, COPIES, STRATEGIES, sgd
+from fsdp_cases import ADAPTER, COPIES, STRATEGIES
 
 from ring_backends.adapters import fsdp
 
@@ -105,7 +105,7 @@ def test_ranks_whose_losses_depend_on_different_blocks_are_reported(world: World
 
 
 def cut_a_gradient_off(strategy: str) -> None:
-    state = fsdp.parallelize(BlocksOfExperts((4, 4)), sgd, ring_here(ADAPTER, FOUR), strategy=strategy)
+    state = fsdp.parallelize(BlocksOfExperts((4, 4)), unit_sgd, ring_here(ADAPTER, FOUR), strategy=strategy)
     if dist.get_rank() == 1:
         state.model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, out: out.detach())
     state.backward(state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
 from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_resume
 from ring_backends.testing.training_runs import Recipe, Trainer
@@ -23,7 +23,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
-from fsdp_cases import ADAPTER, every_strategy, sgd
+from fsdp_cases import ADAPTER, every_strategy
 
 from ring_backends.adapters import fsdp
 from ring_backends.adapters.fsdp import training as fsdp_training
@@ -33,7 +33,7 @@ from ring_backends.training.checkpoint_files import MANIFEST
 
 def interrupt_a_load(path: str) -> str:
     """One rank gets Ctrl-C during load. Returns the name of the error of this rank."""
-    state = fsdp.parallelize(OneParameter(), sgd, ring_here(ADAPTER, TWO))
+    state = fsdp.parallelize(OneParameter(), unit_sgd, ring_here(ADAPTER, TWO))
     state.save(path)
     interrupted = mock.patch.object(fsdp_training.CheckpointPlanner, "create_local_plan", side_effect=KeyboardInterrupt)
     with interrupted if dist.get_rank() == 1 else contextlib.nullcontext():

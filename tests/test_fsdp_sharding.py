@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.testing import training_runs
 from ring_backends.testing.failing_calls import Ended
-from ring_backends.testing.models import OneParameter, make_model
+from ring_backends.testing.models import OneParameter, make_model, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
 from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy
 
-from fsdp_cases import ADAPTER, STRATEGIES, parallelize_one_parameter, sgd
+from fsdp_cases import ADAPTER, STRATEGIES, parallelize_one_parameter
 
 from ring_backends.adapters import fsdp
 from ring_backends.adapters.fsdp.sharding import find_blocks
@@ -71,7 +71,7 @@ def sharded_parts(strategy: str, blocks: str | None) -> list[str]:
     model = make_model("blocks", lambda: fsdp.RingDilatedAttention([8], [1]), torch.float32, 0)
     chosen = None if blocks is None else [model.get_submodule(blocks)]
     ring = ring_of(ADAPTER, FOUR)
-    state = fsdp.parallelize(model, sgd, ring, strategy=strategy, blocks=chosen)  # type: ignore[arg-type]
+    state = fsdp.parallelize(model, unit_sgd, ring, strategy=strategy, blocks=chosen)  # type: ignore[arg-type]
     parts = state.model.named_modules()
     names = [name for name, part in parts if isinstance(part, (FSDPModule, FullyShardedDataParallel))]
     return sorted(name.replace("_fsdp_wrapped_module.", "") for name in names)

@@ -19,6 +19,7 @@ from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.training_steps import train_with_hooks
@@ -64,7 +65,7 @@ def embed_on_some_ranks(accumulation_steps: int) -> Tensor:
     model = SparseTable(table)
     state = native.parallelize(
         model,
-        lambda x: torch.optim.SGD(x, lr=1.0),
+        unit_sgd,
         ring_here(TestNative.adapter, TWO),
         accumulation_steps=accumulation_steps,
     )
@@ -83,7 +84,7 @@ def test_a_sparse_gradient_on_some_ranks(world: World, accumulation_steps: int) 
 def call_the_model_inside() -> Ended:
     """Call the module inside the wrapper that reduces gradients."""
     model = nn.Linear(1, 1)
-    state = native.parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring_here(TestNative.adapter, TWO))
+    state = native.parallelize(model, unit_sgd, ring_here(TestNative.adapter, TWO))
     return ending(lambda: state.backward(state.loss(model(torch.ones(1)).sum(), 1)))
 
 

@@ -18,6 +18,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, Ended, ending
+from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
@@ -89,7 +90,7 @@ def _wrapped(adapter: str, model: nn.Linear, weight: float, **options: Any) -> A
     nn.init.constant_(model.weight, weight)
     nn.init.zeros_(model.bias)
     ring = ring_here(adapter, TWO)
-    return backend(adapter).parallelize(model, lambda x: torch.optim.SGD(x, lr=1.0), ring, **options)
+    return backend(adapter).parallelize(model, unit_sgd, ring, **options)
 
 
 def copy_a_model(adapter: str, how: str, options: Mapping[str, Any]) -> tuple[float, torch.dtype, list[str]]:

@@ -204,6 +204,11 @@ class OneParameter(nn.Module):
         return self.weight * x
 
 
+def unit_sgd(parameters: Any) -> torch.optim.Optimizer:
+    """An optimizer whose step is the gradient."""
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 def make_model(kind: str, make_attention: MakeAttention, dtype: torch.dtype, seed: int) -> nn.Module:
     """Construct a model of this kind. Equal seeds give equal parameters, rounded to ``dtype``."""
     makers: dict[str, Callable[[], nn.Module]] = {

@@ -17,7 +17,7 @@ from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter, PlacedModel
+from ring_backends.testing.models import OneParameter, PlacedModel, unit_sgd
 from ring_backends.testing.rings import (
     FOUR,
     ONE_OF_TWO,
@@ -74,9 +74,7 @@ def look_up_places(
     """Take a step. Returns the rows that each block has looked up, and the states before and after the step."""
     model = PlacedModel().to(dtype)
     blocks: Any = list(model.blocks)
-    state = backend(adapter).parallelize(
-        model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring_here(adapter, rings), **options
-    )
+    state = backend(adapter).parallelize(model, unit_sgd, ring_here(adapter, rings), **options)
     states = [state.full_state_dict()]
     features = torch.ones(len(COORDS), 3) / 3 if with_features else None
     out = state.model(torch.tensor(COORDS), features)
@@ -124,9 +122,7 @@ def train_and_evaluate(
 def reduced_and_divisor(adapter: str, rings: RingSpec, options: Mapping[str, Any]) -> tuple[float, float]:
     """The ranks have the gradients 1, 2, 3 and 4. Returns the reduced gradient, and the factor of ``loss``."""
     ring = ring_of(adapter, rings)
-    state = backend(adapter).parallelize(
-        OneParameter(), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options
-    )
+    state = backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **options)
     state.backward(state.model(torch.tensor([dist.get_rank() + 1.0])).sum())
     state.step()
     return -float(state.full_state_dict()["weight"]), float(state.loss(torch.tensor(1.0), 1, step_token_count=1))
@@ -145,11 +141,7 @@ def parallelize_badly(adapter: str, rings: RingSpec, options: Mapping[str, Any])
     ring = ring_here(adapter, rings)
     if ring is None:
         return None
-    return ending(
-        lambda: backend(adapter).parallelize(
-            OneParameter(), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **options
-        )
-    )
+    return ending(lambda: backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **options))
 
 
 def has_open_connections() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
-from ring_backends.testing.models import Normalized, TwoLayers
+from ring_backends.testing.models import Normalized, TwoLayers, unit_sgd
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
 from ring_backends.testing.training_runs import State
 from ring_backends.testing.unequal_ranks import NUM_RANKS, check_states, rows_of, sgd
@@ -150,9 +150,7 @@ def train_with_hooks(adapter: str, options: Mapping[str, Any]) -> float:
     for parameter in model.parameters():
         nn.init.zeros_(parameter)
     model.get_parameter("layers.1.bias").register_hook(lambda grad: 2 * grad)
-    state = backend(adapter).parallelize(
-        model, lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring_here(adapter, TWO), **options
-    )
+    state = backend(adapter).parallelize(model, unit_sgd, ring_here(adapter, TWO), **options)
     layers = [0, 1] if dist.get_rank() == 0 else [0]
     state.backward(state.loss(3 * state.model(torch.zeros(1, 4), 0, layers).sum(), 1, 1))
     state.step()

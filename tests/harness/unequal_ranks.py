@@ -18,7 +18,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter
+from ring_backends.testing.models import BlocksOfExperts, Normalized, OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, backend, ring_here
 from ring_backends.testing.training_runs import State
 from ring_backends.testing.world import World
@@ -136,9 +136,7 @@ def too_many_backwards(adapter: str, options: Mapping[str, Any]) -> tuple[Ended,
 
 
 def parallelize_one(adapter: str, ring: Ring | None, options: Mapping[str, Any], **more: Any) -> Any:
-    return backend(adapter).parallelize(
-        OneParameter(), lambda parameters: torch.optim.SGD(parameters, lr=1.0), ring, **{**options, **more}
-    )
+    return backend(adapter).parallelize(OneParameter(), unit_sgd, ring, **{**options, **more})
 
 
 def train_with_weights(adapter: str, options: Mapping[str, Any]) -> tuple[float, float, int, float]:
