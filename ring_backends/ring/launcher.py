@@ -13,15 +13,10 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Values of MASTER_ADDR with which all ranks are on one host."""
 
 _SLURM_NAMES = (
-    "PROCID",
-    "LOCALID",
-    "NODEID",
-    "STEP_NUM_NODES",
-    "STEP_NODELIST",
-    "STEP_TASKS_PER_NODE",
-    "JOB_ID",
-    "STEP_ID",
+    *("PROCID", "LOCALID", "STEP_NODELIST", "STEP_NUM_NODES"),
+    *("STEP_TASKS_PER_NODE", "JOB_ID", "STEP_ID", "NODEID"),
 )
+"""The variables that srun sets for each task, without SLURM_."""
 _REMEDY = "start the program with torchrun, or set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT."
 
 
@@ -98,17 +93,7 @@ def _slurm_tasks() -> int:
 
 def _from_slurm() -> dict[str, str]:
     """torchrun's variables, from those that srun sets for each task."""
-    names = (
-        "PROCID",
-        "LOCALID",
-        "STEP_NODELIST",
-        "STEP_NUM_NODES",
-        "STEP_TASKS_PER_NODE",
-        "JOB_ID",
-        "STEP_ID",
-        "NODEID",
-    )
-    missing = [f"SLURM_{name}" for name in names if f"SLURM_{name}" not in os.environ]
+    missing = [f"SLURM_{name}" for name in _SLURM_NAMES if f"SLURM_{name}" not in os.environ]
     tasks = _slurm_tasks()
     if missing:
         raise ValueError(
@@ -122,7 +107,7 @@ def _from_slurm() -> dict[str, str]:
             "tasks, or set RANK as well."
         )
     rank, local_rank, nodes, num_nodes, tasks_per_node, job, step, node = (
-        os.environ[f"SLURM_{name}"] for name in names
+        os.environ[f"SLURM_{name}"] for name in _SLURM_NAMES
     )
     return {
         "RANK": rank,
