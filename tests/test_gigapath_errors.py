@@ -246,7 +246,7 @@ def other_weights_here() -> Ended:
     model = cases.make_model()
     if torch.distributed.get_rank() == 1:
         nn.init.zeros_(model.encoder.layers[1].ffn.fc1.bias)
-    ring = new_ring(cases.ADAPTER, TWO_OF_TWO, timeout=60)
+    ring = new_ring(cases.ADAPTER, TWO_OF_TWO)
     return ending(lambda: use_own(model, ring))
 
 
