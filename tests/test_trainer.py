@@ -11,14 +11,14 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from native_ranks import assert_near, world_of
-from trainer_cases import CASES, assert_equal, bf16_losses, evaluations, resume, run
+from trainer_cases import CASES, OTHERS, assert_equal, bf16_losses, evaluations, resume, run
 
 from ring_backends.testing.world import World
 
 PRELOAD = ["transformers.trainer", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
 
 
-two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
+two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
 
 
 LONG = pytest.mark.matrix(reason="trains four models")
@@ -38,6 +38,12 @@ def test_two_ranks(two: World, name: str) -> None:
 def test_two_by_two(four: World, name: str) -> None:
     expected = run(name, None)
     assert_equal(four.run(run, name, 2, "zigzag"), expected)
+
+
+@pytest.mark.slow(reason="trains eleven models")
+@pytest.mark.parametrize("name", ["gemma2", "gpt-oss-lora", "mistral-packed", "modernbert", "qwen3-packed", *OTHERS])
+def test_three_ranks(three: World, name: str) -> None:
+    assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
 
 
 @LONG

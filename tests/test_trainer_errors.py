@@ -110,6 +110,10 @@ def own_loss(trainer: Any) -> None:
     trainer.__class__ = OwnLoss
 
 
+def classifier(trainer: Any) -> None:
+    trainer.model = trainer.model_wrapped = make_model("llama", task="sequence")
+
+
 def wrapped(trainer: Any) -> None:
     trainer.model_wrapped = torch.nn.Sequential(trainer.model)
 
@@ -122,6 +126,11 @@ def wrapped(trainer: Any) -> None:
         ({"eval_use_gather_object": True}, None, "eval_use_gather_object: not supported"),
         ({"train_sampling_strategy": "batch_rebalance"}, None, "train_sampling_strategy = 'batch_rebalance'"),
         ({"label_names": ["start_positions"]}, None, "label_names: not supported by a ring"),
+        (
+            {"label_smoothing_factor": 0.1},
+            classifier,
+            "label_smoothing_factor with a sequence classifier: not supported",
+        ),
         ({}, own_loss, "OwnLoss.compute_loss: the loss of a ring"),
         ({}, wrapped, r"a wrapped model: not supported by a ring; call attach\(\) before train"),
         ({"accelerator_config": {"dispatch_batches": True}}, None, "split_batches or dispatch_batches = True"),

@@ -20,7 +20,7 @@ from native_ranks import world_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from trainer_cases import OWN_SIZES, SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
+from trainer_cases import OTHERS, OWN_SIZES, SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
 from trl import (
     DPOConfig,
     DPOTrainer,
@@ -38,7 +38,7 @@ from ring_backends.testing.world import World
 pytestmark = pytest.mark.matrix(reason="only the environments of the matrix have TRL")
 
 PRELOAD = ["trl", "transformers.models.llama.modeling_llama", "ring_backends.integrations.trainer"]
-two, four = world_of(2, *PRELOAD), world_of(4, *PRELOAD)
+two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
 
 STEPS, WORDS = 10, 18
 TEMPLATE = (
@@ -137,6 +137,9 @@ CASES = {
 }
 
 
+PACKED_CASES = {f"packed-{kind}": Case(kind=kind, config=PACKED) for kind in ("gemma2", "gpt_oss", *OTHERS)}
+
+
 def loss_of_next_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     logits = outputs.logits[:, :-1].flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum") / num_items_in_batch
@@ -179,7 +182,7 @@ def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
     """Train ten steps and evaluate."""
-    case = CASES[name]
+    case = {**CASES, **PACKED_CASES}[name]
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, folder, num_rings(ring_size))
         if ring_size is not None:
@@ -202,6 +205,12 @@ def test_two_ranks(two: World, name: str) -> None:
     expected = run(name, None)
     for layout in ("contiguous", "zigzag"):
         assert_equal(two.run(run, name, 2, layout), expected)
+
+
+@pytest.mark.slow(reason="trains eight models")
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_three_ranks(three: World, name: str) -> None:
+    assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
 
 
 def test_two_by_two(four: World) -> None:

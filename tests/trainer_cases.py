@@ -27,13 +27,15 @@ from ring_backends.integrations.transformers import IGNORED
 
 N, VOCABULARY, STEPS = 45, 23, 10
 
-CausalKind = Literal["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe"]
+OtherKind = Literal["gemma3_text", "qwen2", "phi3", "cohere2", "llama4_text", "deepseek_v3"]
+CausalKind = Literal["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", OtherKind]
 Kind = Literal[CausalKind, "bert", "modernbert"]
 Task = Literal["tokens", "sequence", "embedding"]
 SIZES: dict[str, Any] = {
     **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0},
 }
+LAYERS = ["sliding_attention", "full_attention"]
 OWN_SIZES: dict[Kind, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
     "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
@@ -46,6 +48,19 @@ OWN_SIZES: dict[Kind, dict[str, Any]] = {
         **{"moe_intermediate_size": 16, "output_router_logits": True, "router_aux_loss_coef": 0.5},
     },
     "gpt_oss": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "num_local_experts": 4},
+    "gemma3_text": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "layer_types": LAYERS},
+    "qwen2": {"num_key_value_heads": 2, "use_sliding_window": True, "sliding_window": 16, "layer_types": LAYERS},
+    "phi3": {"num_key_value_heads": 2, "sliding_window": 16},
+    "cohere2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 16, "layer_types": LAYERS},
+    "llama4_text": {
+        **{"num_key_value_heads": 2, "head_dim": 8, "attention_chunk_size": 16, "intermediate_size_mlp": 48},
+        **{"num_local_experts": 2, "no_rope_layers": [1, 0], "floor_scale": 4},
+    },
+    "deepseek_v3": {
+        **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
+        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+        **{"num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    },
 }
 
 
@@ -143,6 +158,10 @@ CASES = {
     "mean-classifier": Case("modernbert", task="sequence", fields={"num_labels": 3, "classifier_pooling": "mean"}),
     "embedding": Case("bert", task="embedding", loss_func=True, arguments=KEEP_LABELS),
 }
+
+
+OTHERS = {kind: Case(kind) for kind in get_args(OtherKind)}
+"""Models whose layers are tested by themselves, too."""
 
 
 def num_rings(ring_size: int | None) -> int:
@@ -267,10 +286,11 @@ def assert_equal(by_rank: list[dict[str, Any]], expected: dict[str, Any]) -> Non
 def run(name: str, ring_size: int | None, layout: Any = "contiguous", strategy: str = "ddp") -> dict[str, Any]:
     """Train, predict and evaluate."""
     with tempfile.TemporaryDirectory() as folder:
-        trainer = make_attached(CASES[name], ring_size, folder, layout, **arguments_of(strategy, ring_size))
-        with torch.autograd.graph.save_on_cpu() if CASES[name].saved_on_cpu else contextlib.nullcontext():
+        case = {**CASES, **OTHERS}[name]
+        trainer = make_attached(case, ring_size, folder, layout, **arguments_of(strategy, ring_size))
+        with torch.autograd.graph.save_on_cpu() if case.saved_on_cpu else contextlib.nullcontext():
             trainer.train()
-        return results_of(trainer, CASES[name])
+        return results_of(trainer, case)
 
 
 def arguments_of(strategy: str, ring_size: int | None) -> dict[str, Any]:
