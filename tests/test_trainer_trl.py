@@ -137,7 +137,12 @@ CASES = {
 }
 
 
-PACKED_CASES = {f"packed-{kind}": Case(kind=kind, config=PACKED) for kind in ("gemma2", "gpt_oss", *OTHERS)}
+OTHER_CASES = {kind: Case(kind=kind, config=PACKED) for kind in ("gemma2", *sorted(OTHERS.keys() - {"llama4_text"}))}
+OTHER_CASES["gpt_oss"] = Case(kind="gpt_oss")
+"""Models whose layers are tested by themselves, too.
+
+TRL's head does not run Llama 4. Without FlashAttention, gpt-oss lets packed documents see each other on one process.
+"""
 
 
 def loss_of_next_tokens(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -182,7 +187,7 @@ def make_trainer(case: Case, folder: str, rings: int, **options: Any) -> Any:
 
 def run(name: str, ring_size: int | None, layout: Any = "contiguous") -> dict[str, Any]:
     """Train ten steps and evaluate."""
-    case = {**CASES, **PACKED_CASES}[name]
+    case = {**CASES, **OTHER_CASES}[name]
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(case, folder, num_rings(ring_size))
         if ring_size is not None:
@@ -207,8 +212,8 @@ def test_two_ranks(two: World, name: str) -> None:
         assert_equal(two.run(run, name, 2, layout), expected)
 
 
-@pytest.mark.slow(reason="trains eight models")
-@pytest.mark.parametrize("name", PACKED_CASES)
+@pytest.mark.slow(reason="trains seven models")
+@pytest.mark.parametrize("name", OTHER_CASES)
 def test_three_ranks(three: World, name: str) -> None:
     assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))
 

@@ -58,7 +58,7 @@ OWN_SIZES: dict[Kind, dict[str, Any]] = {
     },
     "deepseek_v3": {
         **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-        **{"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+        **{"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
         **{"num_experts_per_tok": 2, "first_k_dense_replace": 1},
     },
 }
