@@ -199,15 +199,9 @@ def test_slurm_restarts_a_job_whose_rank_is_killed(slurm, tmp_path):
 def test_pytorchjob(tmp_path):
     """Two pods of a PyTorchJob without torchrun. 127.0.0.2 stands for the address of the first pod."""
     (tmp_path / "ring.py").write_text(code("getting-started.md", "ring.py"))
+    world = {**POD, "MASTER_ADDR": "127.0.0.2", "MASTER_PORT": "23457", "PET_NNODES": "2", "WORLD_SIZE": "2"}
     pods = [
-        start(
-            ["ring.py"],
-            tmp_path,
-            environment(
-                **{**POD, "MASTER_ADDR": "127.0.0.2", "PET_NNODES": "2", "WORLD_SIZE": "2", "MASTER_PORT": "23457"},
-                **{"RANK": str(rank), "PET_NODE_RANK": str(rank)},
-            ),
-        )
+        start(["ring.py"], tmp_path, environment(**{**world, "RANK": str(rank), "PET_NODE_RANK": str(rank)}))
         for rank in range(2)
     ]
     outputs = [pod.communicate(timeout=420) for pod in pods]
