@@ -465,8 +465,7 @@ class _SlideEncoder:
                 f"coords has values from {low:g} to {high:g}: expected pixels from 0 to below {limit}, tile_size × "
                 "slide_ngrids; use the level of the tiles, or a slide encoder with a larger slide_ngrids."
             )
-        num_places = len(places.unique())
-        if 2 * num_places < len(places) and self.ring.rank == 0:
+        if self.ring.rank == 0 and 2 * (num_places := len(places.unique())) < len(places):
             warnings.warn(
                 f"coords puts the {len(places)} tiles of slide {index} on {num_places} places of {model.tile_size} × "
                 f"{model.tile_size} pixels: GigaPath gives tiles on one place the same positional embedding. coords "
