@@ -11,7 +11,17 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from native_ranks import assert_near, world_of
-from trainer_cases import CASES, OTHERS, assert_equal, bf16_losses, evaluations, resume, run
+from trainer_cases import (
+    CASES,
+    OTHERS,
+    assert_equal,
+    bf16_losses,
+    evaluation_of_embeddings,
+    evaluations,
+    resume,
+    run,
+    unlabelled,
+)
 
 from ring_backends.testing.world import World
 
@@ -82,3 +92,16 @@ def test_evaluations_with_short_last_batches(two: World, average: bool, loss_fun
     expected = torch.tensor(evaluations(None, average, loss_func))
     for found in two.run(evaluations, 1, average, loss_func):
         assert_near(torch.tensor(found), expected, 1e-5)
+
+
+@LONG
+def test_evaluation_of_embeddings_with_a_short_last_batch(two: World) -> None:
+    """Labels of whole sequences stay as they are."""
+    losses = two.run(evaluation_of_embeddings, 1)
+    assert losses[0] == losses[1] > 0
+
+
+@LONG
+def test_a_classifier_without_labels(two: World) -> None:
+    expected = "the batch has input_ids, attention_mask, and no labels: there is no loss; add labels."
+    assert two.run(unlabelled, 2) == [expected] * 2

@@ -369,6 +369,24 @@ def run_accelerate(name: str, ring_size: int | None, layout: Any = "contiguous")
     }
 
 
+def evaluation_of_embeddings(ring_size: int) -> float:
+    """The evaluation loss of 3 sequences, the last of which fills up the batch of the second ring."""
+    case = CASES["embedding"]
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_attached(case, ring_size, folder)
+        return float(trainer.evaluate(Documents(3, task=case.task))["eval_loss"])
+
+
+def unlabelled(ring_size: int) -> str:
+    """The error of a classifier without labels."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_attached(CASES["classifier"], ring_size, folder)
+        inputs = {name: value[None] for name, value in Documents(1)[0].items() if name != "labels"}
+        with pytest.raises(ValueError) as raised:  # noqa: PT011 - the test compares the message
+            trainer.compute_loss(trainer.model, inputs)
+        return str(raised.value)
+
+
 def evaluations(ring_size: int | None, average: bool, loss_func: bool) -> list[float]:
     """Evaluation losses of data sets whose last batches are not full."""
     case = Case(loss_func=loss_func)

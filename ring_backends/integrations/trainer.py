@@ -149,9 +149,8 @@ def _is_of_trl(trainer: Any) -> bool:
     """
     for name in ("SFT", "DPO", "KTO", "Reward"):
         module: Any = sys.modules.get(f"trl.trainer.{name.lower()}_trainer")
-        has_results = name == "Reward" or hasattr(module, "add_fused_lm_head")  # from TRL 1.15 on
-        if has_results and type(trainer).compute_loss is getattr(module, f"{name}Trainer", Trainer).compute_loss:
-            return type(trainer).compute_loss is not Trainer.compute_loss
+        if module is not None and type(trainer).compute_loss is getattr(module, f"{name}Trainer").compute_loss:
+            return name == "Reward" or hasattr(module, "add_fused_lm_head")  # from TRL 1.15 on
     return False
 
 
@@ -163,7 +162,7 @@ class _Attached:
         self.original_prediction_step, self.original_compute_loss = trainer.prediction_step, trainer.compute_loss
         self.is_evaluating = False
         self.is_of_trl, self.is_pooled = _is_of_trl(trainer), sharded.has_own_loss
-        if self.is_of_trl and not self.is_pooled and trainer.compute_loss_func is not None:
+        if self.is_of_trl and trainer.compute_loss_func is not None:
             trainer.compute_loss_func = self._over_whole_logits(trainer.compute_loss_func)
         takes_num_items, smoother = sharded.takes_num_items, trainer.label_smoother
         # Some models, and the label smoother of older releases, ignore num_items_in_batch.
@@ -187,7 +186,8 @@ class _Attached:
             finally:
                 del trainer.get_tp_size
         if trainer.compute_loss_func is not None:
-            labels, shape = inputs.pop("labels", None), inputs["input_ids"].shape
+            labels: Any = inputs.pop("labels", None)
+            shape = inputs["input_ids"].shape
             if self.is_evaluating and num_items_in_batch is not None:  # a ring may have no label
                 own: Any = labels_of_rows({"labels": labels}, self.label_of)
                 num_items_in_batch = trainer.accelerator.gather((own != IGNORED).sum()).sum()
@@ -195,13 +195,13 @@ class _Attached:
             outputs = self._whole(model(**inputs), shape)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
+        elif all(inputs.get(name) is None for name in LABELS):
+            raise ValueError(f"the batch has {', '.join(inputs)}, and no labels: there is no loss; add labels.")
         elif self.is_pooled:  # the head computes the mean over the sequences of this ring
             outputs = model(**inputs)
             loss, is_mean_of_rings = outputs["loss"], False
         else:
             labels = labels_of_rows(inputs, self.label_of)
-            if labels is None:
-                raise ValueError(f"the batch has {', '.join(inputs)}, and no labels: there is no loss; add labels.")
             # Without average_tokens_across_devices, num_items_in_batch is that of this ring. In an evaluation a ring
             # may have no label, and the loss is that of all rings.
             is_own_count = self.is_evaluating and not is_mean_of_rings
@@ -233,21 +233,21 @@ class _Attached:
         return loss, logits, labels
 
     def _without_repetitions(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Ignore the labels of the sequences that fill up the last batch of a data set.
+        """Ignore the labels of rows of the sequences that fill up the last batch of a data set.
 
         Accelerate takes them from the beginning of the data set, and removes their results, so that only the loss would
         count them.
         """
         state, size = self.trainer.accelerator.gradient_state, self.trainer.args.eval_batch_size
-        if not state.end_of_dataloader or state.remainder < 1 or not LABELS & inputs.keys():
+        names = [name for name in LABELS & inputs.keys() if inputs[name].shape == inputs["input_ids"].shape]
+        if not state.end_of_dataloader or state.remainder < 1 or not names:
             return inputs
         input_ids = inputs["input_ids"]
         sequences = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
         if len(input_ids) < size:  # a collator has packed the sequences into one
             sequences = documents_of(inputs)
         is_repeated = sequences >= state.remainder - self.ring.data_rank * size
-        masked = {name: inputs[name].masked_fill(is_repeated, IGNORED) for name in LABELS & inputs.keys()}
-        return {**inputs, **masked}
+        return {**inputs, **{name: inputs[name].masked_fill(is_repeated, IGNORED) for name in names}}
 
     def _over_whole_logits(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A ``compute_loss_func`` that gets the outputs of one rank."""
