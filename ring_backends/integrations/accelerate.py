@@ -63,8 +63,8 @@ def attach(
     Args:
         accelerator: an ``accelerate.Accelerator``. If its ParallelismConfig has a cp axis, that axis becomes the ring,
             and Accelerate's own context parallelism is off.
-        model: a causal or masked language model of transformers, a token classifier, or a model without a head; also
-            within a ``PeftModel``.
+        model: a causal or masked language model of transformers, a token or sequence classifier, or a model without a
+            head; also within a ``PeftModel``.
         segment_lengths, dilation_rates: the pattern that takes the place of full attention, as in
             :class:`~ring_backends.DilatedPattern`. Without one, every layer computes the attention that the model's
             configuration says, on all ranks.

@@ -35,7 +35,6 @@ class _Call:
     ring: Ring
     arguments: Mapping[str, Any]
     counts: Tensor | None
-    seq_len: int
 
 
 class PooledHead:
@@ -70,7 +69,7 @@ class PooledHead:
 
         Args:
             batch: the arguments of the model for whole sequences, with ``labels`` of the head.
-            local: those for this rank's rows, and options.
+            local: those for this rank's rows, with ``seq_len``, and options.
 
         Returns:
             The arguments with which to call the model.
@@ -83,7 +82,7 @@ class PooledHead:
             counts = ring.shard(mask != 0)
         elif counted == "tokens" and padding is not None:
             counts = ring.shard(input_ids != padding)
-        self.call = _Call(ring, local, counts, input_ids.shape[1])
+        self.call = _Call(ring, local, counts)
         if not self.is_classifier:
             return dict(local)
         labels = {"labels": batch["labels"]} if "labels" in batch else {}
@@ -126,7 +125,7 @@ class PooledHead:
                 f"model = {type(self.model).__name__}: its pooler gets one row, and not the rows to pool; use the "
                 "model without a head, and pool its rows with ring.pool()."
             )
-        return call.ring.pool(rows, mask=call.counts, how=way[0], seq_len=call.seq_len).unsqueeze(1)
+        return call.ring.pool(rows, call.counts, way[0], seq_len=call.arguments["seq_len"]).unsqueeze(1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_body(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

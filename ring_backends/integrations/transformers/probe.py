@@ -93,40 +93,16 @@ def probe(model: Any, without: str, outer: nn.Module | None = None, ignored: Seq
     return _Probe(model, without, outer or model, ignored).findings()
 
 
-def probe_pooling(head: PooledHead, outer: nn.Module) -> None:
+def probe_pooling(head: PooledHead, without: str, outer: nn.Module) -> None:
     """Find out how a head pools rows, on one device: compare its results with those for one pooled row.
 
     Args:
-        outer: the ``PeftModel`` of the model, or the model.
+        without, outer: as in :func:`probe`.
 
     Raises:
         ValueError: the head pools rows in no way that :meth:`ring_backends.Ring.pool` knows.
     """
-    batch = _batch(head.model)
-    padding = head.model.config.get_text_config().pad_token_id
-    if padding is None:  # some heads then refuse several sequences
-        batch = {name: rows[1:2] for name, rows in batch.items()}
-    else:
-        batch["input_ids"][0, -1] = padding  # the mask counts this token
-    ring, output = Ring(), "logits" if head.is_classifier else "pooler_output"
-    options = {"return_dict": True, "use_cache": False}
-    names = inspect.signature(head.body.forward).parameters
-    local = {**batch, "seq_len": _LEN, **{name: options[name] for name in options if name in names}}
-
-    def result() -> Tensor:
-        found: Tensor = outer(**head.begin(ring, batch, local))[output]
-        head.call = None
-        return found
-
-    with _at_rest(outer), _with_whole_parameters(head.model):
-        expected = result()
-        for head.way in WAYS:
-            if not _differ(expected, result(), None):
-                return
-    raise ValueError(
-        f"model = {type(head.model).__name__}: its head pools rows in another way than their mean, their maximum, the "
-        "first or the last of them; use the model without a head, and pool its rows with ring.pool()."
-    )
+    _Probe(head.model, without, outer).find_pooling(head)
 
 
 _found: weakref.WeakKeyDictionary[Any, Findings | None] = weakref.WeakKeyDictionary()
@@ -218,7 +194,7 @@ def probe_once(model: Any, registration: Registration) -> Findings | None:
 
 
 class _Probe:
-    def __init__(self, model: Any, without: str, outer: nn.Module, ignored: Sequence[str]) -> None:
+    def __init__(self, model: Any, without: str, outer: nn.Module, ignored: Sequence[str] = ()) -> None:
         self.model, self.without, self.outer, self.ignored = model, without, outer, ignored
         self.parameters = inspect.signature(model.forward).parameters
         self.batch: dict[str, Any] = _batch(model)
@@ -241,6 +217,33 @@ class _Probe:
             if self._numbers_rows(shards, parts):
                 self._refuse("it numbers its rows itself")
             return self._compare_with_defaults(whole, first_position)
+
+    def find_pooling(self, head: PooledHead) -> None:
+        padding = self.model.config.get_text_config().pad_token_id
+        if padding is None:  # some heads then refuse several sequences
+            batch = {name: rows[1:2] for name, rows in self.batch.items()}
+        else:
+            batch = {**self.batch, "input_ids": self.batch["input_ids"].clone()}
+            batch["input_ids"][0, -1] = padding  # the mask counts this token
+        output = "logits" if head.is_classifier else "pooler_output"
+        local = {**batch, "seq_len": _LEN}
+        if "use_cache" in inspect.signature(head.body.forward).parameters:
+            local["use_cache"] = False
+
+        def result() -> Tensor:
+            found: Tensor = self._run(lambda: self.outer(**head.begin(Ring(), batch, local))[output])
+            head.call = None
+            return found
+
+        with _at_rest(self.outer), _with_whole_parameters(self.model):
+            expected = result()
+            for head.way in WAYS:
+                if not _differ(expected, result(), None):
+                    return
+        raise ValueError(
+            f"model = {type(self.model).__name__}: its head pools rows in another way than their mean, their maximum, "
+            "the first or the last of them; use the model without a head, and pool its rows with ring.pool()."
+        )
 
     def _compare_with_defaults(self, whole: Outputs, first_position: int) -> Findings:
         """Compare with a call as on one device, without position_ids, and with labels."""

@@ -10,7 +10,7 @@ import copy
 import inspect
 import secrets
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -128,18 +128,19 @@ def put_on_ring(
         with attention.ring.report_refusals():
             inner.set_attn_implementation(name)
             sharded.check_implementation("it has an attention of its own; use a model of the attention interface")
-            has_values = not any(parameter.is_meta for parameter in inner.parameters())
-            if sharded.head is not None and not (probe and has_values):
-                raise ValueError(
-                    f"model = {type(inner).__name__}: how its head pools rows is found out by a probe, which needs "
-                    "probe=True, and parameters on another device than meta."
-                )
-            skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
-            if sharded.head is not None:
-                sharded.use(probe_model(sharded.head.body, skip, ignored=("pooler_output",)))
-                probe_pooling(sharded.head, model)
-            elif probe and has_values:
+            can_probe = probe and not any(parameter.is_meta for parameter in inner.parameters())
+            if sharded.head is None and can_probe:
+                skip = "use_ring(…, probe=False) and attach(…, probe=False) skip this check"
                 sharded.use(probe_model(inner, skip, model))
+            elif sharded.head is not None:
+                needed = "A head that pools rows needs this check, which finds out how it pools"
+                if not can_probe:
+                    raise ValueError(
+                        f"model = {type(inner).__name__}: how its head pools rows is found out by a probe, which needs "
+                        "probe=True, and parameters on another device than meta."
+                    )
+                sharded.use(probe_model(sharded.head.body, needed, ignored=("pooler_output",)))
+                probe_pooling(sharded.head, needed, model)
     except Exception:
         inner.set_attn_implementation(own_implementation)
         if sharded.head is not None:
@@ -194,7 +195,6 @@ class ShardedForward:
         self.inner, self.ring, self.attn_implementation = inner, ring, attn_implementation
         self.label_smoothing = label_smoothing
         self.models = models_of(inner)
-        self.names = [*inspect.signature(inner.forward).parameters]
         self.first_position = first_position_of(inner.config)
         self.skips_padding = self.first_position > 0
         self.takes_num_items: bool | None = None
@@ -250,16 +250,17 @@ class ShardedForward:
         self.end()
         if current_step.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
-        batch = {name: value for name, value in self._by_name(args, kwargs) if value is not None}
+        names = [*inspect.signature(self.inner.forward).parameters]  # train() may put Liger's forward in its place
+        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        batch = {name: value for name, value in by_name.items() if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
         self.batches.compare(batch, self._findings)
         given = dict(batch)
         num_items, labels = batch.pop("num_items_in_batch", None), labels_of_rows(batch, self.label_of)
         is_fused = batch.get("fused_lm_head", False)  # TRL's own head: it returns log-probabilities, and no logits
-        # Liger's forward, which train() puts in place, computes the sum of the losses without logits.
-        is_of_liger = "skip_logits" in inspect.signature(self.inner.forward).parameters
-        has_sum = is_of_liger and batch.pop("skip_logits", self.inner.training)
+        # Liger's forward computes the sum of the losses without logits.
+        has_sum = "skip_logits" in names and batch.pop("skip_logits", self.inner.training)
         if labels is not None and not is_fused and not self.has_own_loss:
             self.labels = self.ring.shard(labels)
             self.count = (labels != IGNORED).sum() if num_items is None else num_items
@@ -268,7 +269,7 @@ class ShardedForward:
             self.fused_len = batch["input_ids"].shape[1]
             self.fused_columns = self.fused_len - ("shift_labels" not in given)
             batch["shift_labels"] = labels
-        if "use_cache" in self.names:
+        if "use_cache" in names:
             batch["use_cache"] = False
         if self.skips_padding and "position_ids" not in batch and not marks_documents(batch):
             with self.ring.report_refusals():
@@ -326,10 +327,6 @@ class ShardedForward:
     def has_own_loss(self) -> bool:
         """Whether the model computes its loss, from a result for the whole sequence."""
         return self.head is not None and self.head.is_classifier
-
-    def _by_name(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-        yield from zip(self.names, args, strict=False)
-        yield from kwargs.items()
 
     def _has_router_loss(self, batch: Mapping[str, Any]) -> bool:
         configured = getattr(self.inner.config.get_text_config(), "output_router_logits", False)
