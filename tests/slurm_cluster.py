@@ -17,8 +17,8 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sin
 _SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 _PATIENCE = 120.0  # seconds for a daemon to start
 
-# There are more CPUs than cores, so that a step has the tasks that a test needs. KillWait shortens the time until a
-# requeued job starts again.
+# There are more CPUs than cores, so that a step has the tasks that a test needs. KillWait and sched_interval shorten the
+# time until a requeued job starts again.
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
@@ -42,6 +42,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 ReturnToService=2
 KillWait=2
+SchedulerParameters=sched_interval=2
 MailProg=/bin/true
 NodeName={host} NodeAddr=127.0.0.1 CPUs=8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP
@@ -91,6 +92,11 @@ class SlurmCluster:
         return subprocess.run(
             command, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=60, check=True
         ).stdout
+
+    @property
+    def log(self) -> str:
+        """The end of what the controller has logged."""
+        return (self._folder / "slurmctld.log").read_text(errors="replace")[-4000:]
 
     def _start(self) -> None:
         folder = self._folder

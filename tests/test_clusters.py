@@ -122,13 +122,15 @@ class Job:
 
     def wait(self, timeout: float) -> str:
         """Wait until the job has completed. Returns its output."""
-        deadline = time.monotonic() + timeout
+        deadline, is_hastened = time.monotonic() + timeout, False
         while (state := self.properties["JobState"]) in ("PENDING", "RUNNING", "COMPLETING"):
             assert time.monotonic() < deadline, f"{self.properties}\n{self.output}"
-            if state == "PENDING" and self.properties["Reason"] == "BeginTime":  # Slurm delays a requeued job by 2 min
-                self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now")
+            if state == "PENDING" and self.properties["Reason"] == "BeginTime" and not is_hastened:
+                # Slurm delays a requeued job by 2 min. In the second of the requeue, the node refuses to start the job.
+                self._slurm.run("scontrol", "update", f"JobId={self.id}", "StartTime=now+5seconds")
+                is_hastened = True
             time.sleep(0.5)
-        assert state == "COMPLETED", f"{state}\n{self.output}"
+        assert state == "COMPLETED", f"{state}\n{self.output}\n{self._slurm.log}"
         return self.output
 
 

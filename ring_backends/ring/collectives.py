@@ -35,6 +35,9 @@ FILE_TIMEOUT = timedelta(minutes=30)
 _EXPECTED, _OTHER = "=", "!"
 """The first character of an error's text: whether the error has the expected class."""
 
+_BROKEN_CONNECTION = ("gloo/transport/", "ncclRemoteError")
+"""Texts in errors of gloo and NCCL that only a lost or late peer causes."""
+
 _NUMBERS = 8
 _COMPARISON = Configuration({"order of calls": "a comparison"})
 
@@ -220,7 +223,9 @@ def framework_collectives(
             raise
         is_of_a_connection = isinstance(error, (dist.DistError, RingPeerError)) or "gloo" in str(error)
         if isinstance(error, RuntimeError) and (
-            waited.is_ended or (is_of_a_connection and ring.agreement.peer_has_failed())
+            waited.is_ended
+            or any(mark in str(error) for mark in _BROKEN_CONNECTION)
+            or (is_of_a_connection and ring.agreement.peer_has_failed())
         ):
             what = f"rank {ring.rank} waited in {name} for the collectives of the framework"
             late = dataclasses.replace(call, end=time.monotonic() + grace(call.timeout))

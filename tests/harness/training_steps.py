@@ -5,6 +5,8 @@ If a framework cannot execute the step of a rank, every rank raises and no rank 
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -124,6 +126,15 @@ def raise_in_backward(adapter: str, options: Mapping[str, Any]) -> tuple[Ended, 
     return ended, ending(state.step), ending(lambda: state.backward(out.sum()))
 
 
+def die_in_backward(adapter: str, options: Mapping[str, Any]) -> None:
+    """A rank is killed in backward, so that the others wait for it, or lose it, in the reduction of gradients."""
+    state = backend(adapter).parallelize(TwoLayers(), sgd, new_ring(adapter, TWO), **options)
+    out = state.model(rows_of(dist.get_rank(), 0), 0)
+    if dist.get_rank() == ODD_RANK:
+        out.register_hook(lambda grad: os.kill(os.getpid(), signal.SIGKILL))
+    state.backward(state.loss(out.sum(), 1, 4))
+
+
 def _of_another_parameter(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=1.0)
 
@@ -221,6 +232,14 @@ class TrainingStepTests(AdapterSuite):
             for later in (step, backward):
                 later.check(RuntimeError, within=AT_ONCE)
             assert "backward() raised" in backward.message, backward
+
+    @requires("training", "a lost rank")
+    def test_a_rank_that_dies_in_a_backward_is_reported(self) -> None:
+        with World(4, preload=[self.adapter]) as ranks:
+            outcomes = ranks.run_collect(die_in_backward, self.adapter, self.framework_options)
+        assert outcomes.pop(ODD_RANK).status == "died"
+        for outcome in outcomes:
+            assert outcome.raised(RingPeerError), outcome
 
     @core
     @requires("training")
