@@ -17,8 +17,8 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "sin
 _SBIN = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin"])
 _PATIENCE = 120.0  # seconds for a daemon to start
 
-# There are more CPUs than cores, so that a step has the tasks that a test needs. KillWait and sched_interval shorten the
-# time until a requeued job starts again.
+# There are more CPUs than cores, so that a step has the tasks that a test needs. KillWait and sched_interval shorten
+# the time until a requeued job starts again.
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)

@@ -265,6 +265,40 @@ def test_models_that_a_ring_cannot_run_are_refused_by_name(
         assert right.error == "no error", right
 
 
+class MaskRecorder(native.RingDilatedAttention):
+    """An attention that remembers whether its calls had a mask."""
+
+    had_mask: list[bool]
+
+    def forward(self, *rows: Tensor, **options: Any) -> Tensor:
+        self.had_mask.append(options.get("key_padding_mask") is not None)
+        out: Tensor = super().forward(*rows, **options)
+        return out
+
+
+def masks_of_layers(ring: Ring, kind: str, num_padding: int, *, is_plain_call: bool = False) -> set[bool]:
+    """Whether the layers of a model got a mask. Padding is at the end of the second sequence."""
+    attention = MaskRecorder(*DILATED, ring=ring)
+    attention.had_mask = had_mask = []
+    register(attention)
+    inputs = {"input_ids": make_inputs(padded=False)[0]["input_ids"], "attention_mask": torch.ones(2, N)}
+    inputs["attention_mask"][1, N - num_padding :] = 0
+    model = make_model(kind)
+    model(**inputs) if is_plain_call else model(**shard_inputs(ring, **inputs))
+    return {*had_mask}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_mask_without_padding_costs_nothing(pair: World, kind: str, layout: str) -> None:
+    """Kernels take longer with a mask. Either all ranks or no rank pass one."""
+    for num_padding in (0, 2):
+        for got in pair.run(on_ring, masks_of_layers, kind, num_padding, layout=layout):
+            assert got == {num_padding > 0}
+        for is_plain_call in (False, True):
+            assert masks_of_layers(Ring(), kind, num_padding, is_plain_call=is_plain_call) == {num_padding > 0}
+
+
 def layers_in_another_order() -> Ended:
     """Make two calls. In the second, rank 1 has the layers in another order."""
     ring = new_ring(ADAPTER, TWO, SHORT)

@@ -260,7 +260,7 @@ class TileRunner:
         return gather_all(tensors, rows_outermost=True, dense=[name in ("out", "grad_out") for name, *_ in parts])
 
     def _contiguous(self, name: str, tensor: Tensor, rows: DilatedRows) -> Tensor:
-        """The rows in memory that all tiles use; in place if they are few, or are those of out, which are read once."""
+        """The rows in memory that all tiles use; in place if they are few, contiguous, or those of out, read once."""
         view = row_view(tensor, rows, None if name == "out" else MIN_COPY_BYTES)
         if view is not None:
             return view

@@ -35,6 +35,16 @@ class _Layout(NamedTuple):
     offset: int
     numel: int
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the rows of a head do not lie one after another. The view is [batch * segments, heads, rows, …]."""
+        step = 1
+        for size, stride in zip(self.size[:1:-1], self.stride[:1:-1], strict=True):
+            if size != 1 and stride != step:
+                return True
+            step *= size
+        return False
+
     def of(self, tensor: Tensor) -> Tensor:
         return tensor.as_strided(self.size, self.stride, tensor.storage_offset() + self.offset)
 
@@ -138,10 +148,13 @@ def gather_all(
 def row_view(tensor: Tensor, rows: DilatedRows, max_bytes: int | None = None) -> Tensor | None:
     """The rows as a view [batch * segments, heads, rows, …].
 
-    Returns None if the tensor's strides do not allow one, or the rows have more than ``max_bytes`` bytes.
+    Returns None if the tensor's strides do not allow one, or if the rows have more than ``max_bytes`` bytes and those
+    of a head do not lie one after another.
     """
     whole = _layouts(tensor, rows).whole
-    if whole is None or (max_bytes is not None and whole.numel * tensor.itemsize > max_bytes):
+    if whole is None:
+        return None
+    if max_bytes is not None and whole.numel * tensor.itemsize > max_bytes and whole.has_gaps:
         return None
     return tensor.as_strided(whole.size, whole.stride, tensor.storage_offset() + whole.offset)
 

@@ -200,6 +200,7 @@ def register_as(name: str, registration: Registration) -> None:
         scaling: float | None = None,
         is_causal: bool | None = None,
         seq_len: int | None = None,
+        has_padding: bool = True,
         position_ids: Tensor | None = None,
         document_ids: Tensor | None = None,
         ring_layout: str | None = None,
@@ -267,7 +268,7 @@ def register_as(name: str, registration: Registration) -> None:
             is_causal=mask.is_causal,
             seq_len=seq_len,
             # Passed even if this rank has no padding, since either all ranks or no rank must pass a mask.
-            key_padding_mask=None if mask.padding is None else ~mask.padding,
+            key_padding_mask=~mask.padding if has_padding and mask.padding is not None else None,
             document_ids=document_ids,
             **what.options,
         )
@@ -295,7 +296,10 @@ def register_as(name: str, registration: Registration) -> None:
                     f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
                     "not supported by a ring; call the model on whole sequences, with use_cache=False."
                 )
-        return read_mask(mask_function, None if attention_mask is None else attention_mask.bool())
+            padding = None if attention_mask is None else attention_mask.bool()
+            if ring.size == 1 and padding is not None and not torch.compiler.is_compiling() and bool(padding.all()):
+                padding = None
+        return read_mask(mask_function, padding)
 
     registered[name] = registration
     AttentionInterface.register(name, forward)

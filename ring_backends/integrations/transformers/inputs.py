@@ -54,9 +54,9 @@ def shard_inputs(
     Returns:
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
         ``row_numbers`` (the number of each row in its document), ``leading_padding`` if a sequence begins with padding,
-        ``seq_len``, and marks by which the layers check that the rows are those of their ring. A loss that the model
-        itself computes is the mean over this rank's labels. For the gradient of the mean over all labels pass a sum to
-        ``state.loss``.
+        ``has_padding`` (whether any token of the batch is padding), ``seq_len``, and marks by which the layers check
+        that the rows are those of their ring. A loss that the model itself computes is the mean over this rank's
+        labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
@@ -101,7 +101,7 @@ def shard_inputs(
         local[PADDED_BEFORE] = True
     if not bool(is_real[:, 0].all()):
         local["leading_padding"] = leading_padding_of(is_real)  # of the whole sequence
-    return {**local, "seq_len": seq_len, "ring_layout": ring.layout_kind}
+    return {**local, "has_padding": not bool(is_real.all()), "seq_len": seq_len, "ring_layout": ring.layout_kind}
 
 
 def leading_padding_of(is_real: Tensor) -> Tensor:
