@@ -96,6 +96,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
     ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
     ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
+    ("Sam3LiteTextTextModel", {}, "Sam3LiteTextTextModel: embeddings.position_embedding"),
     ("StableLmForCausalLM", {}, "StableLmAttention does not pass the arguments of the model on"),
 ]
 
@@ -547,16 +548,18 @@ def test_a_ring_of_one_runs_what_others_refuse() -> None:
 # --- calls that go around the hooks of use_ring() ---------------------------------------------------------------------
 
 
-WAYS_AROUND: dict[str, Callable[[Any], Any]] = {
-    "forward": lambda model: model.forward,
-    "base model": lambda model: model.model,
-    "configuration": lambda model: transformers.LlamaForCausalLM(copy.deepcopy(model.config)),
+WAYS_AROUND: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "forward": ("LlamaForCausalLM", lambda model: model.forward),
+    "forward without a head": ("LlamaModel", lambda model: model.forward),
+    "base model": ("LlamaForCausalLM", lambda model: model.model),
+    "configuration": ("LlamaForCausalLM", lambda model: transformers.LlamaForCausalLM(copy.deepcopy(model.config))),
 }
 
 
 def around_here(way: str) -> Ended:
-    model = on_a_ring(make(), native_ring())
-    return ending(lambda: WAYS_AROUND[way](model)(**batch_of("right")))
+    name, go_around = WAYS_AROUND[way]
+    model = on_a_ring(make(name), native_ring())
+    return ending(lambda: go_around(model)(**batch_of("right")))
 
 
 @pytest.mark.parametrize("way", WAYS_AROUND)
@@ -583,6 +586,40 @@ def test_calls_around_the_hooks_of_peft(pair: World) -> None:
         assert whole.error == again.error == "no error", (whole, again)
         for ended in (base, merged):
             assert "merge_and_unload() or a copy of the configuration, call use_ring()" in ended.message, ended
+
+
+def adapted_later_here(ring: Ring | None = None) -> dict[str, Tensor]:
+    """The logits of all rows, the loss, and this rank's gradients of adapters that a model gets on a ring, or alone."""
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model, batch = make(), batch_of("right")
+    model = peft.get_peft_model(model if ring is None else on_a_ring(model, ring), lora)
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    found = model(**batch, labels=batch["input_ids"])
+    found.loss.backward()
+    logits = found.logits if ring is None else ring.unshard(found.logits, seq_len=N)
+    gradients = {name: x.grad for name, x in model.named_parameters() if x.grad is not None}
+    return {"logits": logits.detach(), "loss": found.loss.detach(), **gradients}
+
+
+def adapted_on_a_ring() -> dict[str, Tensor]:
+    return adapted_later_here(native_ring())
+
+
+def test_adapters_on_a_model_on_a_ring(pair: World) -> None:
+    pytest.importorskip("peft")
+    wanted, by_rank = adapted_later_here(), pair.run(adapted_on_a_ring)
+    is_token = batch_of("right")["attention_mask"].bool()
+    for found in by_rank:
+        assert_near(found.pop("logits")[is_token], wanted["logits"][is_token], 1e-5)
+        assert_near(found.pop("loss"), wanted["loss"], 1e-5)
+        assert len(found) == 2 * len(make().model.layers)
+    for name in by_rank[0]:
+        assert_near(sum(found[name] for found in by_rank) / len(by_rank), wanted[name], 1e-5)
 
 
 def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:
