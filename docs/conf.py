@@ -27,6 +27,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import draw_architecture  # noqa: E402
 import draw_patterns  # noqa: E402
+import draw_ring  # noqa: E402
 
 project = "ring_backends"
 author = "the ring_backends contributors"
@@ -161,7 +162,7 @@ class TestedRuns(SphinxDirective):
 
 def _check_pictures(app: Sphinx) -> None:
     """Warns if a picture differs from the one that its module in docs/ would draw now."""
-    for module in (draw_architecture, draw_patterns):
+    for module in (draw_architecture, draw_patterns, draw_ring):
         if module.PICTURE.read_text(encoding="utf-8") != module.draw():
             message = "%s is out of date: run python docs/%s.py"
             logging.getLogger(__name__).warning(message, module.PICTURE.name, module.__name__)

@@ -24,15 +24,15 @@ PANELS = {
 }
 
 
-def shown(pattern: DilatedPattern) -> Tensor:
+def shown(pattern: DilatedPattern, seq_len: int) -> Tensor:
     """Whether each query of head 0 sees each key in a call that is not causal: bool [queries, keys]."""
-    positions = torch.arange(SEQ_LEN)
-    segments = pattern.segment(0, positions, SEQ_LEN)
-    together = torch.zeros(SEQ_LEN, SEQ_LEN, dtype=torch.bool)
-    for offset in pattern.head_offsets(0, 0, num_heads=1, seq_len=SEQ_LEN):
-        is_covered = pattern.covers(0, offset, positions, SEQ_LEN)
+    positions = torch.arange(seq_len)
+    segments = pattern.segment(0, positions, seq_len)
+    together = torch.zeros(seq_len, seq_len, dtype=torch.bool)
+    for offset in pattern.head_offsets(0, 0, num_heads=1, seq_len=seq_len):
+        is_covered = pattern.covers(0, offset, positions, seq_len)
         together |= is_covered[:, None] & is_covered
-    is_near = (positions[:, None] - positions).abs() <= pattern.reach(0, SEQ_LEN)
+    is_near = (positions[:, None] - positions).abs() <= pattern.reach(0, seq_len)
     return together & (segments[:, None] == segments) & is_near
 
 
@@ -59,7 +59,7 @@ def draw() -> str:
         f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
     ]
     for number, (title, (arguments, pattern)) in enumerate(PANELS.items()):
-        mask = shown(pattern)
+        mask = shown(pattern, SEQ_LEN)
         parts += [
             f'<g transform="translate({MARGIN + number * (side + GAP)} {TOP})">',
             f'<text y="-26" font-size="13" fill="#111">{title}</text>',

@@ -180,6 +180,14 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert "rank 1 of 2" in output
 
 
+def test_the_readme_is_short_and_shows_a_picture_and_an_example_first() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 130
+    first = "\n".join(lines[:40])
+    assert "](docs/ring.svg)" in first
+    assert re.search(r"^```python\n(?:.*\n){5,8}```$", first, re.MULTILINE)
+
+
 def test_the_rooms_are_those_of_the_import_contract() -> None:
     """docs/architecture.md lists the rooms in the order of the contract in setup.cfg."""
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
