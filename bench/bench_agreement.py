@@ -22,10 +22,10 @@ def bench_agreed_call(benchmark: Any) -> None:
         (2048, 8192, 65536), (1, 4, 16), ring=dataclasses.replace(Ring(), agreement=agreement)
     )
     query, key, value = (torch.zeros(1, 64, 8, 64, requires_grad=True) for _ in range(3))
-    inputs, call = attention.check_call(AttentionInputs(query, key, value, is_causal=True))
+    inputs, call = attention._check_call(AttentionInputs(query, key, value, is_causal=True))
 
     def agree() -> int:
-        start = attention.start(call, inputs, needs_gradients=inputs.needs_gradients)
+        start = attention._start(call, inputs, needs_gradients=inputs.needs_gradients)
         tags = [start(direction).call.tag(0) for direction in ("forward", "backward")]
         return sum(tags)
 

@@ -196,8 +196,8 @@ def measure_latency(seconds: float, tokens: int, repeats: int) -> dict[str, dict
     class AroundAttention(LateAttention):
         call: AttentionCall | None = None
 
-        def check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
-            inputs, call = super().check_call(inputs)
+        def _check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
+            inputs, call = super()._check_call(inputs)
             self.call = self.call or replace(call, few_hops=False)
             return inputs, self.call
 

@@ -125,7 +125,7 @@ class RingDilatedAttention(nn.Module, ABC):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._handle = compiled.register_module(self)
 
-    def copy_for(self, what: str) -> RingDilatedAttention:
+    def _copy_for(self, what: str) -> RingDilatedAttention:
         """Return a copy with the name ``what``, such as "layer 3".
 
         The name is part of every call's configuration, so that the ranks can tell the calls of different copies apart.
@@ -223,13 +223,13 @@ class RingDilatedAttention(nn.Module, ABC):
         seed = self._draw_seed(dropout_seed, dropout_p)
         tensors = (query, key, value, key_padding_mask, document_ids, seed, sinks)
         inputs = AttentionInputs(*tensors, is_causal, seq_len, return_lse, dropout_p, score_mod)
-        return self.attend(inputs) if score_mod is None else self._attend_outside_graphs(inputs)
+        return self._attend(inputs) if score_mod is None else self._attend_outside_graphs(inputs)
 
     @torch.compiler.disable(reason="a score_mod is a function, and a graph takes tensors")  # type: ignore[untyped-decorator]
     def _attend_outside_graphs(self, inputs: AttentionInputs) -> Any:
-        return self.attend(inputs)
+        return self._attend(inputs)
 
-    def attend(self, inputs: AttentionInputs) -> Any:
+    def _attend(self, inputs: AttentionInputs) -> Any:
         """Compute one call. An adapter overrides this method if its calls need communication besides hops.
 
         Returns:
@@ -239,8 +239,8 @@ class RingDilatedAttention(nn.Module, ABC):
             constants = compiled.constants(self.pattern, self.ring, self.scale, self.kernel)
             on_host = self.ring.size > 1 or inputs.dropout_seed is not None
             return compiled.attend(self._handle if on_host else None, inputs.tensors, inputs.options, constants)
-        inputs, call = self.check_call(inputs)
-        return attend(inputs, RingExecutor(call, self.start(call, inputs, needs_gradients=inputs.needs_gradients)))
+        inputs, call = self._check_call(inputs)
+        return attend(inputs, RingExecutor(call, self._start(call, inputs, needs_gradients=inputs.needs_gradients)))
 
     def new_cache(self, max_len: int | None = None) -> KeyValueCache:
         """Make an empty cache of keys and values for :meth:`prefill` and :meth:`decode`.
@@ -368,7 +368,7 @@ class RingDilatedAttention(nn.Module, ABC):
         with self.ring.report_refusals():
             return draw_seed(dropout_seed, dropout_p)
 
-    def check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
+    def _check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
         """Check a call, and return its inputs, cast by autocast, with the checked call.
 
         If a check fails, the error is also reported to the other ranks.
@@ -383,7 +383,7 @@ class RingDilatedAttention(nn.Module, ABC):
                 )
         return inputs, call
 
-    def start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
+    def _start(self, call: AttentionCall, inputs: AttentionInputs, *, needs_gradients: bool) -> Start:
         """Return a function that waits until all ranks agree on a call, and then begins its forward or backward."""
         if self.ring.agreement is None:
             return no_hops

@@ -74,7 +74,7 @@ def attention_weights(
     ring.check_connected()
     tensors = (query, key, key, key_padding_mask, document_ids)
     options: dict[str, Any] = {"sinks": sinks, "is_causal": is_causal, "seq_len": seq_len, "score_mod": score_mod}
-    inputs, call = attention.check_call(AttentionInputs(*tensors, **options))
+    inputs, call = attention._check_call(AttentionInputs(*tensors, **options))
     layout = call.layout
     with ring.report_refusals():
         chosen = _check_positions(positions, layout.seq_len)

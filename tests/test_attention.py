@@ -462,4 +462,4 @@ def test_tensors_without_values_are_refused_on_a_ring() -> None:
     attention = ThreadRingDilatedAttention([8], [1], ring=ring)
     tensors = torch.empty(3, 1, 4, 2, 8, device="meta")
     with pytest.raises(ValueError, match="query is a meta or fake tensor, and the ring has 2 ranks"):
-        attention.check_call(AttentionInputs(*tensors))
+        attention._check_call(AttentionInputs(*tensors))

@@ -13,7 +13,14 @@ import pytest
 import torch
 from command_line import run
 
-from ring_backends import AdapterUnavailableError, DilatedPattern, available_adapters, create_attention, registry
+from ring_backends import (
+    AdapterUnavailableError,
+    DilatedPattern,
+    RingDilatedAttention,
+    available_adapters,
+    create_attention,
+    registry,
+)
 from ring_backends.adapters import native
 from ring_backends.ring.ring import Ring
 
@@ -44,6 +51,16 @@ def announced(monkeypatch: pytest.MonkeyPatch) -> None:
     imported = registry.import_module
     monkeypatch.setattr(registry, "entry_points", entry_points)
     monkeypatch.setattr(registry, "import_module", import_module)
+
+
+def test_the_abstract_class_says_which_import_makes_it_concrete() -> None:
+    with pytest.raises(TypeError, match=r"from ring_backends\.adapters import native as backend"):
+        RingDilatedAttention([8], [1])  # type: ignore[abstract]
+
+
+def test_attention_modules_show_only_what_users_and_adapters_call() -> None:
+    public = {name for name in vars(RingDilatedAttention) if not name.startswith("_")}
+    assert public == {"ring", "ring_pass", "forward", "new_cache", "prefill", "decode", "extra_repr"}
 
 
 def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:

@@ -110,9 +110,9 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
     def ring_pass(self, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int) -> Transfer:
         return post_hop(self.ring, outgoing, incoming, tag)
 
-    def attend(self, inputs: AttentionInputs) -> Any:
+    def _attend(self, inputs: AttentionInputs) -> Any:
         if not isinstance(self.ring, UlyssesRing):
-            return super().attend(inputs)
+            return super()._attend(inputs)
         # Built at the first call, and again after another ring has been assigned, for example after unpickling.
         if self._trades is None or self._trades.ring is not self.ring:
             self._trades = UlyssesAttention.of(self)

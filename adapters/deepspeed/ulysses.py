@@ -161,7 +161,7 @@ class UlyssesAttention:
     # A compiled graph cannot compare the ranks' calls.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, inputs: AttentionInputs) -> Any:
-        """Attend as :meth:`RingDilatedAttention.attend` does.
+        """Attend as :meth:`RingDilatedAttention._attend` does.
 
         Raises:
             ValueError: ``ulysses_size`` does not divide the heads or the key/value heads, the ranks do not hold
@@ -169,7 +169,7 @@ class UlyssesAttention:
         """
         ring = self.ring
         assert ring.agreement is not None
-        inputs, checked = self.module.check_call(inputs)
+        inputs, checked = self.module._check_call(inputs)
         query, key, value = inputs.query, inputs.key, inputs.value
         with ring.report_refusals():
             _check_trade(query.shape[2], key.shape[2], checked.layout.seq_len, ring)
@@ -222,7 +222,7 @@ class UlyssesAttention:
             rows: dict[str, Any] = {name: getattr(inputs, name) for name in of_rows}
             ordered: dict[str, Any] = {name: None if x is None else x[:, order] for name, x in rows.items()}
             inputs = replace(inputs, **ordered)
-        out, lse = self.share.attend(inputs)
+        out, lse = self.share._attend(inputs)
         if order is not None:
             back = order.argsort()
             out, lse = out[:, back], lse[:, :, back]

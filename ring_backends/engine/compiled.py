@@ -207,8 +207,8 @@ def ring_forward(
     attention, inputs = _module(int(module)), AttentionInputs.of(tensors, json.loads(options))
     # The tensors were cast during tracing, so autocast must not cast them again.
     with without_autocast(inputs.query.device):
-        inputs, call = attention.check_call(inputs)
-        hops = attention.start(call, inputs, needs_gradients=needs_gradients)("forward")
+        inputs, call = attention._check_call(inputs)
+        hops = attention._start(call, inputs, needs_gradients=needs_gradients)("forward")
         out, lse = forward(call, inputs, hops)
     number = 0 if hops is None else hops.call.number
     return out, lse, torch.tensor([int(module), number], device="cpu")
@@ -226,8 +226,8 @@ def ring_backward(numbers: Tensor, tensors: Sequence[Tensor | None], options: st
     attention = _module(module)
     inputs, out, lse, grad_out = _inputs_of_backward(tensors, options)
     with without_autocast(inputs.query.device):
-        inputs, call = attention.check_call(inputs)
-        hops = attention.start(call, inputs, needs_gradients=True)(backward_of(call_number))
+        inputs, call = attention._check_call(inputs)
+        hops = attention._start(call, inputs, needs_gradients=True)(backward_of(call_number))
         return backward(call, inputs, out, lse, grad_out, hops)
 
 

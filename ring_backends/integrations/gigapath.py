@@ -134,7 +134,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     encoder: Any = slide_encoder.encoder
     for index, layer in enumerate(encoder.layers):
         self_attn = layer.self_attn
-        self_attn.ring_attention = attention.copy_for(f"layer {index}").train(self_attn.training)
+        self_attn.ring_attention = attention._copy_for(f"layer {index}").train(self_attn.training)
         self_attn.forward = _SelfAttention(self_attn)
     if attention.ring.size > 1:
         for module in encoder.modules():

@@ -185,7 +185,7 @@ def register_as(name: str, registration: Registration) -> None:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def make_copy(kind: Any, what: LayerAttention, name: str, *, has_own: bool) -> RingDilatedAttention:
-        own = copies[kind] = attention.copy_for(f"{name}, {what}" if has_own else name)
+        own = copies[kind] = attention._copy_for(f"{name}, {what}" if has_own else name)
         own.pattern = what.pattern or own.pattern
         own.scale = own.scale if what.scale is None else what.scale
         return own
