@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize
-from ring_backends.joining import join_ring
+from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.ring.transfer import Transfer
@@ -36,6 +36,7 @@ _SYNC_BUFFERS = next(
 __all__ = ["NativeRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
+@show_auto_options
 def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",

@@ -78,7 +78,14 @@ _SHORT = {
     *dir(builtins),
     *("Any", "Callable", "ClassVar", "Iterable", "Literal", "Mapping", "Path", "Sequence", "timedelta", "Unpack"),
     *("Dataset", "DeviceMesh", "DistributedSampler", "ModuleType", "PathLike", "ProcessGroup", "Tensor"),
-    *("LayoutKind", "RingOrder", "RingSize"),  # unions of literals; the docstrings list their values
+    *(
+        "HeadMode",
+        "LayoutKind",
+        "Offset",
+        "Padding",
+        "RingOrder",
+        "RingSize",
+    ),  # unions of literals; the docstrings list their values
 }
 _INTERNAL = (
     *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),

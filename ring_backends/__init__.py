@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ring_backends.attention import RingDilatedAttention, dilated_attention
-    from ring_backends.cost.arrangement import AutoOptions
+    from ring_backends.cost.arrangement import AutoOptions, RingSize
     from ring_backends.errors import AdapterUnavailableError, RingMismatchError, RingPeerError
     from ring_backends.registry import available_adapters, create_attention
     from ring_backends.ring.ring import Ring
-    from ring_backends.ring.transfer import Transfer
-    from ring_backends.schedule.layout import SequenceLayout
+    from ring_backends.ring.topology import RingOrder
+    from ring_backends.ring.transfer import Transfer, WorkTransfer
+    from ring_backends.schedule.layout import LayoutKind, SequenceLayout
     from ring_backends.schedule.pattern import DilatedPattern
     from ring_backends.schedule.ring_schedule import RingSchedule
 
@@ -23,13 +24,17 @@ __all__ = [
     "AdapterUnavailableError",
     "AutoOptions",
     "DilatedPattern",
+    "LayoutKind",
     "Ring",
     "RingDilatedAttention",
     "RingMismatchError",
+    "RingOrder",
     "RingPeerError",
     "RingSchedule",
+    "RingSize",
     "SequenceLayout",
     "Transfer",
+    "WorkTransfer",
     "available_adapters",
     "create_attention",
     "dilated_attention",
@@ -40,13 +45,17 @@ _MODULES = {
     "AdapterUnavailableError": "errors",
     "AutoOptions": "cost.arrangement",
     "DilatedPattern": "schedule.pattern",
+    "LayoutKind": "schedule.layout",
     "Ring": "ring.ring",
     "RingDilatedAttention": "attention",
     "RingMismatchError": "errors",
+    "RingOrder": "ring.topology",
     "RingPeerError": "errors",
     "RingSchedule": "schedule.ring_schedule",
+    "RingSize": "cost.arrangement",
     "SequenceLayout": "schedule.layout",
     "Transfer": "ring.transfer",
+    "WorkTransfer": "ring.transfer",
     "available_adapters": "registry",
     "create_attention": "registry",
     "dilated_attention": "attention",

@@ -2,18 +2,37 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from ring_backends.cost.arrangement import RingSize, arrange, check_arrangement, refuse_arrangement
+from ring_backends.cost.arrangement import AutoOptions, RingSize, arrange, check_arrangement, refuse_arrangement
 from ring_backends.ring.rendezvous import connect, ring_ranks, start_world
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
+
+Initialize = TypeVar("Initialize", bound=Callable[..., Ring])
+
+
+def show_auto_options(initialize: Initialize) -> Initialize:
+    """Decorate an adapter's ``initialize``, so that ``help`` and ``inspect.signature`` list the options in ``**auto``.
+
+    They are those of :class:`~ring_backends.AutoOptions`. The default ``...`` means that the option is left out.
+    """
+    signature = inspect.signature(initialize)
+    own = [parameter for parameter in signature.parameters.values() if parameter.kind is not parameter.VAR_KEYWORD]
+    hints = {name: getattr(hint, "__forward_arg__", hint) for name, hint in AutoOptions.__annotations__.items()}
+    options = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=..., annotation=hint)
+        for name, hint in hints.items()
+    ]
+    initialize.__signature__ = signature.replace(parameters=[*own, *options])  # type: ignore[attr-defined]
+    return initialize
 
 
 def as_timedelta(timeout: object) -> timedelta:

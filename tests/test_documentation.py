@@ -180,6 +180,15 @@ def test_two_hosts(tmp_path: Path) -> None:
     assert "rank 1 of 2" in output
 
 
+def test_shown_imports_are_short() -> None:
+    """Pages and examples import from ``ring_backends`` or a module in it, or name an adapter or an integration."""
+    pages = [*GUIDES, *PAGES, *(ROOT / "examples").glob("*.py")]
+    texts = [page.read_text(encoding="utf-8") for page in pages]
+    shown = {name for text in texts for name in re.findall(r"(?:from|import) (ring_backends[\w.]*)", text)}
+    of_folders = tuple(f"ring_backends.{folder}." for folder in ("adapters", "integrations", "testing"))
+    assert [name for name in shown if name.count(".") > 1 + name.startswith(of_folders)] == []
+
+
 def test_the_readme_is_short_and_shows_a_picture_and_an_example_first() -> None:
     lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
     assert len(lines) <= 130

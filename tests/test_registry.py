@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import sys
 import types
@@ -15,6 +16,7 @@ from command_line import run
 
 from ring_backends import (
     AdapterUnavailableError,
+    AutoOptions,
     DilatedPattern,
     RingDilatedAttention,
     available_adapters,
@@ -61,6 +63,12 @@ def test_the_abstract_class_says_which_import_makes_it_concrete() -> None:
 def test_attention_modules_show_only_what_users_and_adapters_call() -> None:
     public = {name for name in vars(RingDilatedAttention) if not name.startswith("_")}
     assert public == {"ring", "ring_pass", "forward", "new_cache", "prefill", "decode", "extra_repr"}
+
+
+def test_the_signature_of_initialize_shows_the_options_of_auto() -> None:
+    parameters = inspect.signature(native.initialize).parameters
+    assert list(parameters)[-len(AutoOptions.__annotations__) :] == list(AutoOptions.__annotations__)
+    assert parameters["segment_lengths"].annotation == "Sequence[int | None]"
 
 
 def test_every_adapter_is_listed_with_its_reason(announced: None) -> None:

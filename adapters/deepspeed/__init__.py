@@ -20,7 +20,7 @@ from ring_backends.attention import RingDilatedAttention as _RingDilatedAttentio
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import as_timedelta, check_options, join_ring
+from ring_backends.joining import as_timedelta, check_options, join_ring, show_auto_options
 from ring_backends.ring.rendezvous import connect, start_world, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = ["DeepSpeedRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
+@show_auto_options
 def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",

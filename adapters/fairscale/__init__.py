@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import join_ring
+from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.ring.rendezvous import start_world_of_one, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["FairScaleRingDilatedAttention", "RingDilatedAttention", "RingTransport", "initialize", "parallelize"]
 
 
+@show_auto_options
 def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",

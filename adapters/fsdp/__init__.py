@@ -36,7 +36,7 @@ from ring_backends.adapters.fsdp.training import FSDP1Training, FSDP2Training, S
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.joining import join_ring
+from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.ring.rendezvous import connect, world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import RingOrder
@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 __all__ = ["FSDPRingDilatedAttention", "RingDilatedAttention", "initialize", "parallelize"]
 
 
+@show_auto_options
 def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",

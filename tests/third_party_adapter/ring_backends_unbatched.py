@@ -12,15 +12,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ring_backends
-from ring_backends.cost.arrangement import RingSize
-from ring_backends.joining import join_ring
-from ring_backends.ring.ring import Ring
-from ring_backends.ring.topology import RingOrder
-from ring_backends.ring.transfer import Transfer, WorkTransfer
-from ring_backends.schedule.layout import LayoutKind
+from ring_backends import LayoutKind, Ring, RingOrder, RingSize, Transfer, WorkTransfer
+from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.training import MakeOptimizer, ReplicatedTraining, TrainingState
 
 
+@show_auto_options
 def initialize(
     ring_size: RingSize = None,
     layout: LayoutKind = "contiguous",
