@@ -9,6 +9,7 @@ from __future__ import annotations
 import configparser
 import os
 import pkgutil
+import re
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,23 @@ def test_metadata(metadata: Message) -> None:
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.15"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata.get_all("License-File") == ["LICENSE"]
+
+
+def test_the_version_is_the_same_everywhere(metadata: Message) -> None:
+    assert metadata["Version"] == ring_backends.__version__
+    assert f"\nversion: {ring_backends.__version__}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    for name in ("README.md", "docs/installation.md"):
+        wheels = re.findall(r"ring_backends-([\w.]+)-py3-none-any\.whl", (ROOT / name).read_text(encoding="utf-8"))
+        assert set(wheels) == {ring_backends.__version__}, name
+    assert f"\n## [{ring_backends.__version__}] - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_workflows_run_the_commands_of_the_readme_and_of_ci() -> None:
+    texts = [path.read_text(encoding="utf-8") for path in sorted((ROOT / ".github" / "workflows").glob("*.yml"))]
+    commands = {line for text in texts for line in re.findall(r"\brun: *(.+)$", text, re.MULTILINE)}
+    (test,) = re.findall(r"^python3 .* -m test$", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert commands == {test, test.replace("-m test", "-e release"), ".ci/run"}
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)
 
 
 def test_tox_pins_releases_the_package_accepts_and_the_tools_that_dev_installs(metadata: Message) -> None:
