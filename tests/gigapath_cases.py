@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import gigapath_reference
 import torch
 import torch.distributed as dist
+import torchscale_modules
 from native_ranks import ADAPTER, native_ring
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -73,26 +73,30 @@ def on_ring(rings: RingSpec | None, layout: Any = "contiguous", **options: Any) 
 
 @contextlib.contextmanager
 def own_code(model: Any, exact: bool = True) -> Iterator[None]:
-    """Lets GigaPath's own attention run on a CPU; with ``exact``, with gradients of its mixing weights.
+    """Lets GigaPath's or torchscale's own attention run on a CPU; with ``exact``, its mixing weights have gradients.
 
     It calls flash-attn, and it computes the mixing weights under ``torch.no_grad``.
     """
-    self_attn = model.encoder.layers[0].self_attn
+    self_attn = next(module for module in model.modules() if hasattr(module, "inner_attn_ln"))
     modules = [sys.modules[base.__module__] for base in type(self_attn).__mro__]
     with contextlib.ExitStack() as stack:
         for module in modules:
             if hasattr(module, "flash_attn_func"):
                 stack.enter_context(mock.patch.object(module, "flash_attn_func", plain_attention))
         if hasattr(self_attn, "has_exact_gradients"):
-            stack.enter_context(mock.patch.object(gigapath_reference.DilatedAttention, "has_exact_gradients", exact))
+            stack.enter_context(mock.patch.object(torchscale_modules.DilatedAttention, "has_exact_gradients", exact))
         elif exact:
             stack.enter_context(mock.patch.object(torch, "no_grad", contextlib.nullcontext))
         yield
 
 
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, dropout: float, bias: None, scale: None, is_causal: bool
+) -> tuple[Tensor, Tensor]:
     """As flash_attn_func, with its LSE: [batch, seq, heads, head_dim] and [batch, heads, seq]."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v), scores.logsumexp(-1)
 
 

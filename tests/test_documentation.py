@@ -127,7 +127,7 @@ def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
     for library in ("transformers", "matplotlib"):
         if library in text and find_spec(library) is None:
             pytest.skip(f"{library} is not installed")
-    path = stand_in_for_gigapath(tmp_path) if "from gigapath" in text else ()
+    path = stand_ins(tmp_path) if re.search("^from (gigapath|torchscale)", text, re.MULTILINE) else ()
     (tmp_path / name).write_text(text, encoding="utf-8")
     command_line = [*TORCHRUN, "--master-port", str(free_port()), *shlex.split(command)[1:]]
     printed = output_of(command_line, tmp_path, environment(*path, HF_HUB_OFFLINE="1"), timeout=280)
@@ -135,11 +135,13 @@ def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
         assert without_rounding(line) in without_rounding(printed), f"{line}\nis not in\n{printed}"
 
 
-def stand_in_for_gigapath(folder: Path) -> tuple[Path, Path]:
-    """Folders in which ``gigapath.slide_encoder`` is the tests' stand-in, which needs no GPU and no network."""
-    (folder / "gigapath").mkdir()
-    (folder / "gigapath" / "__init__.py").touch()
-    (folder / "gigapath" / "slide_encoder.py").write_text("from gigapath_reference import *\n")
+def stand_ins(folder: Path) -> tuple[Path, Path]:
+    """Folders in which gigapath and torchscale are the tests' stand-ins, which need no GPU and no network."""
+    modules = {"gigapath/slide_encoder.py": "gigapath_reference"}
+    modules |= {f"torchscale/{name}.py": "torchscale_modules" for name in ("architecture/config", "model/LongNet")}
+    for path, name in modules.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(f"from {name} import *\n")
     return folder, ROOT / "tests"
 
 

@@ -10,6 +10,7 @@ import gigapath_cases as cases
 import gigapath_reference
 import pytest
 import torch
+import torchscale_modules
 from native_ranks import native_ring, world_of
 from torch import nn
 
@@ -76,9 +77,9 @@ def test_data_parallel() -> None:
     with pytest.raises(
         RuntimeError, match=r"nn.DataParallel would call it from several threads .*: start one process p"
     ):
-        model._replicate_for_data_parallel()
+        model.encoder._replicate_for_data_parallel()
     gigapath.remove_ring(model)
-    assert "_replicate_for_data_parallel" not in vars(model)
+    assert "_replicate_for_data_parallel" not in vars(model.encoder)
 
 
 OPTIONS = ("xpos_rel_pos", "multiway", "moe_freq", "rel_pos_buckets", "seq_parallel")
@@ -111,7 +112,7 @@ class NewPooling(gigapath_reference.LongNetViT):
         return [2 * embedding for embedding in super().forward(x, coords, all_layer_embed)]
 
 
-class NewSelfAttention(gigapath_reference.DilatedAttention):
+class NewSelfAttention(torchscale_modules.DilatedAttention):
     def forward(self, query: Any, key: Any, value: Any, *, rotary: Any = None) -> Any:  # type: ignore[override]
         return None
 

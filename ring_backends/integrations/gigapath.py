@@ -12,23 +12,19 @@ are those of the published class. This module does not import ``gigapath``.
 
 from __future__ import annotations
 
-import contextlib
-import inspect
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.errors import AdapterUnavailableError, RingMismatchError
-from ring_backends.integrations.describe import describe
+from ring_backends.integrations import torchscale
+from ring_backends.integrations.torchscale import Sequences, kept_columns, other_release
 from ring_backends.plotting import check_plot
-from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.pattern import DilatedPattern
@@ -62,9 +58,8 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
             f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
         )
     for change in _changes_of_release(slide_encoder):
-        raise _other_release(change)
-    args: Any = slide_encoder.encoder.args  # type: ignore[union-attr]
-    return DilatedPattern.torchscale([int(w) for w in args.segment_length], [int(r) for r in args.dilated_ratio])
+        raise other_release(change, "gigapath")
+    return torchscale.pattern_of_args(slide_encoder.encoder)
 
 
 def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
@@ -109,8 +104,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
         RingMismatchError: the ranks' parameters differ. The message names some of them.
         AdapterUnavailableError: this release of gigapath has changed a part that a ring needs. The message names it.
     """
-    if not isinstance(attention, RingDilatedAttention):
-        raise TypeError(f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter.")
+    torchscale.check_type(attention)
     with attention.ring.report_refusals():
         pattern = pattern_of(slide_encoder)
         if "forward" in vars(slide_encoder) and not _is_on_ring(slide_encoder):
@@ -118,30 +112,21 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
                 f"slide_encoder.forward is a {type(slide_encoder.forward).__name__}: its forward was replaced; call "
                 "use_ring before any other function that does so."
             )
-        _check_options(slide_encoder)
-        _check_attention(attention, pattern, slide_encoder)
+        encoder: Any = slide_encoder.encoder
+        if "forward" in vars(encoder):
+            raise ValueError(
+                "slide_encoder.encoder.forward was replaced, for example by torchscale.use_ring; call "
+                "torchscale.remove_ring first."
+            )
+        torchscale.check_options(encoder, "slide_encoder.encoder")
+        torchscale.refuse_part(encoder.embed_positions, "slide_encoder.encoder.embed_positions")
+        torchscale.check_attention(attention, pattern, encoder, "the slide encoder")
         _check_same_forward(slide_encoder)
-    parameters = {name: describe(parameter) for name, parameter in slide_encoder.named_parameters()}
-    try:
-        agree(attention.ring, "use_ring of a slide encoder", parameters)
-    except RingMismatchError as error:
-        raise RingMismatchError(
-            "slide_encoder: before use_ring, load the same checkpoint on every rank, or build the model after the same "
-            f"torch.manual_seed. {error}"
-        ) from None
+    torchscale.agree_on_parameters(attention.ring, slide_encoder, "slide_encoder")
     if _is_on_ring(slide_encoder):
         remove_ring(slide_encoder)
-    encoder: Any = slide_encoder.encoder
-    for index, layer in enumerate(encoder.layers):
-        self_attn = layer.self_attn
-        self_attn.ring_attention = attention._copy_for(f"layer {index}").train(self_attn.training)
-        self_attn.forward = _SelfAttention(self_attn)
-    if attention.ring.size > 1:
-        for module in encoder.modules():
-            if isinstance(module, nn.Dropout):
-                module.forward = _Dropout(module, self_attn.ring_attention)  # type: ignore[method-assign]
+    torchscale.put_layers_on_ring(encoder, attention, _ENCODER_ALONE)
     slide_encoder.forward = _SlideEncoder(slide_encoder).forward
-    slide_encoder._replicate_for_data_parallel = _refuse_data_parallel  # type: ignore[method-assign]
 
 
 def remove_ring(slide_encoder: nn.Module) -> None:
@@ -157,13 +142,8 @@ def remove_ring(slide_encoder: nn.Module) -> None:
             f"slide_encoder = {type(slide_encoder).__name__}: not a slide encoder on a ring; give one that "
             "use_ring was called with."
         )
-    for module in slide_encoder.modules():
-        if isinstance(vars(module).get("forward"), (_SelfAttention, _Dropout)):
-            del module.forward
-    for layer in slide_encoder.encoder.layers:  # type: ignore[union-attr]
-        del layer.self_attn.ring_attention
+    torchscale.remove_layers_from_ring(slide_encoder.encoder)
     del slide_encoder.forward
-    del slide_encoder._replicate_for_data_parallel
 
 
 @torch.no_grad()
@@ -208,8 +188,8 @@ def attention_map(
             raise ValueError("slide_encoder is in training mode, and dropout would change the map; call its eval().")
         if not -len(layers) <= layer < len(layers):
             raise ValueError(f"layer = {layer}: the slide encoder has layers 0 … {len(layers) - 1}.")
-        slides = on_ring._check(x, coords, padding_mask)
-        for index, numbers in enumerate(slides.numbers(x.device)):
+        _, slides = on_ring._check(x, coords, padding_mask)
+        for index, numbers in enumerate(slides.columns(x.device)):
             if tile is not None and tile not in numbers:
                 raise ValueError(
                     f"tile = {tile}: slide {index} has no such tile, or padding there; give one of its tiles."
@@ -226,7 +206,7 @@ def attention_map(
             hook.remove()
     query, key = (rows[name].unflatten(-1, (self_attn.num_heads, self_attn.head_dim)) for name in ("query", "key"))
     maps = []
-    for index, (numbers, length) in enumerate(zip(slides.numbers(query.device), slides.lengths, strict=True)):
+    for index, (numbers, length) in enumerate(zip(slides.columns(query.device), slides.lengths, strict=True)):
         own = slice(index, index + 1), slice(ring.layout(length).local_len(ring.rank))
         position = 0 if tile is None else int((numbers <= tile).sum())  # the class token comes first
         weights = attention_weights(self_attn.ring_attention, query[own], key[own], [position], seq_len=length)
@@ -286,22 +266,14 @@ def draw_map(
     import_module("matplotlib.image").imsave(path, colours)
 
 
-def _refuse_data_parallel() -> NoReturn:
-    """Replaces the method that ``nn.DataParallel`` calls to copy a module."""
-    raise RuntimeError(
-        "slide_encoder is on a ring, and nn.DataParallel would call it from several threads of one process: start one "
-        "process per GPU with torchrun, and leave nn.DataParallel out."
-    )
+_ENCODER_ALONE = (
+    "slide_encoder.encoder was called directly: on a ring it computes only this rank's rows; call "
+    "slide_encoder(x, coords)."
+)
 
 
 def _is_on_ring(slide_encoder: nn.Module) -> bool:
-    return isinstance(getattr(vars(slide_encoder).get("forward"), "__self__", None), _SlideEncoder)
-
-
-_NO_EXPORT = (
-    "slide_encoder is on a ring: torch.jit.trace, torch.export and torch.onnx.export do not support its communication; "
-    "call gigapath.remove_ring(slide_encoder) first, and export on one process."
-)
+    return torchscale.is_on_ring(slide_encoder, _SlideEncoder)
 
 
 class _SlideEncoder:
@@ -315,8 +287,7 @@ class _SlideEncoder:
 
     @property
     def ring(self) -> Ring:
-        # The ring of the attention, so that a ring assigned to it after unpickling is used here too.
-        return self._ring or self.slide_encoder.encoder.layers[0].self_attn.ring_attention.ring
+        return self._ring or torchscale.ring_of(self.slide_encoder.encoder)
 
     def forward(
         self,
@@ -326,14 +297,8 @@ class _SlideEncoder:
         padding_mask: Tensor | None = None,
         tile_embeddings: bool = False,
     ) -> Any:
-        if torch.compiler.is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
-            self._refuse_export()
+        torchscale.refuse_export(self.slide_encoder.encoder)
         return self._embed_slides(x, coords, all_layer_embed, padding_mask, tile_embeddings)
-
-    @torch.compiler.disable(reason=_NO_EXPORT)  # type: ignore[untyped-decorator]
-    def _refuse_export(self) -> NoReturn:
-        with self.ring.report_refusals():
-            raise RuntimeError(_NO_EXPORT)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _embed_slides(
@@ -342,29 +307,20 @@ class _SlideEncoder:
         ring = self.ring
         ring.check_connected()
         with ring.report_refusals():
-            slides = self._check(x, coords, padding_mask)
-        if ring.size == 1:
-            return self._embed(ring, x, slides, all_layer_embed, tile_embeddings)
-        in_training = any(module.training for module in self.slide_encoder.encoder.modules())
-        before = torch.get_rng_state()
-        own_seed = int(torch.randint(2**53, ())) if in_training else 0
-        fields = {
-            "x": describe(x),
-            "coords": describe(coords),
-            "all_layer_embed": bool(all_layer_embed),
-            "padding_mask": describe(padding_mask),
-            "tile_embeddings": bool(tile_embeddings),
-            "training mode": in_training,
-        }
-        seeds = agree(ring, "the slides of a slide encoder", fields, [own_seed])
-        with _seeded(int(seeds[0][0]) + ring.data_rank, x.device, before) if in_training else contextlib.nullcontext():
-            return self._embed(ring, x, slides, all_layer_embed, tile_embeddings)
+            places, slides = self._check(x, coords, padding_mask)
+        arguments = {"x": x, "coords": coords, "all_layer_embed": bool(all_layer_embed), "padding_mask": padding_mask}
+        arguments["tile_embeddings"] = bool(tile_embeddings)
+        with torchscale.same_call(
+            ring, "the slides of a slide encoder", arguments, self.slide_encoder.encoder, x.device
+        ):
+            return self._embed(ring, x, places, slides, all_layer_embed, tile_embeddings)
 
-    def _embed(self, ring: Ring, x: Tensor, slides: _Slides, all_layer_embed: bool, tile_embeddings: bool) -> Any:
+    def _embed(
+        self, ring: Ring, x: Tensor, places: Tensor, slides: Sequences, all_layer_embed: bool, tile_embeddings: bool
+    ) -> Any:
         model: Any = self.slide_encoder
         num_cls = int(ring.rank == 0)  # the class token comes first
-        tiles = slides.own_tiles(ring, x)
-        rows = model.patch_embed(tiles) + model.pos_embed[0, slides.own_tiles(ring, slides.places)]
+        rows = model.patch_embed(slides.own(ring, x)) + model.pos_embed[0, slides.own(ring, places)]
         # A rank without the class token adds none of its rows, so that the parameter has a gradient on every rank.
         cls_token = (model.cls_token + model.pos_embed[:, :1])[:, :num_cls]
         rows = torch.cat((cls_token.expand(len(x), -1, -1), rows), 1)
@@ -378,9 +334,9 @@ class _SlideEncoder:
         embeddings = [model.norm(self._pool(ring, state, slides, num_cls)) for state in states]
         if not tile_embeddings:
             return embeddings
-        return embeddings, [slides.unshard_tiles(ring, model.norm(state)) for state in states]
+        return embeddings, [slides.unshard(ring, model.norm(state)) for state in states]
 
-    def _pool(self, ring: Ring, rows: Tensor, slides: _Slides, num_cls: int) -> Tensor:
+    def _pool(self, ring: Ring, rows: Tensor, slides: Sequences, num_cls: int) -> Tensor:
         """The class token or the mean of the tiles, [batch, width], from each rank's rows [batch, rows, width]."""
         if not self.slide_encoder.global_pool:
             return sum_of_ranks(ring, rows[:, :num_cls].sum(1))
@@ -391,8 +347,11 @@ class _SlideEncoder:
         numbers = torch.tensor([length - 1 for length in slides.lengths], device=rows.device)
         return (sums / numbers[:, None]).to(rows.dtype)
 
-    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> _Slides:
-        """Check the arguments of a call, and return its slides."""
+    def _check(self, x: Tensor, coords: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Sequences]:
+        """Check the arguments of a call. Return the places of its tiles in ``pos_embed``, and its slides.
+
+        The places are int64 [batch, tiles]. Those of padding have any value.
+        """
         model: Any = self.slide_encoder
         in_chans, weight = model.patch_embed.proj.in_features, model.patch_embed.proj.weight
         for name, value, width, dims in (("x", x, in_chans, (3,)), ("coords", coords, 2, (2, 3))):
@@ -417,25 +376,25 @@ class _SlideEncoder:
         if 0 in x.shape[:2]:
             raise ValueError(f"x is {[*x.shape]}: give at least one slide, each with at least one tile.")
         kept = None if padding_mask is None else self._check_padding_mask(padding_mask, x)
-        numbers = [x.shape[1]] * len(x) if kept is None else [len(tiles) for tiles in kept]
+        slides = Sequences.of(x.shape, kept, num_leading=1)
         is_plain = type(weight) is nn.Parameter  # a wrapper that shards parameters may convert x
         if is_plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(
                 f"x is {x.dtype} and patch_embed is {weight.dtype}: convert x, or call the model under autocast."
             )
         attention: Any = getattr(model.encoder.layers[0].self_attn, "ring_attention", None)
-        for number in {*numbers} if attention is not None else ():
+        for length in {*slides.lengths} if attention is not None else ():
             try:
-                attention.pattern.check(seq_len=number + 1, num_heads=model.encoder.layers[0].self_attn.num_heads)
+                attention.pattern.check(seq_len=length, num_heads=model.encoder.layers[0].self_attn.num_heads)
             except ValueError as error:
-                raise ValueError(f"x has {number} tiles, with the class token {number + 1} tokens: {error}") from None
+                raise ValueError(f"x has {length - 1} tiles, with the class token {length} tokens: {error}") from None
         if not of_batch.is_floating_point():
             of_batch = of_batch.long()  # torch computes little with uint16 and uint32
         places = model.coords_to_pos(of_batch, model.tile_size).expand(len(x), -1)
         for index, (pixels, own) in enumerate(zip(of_batch.expand(len(x), -1, -1), places, strict=True)):
             tiles = slice(None) if kept is None else kept[index].to(pixels.device)
             self._check_places(index, pixels[tiles], own[tiles])
-        return _Slides(places, tuple(number + 1 for number in numbers), kept)
+        return places, slides
 
     def _check_padding_mask(self, padding_mask: Tensor, x: Tensor) -> list[Tensor]:
         """The numbers of the tiles of each slide that are not padding: int64 [tiles of the slide]."""
@@ -446,7 +405,7 @@ class _SlideEncoder:
             raise ValueError(
                 f"padding_mask is {[*padding_mask.shape]} and x is {[*x.shape]}: expected one element per tile of x."
             )
-        kept = [row.nonzero()[:, 0] for row in ~padding_mask.to(x.device)]
+        kept = kept_columns(padding_mask.to(x.device))
         for index, tiles in enumerate(kept):
             if len(tiles) == 0:
                 raise ValueError(
@@ -474,247 +433,23 @@ class _SlideEncoder:
             )
 
 
-@dataclass(frozen=True)
-class _Slides:
-    """The slides of a call.
-
-    Attributes:
-        places: the place of every tile in ``pos_embed``, int64 [batch, tiles]. Those of padding have any value.
-        lengths: the number of tokens of each slide, with the class token.
-        kept: the numbers of the tiles of each slide that are not padding; None if there is no padding mask.
-    """
-
-    places: Tensor
-    lengths: tuple[int, ...]
-    kept: list[Tensor] | None
-
-    def numbers(self, device: torch.device) -> list[Tensor]:
-        """The columns of x with the tiles of each slide: int64 [tiles of the slide]."""
-        kept = [torch.arange(self.places.shape[1])] * len(self.places) if self.kept is None else self.kept
-        return [tiles.to(device) for tiles in kept]
-
-    def own_tiles(self, ring: Ring, tiles: Tensor) -> Tensor:
-        """This rank's tiles [batch, own tiles, …] of ``tiles`` [batch, tiles, …], without padding.
-
-        Each slide is distributed over the ring by itself. Slides with fewer own tiles than others end with zeros.
-        """
-        if self.kept is None:
-            return tiles if ring.size == 1 else tiles.index_select(1, _own_tiles(ring, self.lengths[0], tiles.device))
-        own = [
-            slide.index_select(0, numbers[_own_tiles(ring, length, numbers.device)].to(slide.device))
-            for slide, numbers, length in zip(tiles, self.kept, self.lengths, strict=True)
-        ]
-        return nn.utils.rnn.pad_sequence(own, batch_first=True)
-
-    def unshard_tiles(self, ring: Ring, rows: Tensor) -> Tensor:
-        """All tiles [batch, tiles, …], from each rank's rows [batch, rows, …] with the class token. Padding is 0."""
-        if self.kept is None:
-            whole: Tensor = ring.unshard(rows, seq_len=self.lengths[0])
-            return whole[:, 1:]
-        slides = []
-        for slide, numbers, length in zip(rows, self.kept, self.lengths, strict=True):
-            whole = ring.unshard(slide[: ring.layout(length).local_len(ring.rank)], 0, seq_len=length)
-            slides.append(whole.new_zeros(self.places.shape[1], *whole.shape[1:]).index_copy(0, numbers, whole[1:]))
-        return torch.stack(slides)
-
-
-def _own_tiles(ring: Ring, length: int, device: torch.device) -> Tensor:
-    """The numbers of this rank's tiles of a slide of ``length`` tokens. Position 0, the class token, is no tile."""
-    positions = ring.positions(length)
-    return (positions[positions > 0] - 1).to(device)
-
-
-class _SelfAttention:
-    """Replaces the forward of a layer's dilated attention: the same projections around the ring's attention."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, incremental_state: Any = None, **unused: Any
-    ) -> tuple[Tensor, None]:
-        module, lengths = self.module, incremental_state
-        if not isinstance(lengths, tuple):
-            with module.ring_attention.ring.report_refusals():
-                raise ValueError(
-                    "slide_encoder.encoder was called directly: on a ring it computes only this rank's rows; call "
-                    "slide_encoder(x, coords)."
-                )
-        assert all(value is None or value is False for value in unused.values()), unused
-        heads = (module.num_heads, module.head_dim)
-        q, k, v = module.q_proj(query), module.k_proj(key), module.v_proj(value)
-        q, k, v = (rows.unflatten(-1, heads) for rows in (q, k, v))
-        out = self._attend(q, k, v, lengths).flatten(2)
-        if module.inner_attn_ln is not None:
-            out = module.inner_attn_ln(out)
-        return module.out_proj(out), None
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """Attend within each slide of the batch, whose numbers of tokens are ``lengths``."""
-        attention = self.module.ring_attention
-        if len({*lengths}) == 1:
-            out: Tensor = attention(q, k, v, seq_len=lengths[0])
-            return out
-        outs, ring = [], attention.ring
-        for index, seq_len in enumerate(lengths):
-            rows = slice(index, index + 1), slice(ring.layout(seq_len).local_len(ring.rank))
-            outs.append(attention(q[rows], k[rows], v[rows], seq_len=seq_len)[0])
-        return nn.utils.rnn.pad_sequence(outs, batch_first=True)
-
-
-class _Dropout:
-    """Replaces the forward of an ``nn.Dropout``, so that the ranks draw different numbers.
-
-    Within a call of the slide encoder, torch's generators have the same state on all ranks of the ring. This class
-    takes one number from them, whatever the number of rows. So they stay alike, for stochastic depth and attention
-    dropout, and activation checkpointing repeats the same numbers.
-    """
-
-    def __init__(self, module: nn.Dropout, attention: RingDilatedAttention) -> None:
-        self.module, self.attention = module, attention
-
-    def __call__(self, input: Tensor) -> Tensor:
-        p = self.module.p
-        if not self.module.training or p == 0:
-            return input
-        generator = torch.Generator(input.device)
-        generator.manual_seed(int(torch.randint(2**62, ())) + self.attention.ring.rank)
-        is_kept = torch.empty(input.shape, dtype=torch.bool, device=input.device)
-        return input * is_kept.bernoulli_(1 - p, generator=generator) * (1 / (1 - p) if p < 1 else 0)
-
-
-@contextlib.contextmanager
-def _seeded(seed: int, device: torch.device, before: Tensor) -> Iterator[None]:
-    """Seed torch's generators of the CPU and of ``device``, and restore their states at the end.
-
-    If nothing has drawn from them, the generator of the CPU returns to its state ``before`` the seed was drawn.
-    """
-    devices = [] if device.type == "cpu" else [device]
-    with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"):
-        torch.default_generator.manual_seed(seed)
-        if devices:
-            module = torch.get_device_module(device)
-            with module.device(device):
-                module.manual_seed(seed)
-        states = _generator_states(devices)
-        yield
-        is_unused = all(map(torch.equal, states, _generator_states(devices)))
-    if is_unused:
-        torch.set_rng_state(before)
-
-
-def _generator_states(devices: list[torch.device]) -> list[Tensor]:
-    return [torch.get_rng_state(), *(torch.get_device_module(device).get_rng_state(device) for device in devices)]
-
-
-def _check_attention(attention: RingDilatedAttention, pattern: DilatedPattern, slide_encoder: Any) -> None:
-    """Check that an attention computes what the slide encoder's own attention does."""
-    self_attn = slide_encoder.encoder.layers[0].self_attn
-    own_p = float(self_attn.dropout)
-    w, r = [*pattern.segment_lengths], [*pattern.dilation_rates]
-    given = f", dropout_p={own_p}" if own_p else ""
-    use = f"use RingDilatedAttention({w}, {r}, offset='block', padding='zeros'{given}, ring=ring)"
-    offered = {pattern, replace(pattern, padding="masked")}
-    if attention.pattern not in offered:
-        raise ValueError(f"attention has {attention.pattern}: not the pattern of the slide encoder; {use}.")
-    if attention.scale is not None and abs(attention.scale * self_attn.head_dim**0.5 - 1) > 1e-6:
-        raise ValueError(f"attention has scale = {attention.scale}: expected 1 / sqrt(head_dim); {use}.")
-    if attention.dropout_p != own_p:
-        raise ValueError(f"attention has dropout_p = {attention.dropout_p}: the slide encoder has {own_p}; {use}.")
-
-
-# --- Checks that a release of gigapath has the parts that a ring needs, and that a slide encoder has no others.
+# --- Checks that a release of gigapath has the parts that a ring needs.
 
 _ATTRIBUTES = {
-    "slide_encoder": "patch_embed cls_token pos_embed norm encoder coords_to_pos tile_size slide_ngrids global_pool",
-    "slide_encoder.patch_embed": "proj",
-    "slide_encoder.patch_embed.proj": "in_features weight",
-    "slide_encoder.encoder": "args layers embed_positions relative_position",
-    "slide_encoder.encoder.args": "segment_length dilated_ratio",
-    "slide_encoder.encoder.layers[0]": "self_attn",
-    "slide_encoder.encoder.layers[0].self_attn": (
-        "q_proj k_proj v_proj out_proj inner_attn_ln xpos num_heads head_dim dropout"
-    ),
+    "": "patch_embed cls_token pos_embed norm encoder coords_to_pos tile_size slide_ngrids global_pool",
+    "patch_embed": "proj",
+    "patch_embed.proj": "in_features weight",
 }
 """The attributes that a ring reads."""
 
-_PARAMETERS = {
-    "slide_encoder.forward": ("x coords all_layer_embed", True),
-    "slide_encoder.coords_to_pos": ("coords tile_size", True),
-    "slide_encoder.encoder.forward": ("src_tokens token_embeddings return_all_hiddens incremental_state", False),
-    "slide_encoder.encoder.layers[0].self_attn.forward": (
-        "query key value incremental_state key_padding_mask attn_mask rel_pos is_first_step is_causal",
-        True,
-    ),
-}
+_PARAMETERS = {"forward": ("x coords all_layer_embed", True), "coords_to_pos": ("coords tile_size", True)}
 """The parameters of the methods that a ring calls or replaces, and whether these are all parameters."""
-
-_OPTIONS = {
-    "xpos_rel_pos": "xPos counts positions within a shard",
-    "multiway": "the two sets of weights split the sequence at a position",
-    "moe_freq": "a mixture of experts routes the rows of a shard",
-    "rel_pos_buckets": "biases of scores are not supported",
-    "seq_parallel": "GigaPath's own sequence parallelism would cut the rows again",
-}
-"""Options of the encoder that must be off, and why."""
-
-_CHILDREN = {"q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln", "dropout_module", "xpos", "ring_attention"}
-"""The modules of a layer's attention."""
-
-
-def _other_release(change: str) -> AdapterUnavailableError:
-    return AdapterUnavailableError(f"{change}; use a release that docs/gigapath.md lists.")
 
 
 def _changes_of_release(slide_encoder: Any) -> Iterator[str]:
     """The attributes and parameters that a ring needs and that are missing, and those that a ring does not know."""
-    for path, names in _ATTRIBUTES.items():
-        owner = _find(slide_encoder, path)
-        for name in names.split():
-            if not hasattr(owner, name):
-                yield f"{path}.{name}: this release of gigapath has no such attribute"
-    for path, (names, is_all) in _PARAMETERS.items():
-        owner, _, name = path.rpartition(".")
-        method = getattr(type(_find(slide_encoder, owner)), name)
-        expected, found = {*names.split()}, {*inspect.signature(method).parameters} - {"self"}
-        missing, unknown = expected - found, found - expected if is_all else set()
-        if missing or unknown:
-            what = f"has no parameter {min(missing)!r}" if missing else f"has a new parameter {min(unknown)!r}"
-            yield f"{path} {what} in this release of gigapath"
-    for index, layer in enumerate(slide_encoder.encoder.layers):
-        for name, _ in layer.self_attn.named_children():
-            if name not in _CHILDREN:
-                yield f"slide_encoder.encoder.layers[{index}].self_attn.{name}: a module that a ring does not know"
-
-
-def _find(slide_encoder: nn.Module, path: str) -> Any:
-    """The object at a path such as ``slide_encoder.encoder.layers[0]``."""
-    found: Any = slide_encoder
-    for name in path.split(".")[1:]:
-        found = found.layers[0] if name == "layers[0]" else getattr(found, name)
-    return found
-
-
-def _check_options(slide_encoder: Any) -> None:
-    """Check that all parts of the encoder outside of attention work row by row.
-
-    Raises:
-        ValueError: an option of the encoder is not supported.
-    """
-    encoder = slide_encoder.encoder
-    for name, why in _OPTIONS.items():
-        value = getattr(encoder.args, name, False)
-        if value:
-            raise ValueError(
-                f"slide_encoder.encoder.args.{name} = {value}: not supported by a ring, since {why}; use a slide "
-                "encoder without it."
-            )
-    for name in ("embed_positions", "relative_position"):
-        if getattr(encoder, name) is not None:
-            raise ValueError(
-                f"slide_encoder.encoder.{name} = {type(getattr(encoder, name)).__name__}: not supported by a ring; "
-                "use a slide encoder without it."
-            )
+    yield from torchscale.changes_of_release(slide_encoder, "slide_encoder", "gigapath", _ATTRIBUTES, _PARAMETERS)
+    yield from torchscale.changes_of_layers(slide_encoder.encoder, "slide_encoder.encoder", "gigapath")
 
 
 @torch.no_grad()
@@ -744,9 +479,10 @@ def _check_same_forward(slide_encoder: Any) -> None:
             own = type(slide_encoder).forward(slide_encoder, tiles, coords, all_layer_embed)
             on_ring = _SlideEncoder(slide_encoder, Ring()).forward(tiles, coords, all_layer_embed)
             if len(own) != len(on_ring) or not all(map(are_close, own, on_ring)):
-                raise _other_release(
+                raise other_release(
                     f"{type(slide_encoder).__name__}.forward(all_layer_embed={all_layer_embed}) of this release of "
-                    "gigapath does not return the embeddings that a ring returns"
+                    "gigapath does not return the embeddings that a ring returns",
+                    "gigapath",
                 )
     finally:
         del encoder.forward

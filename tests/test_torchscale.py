@@ -1,0 +1,339 @@
+"""torchscale's LongNet in other models has on rings the results and gradients of its own code on one process."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import gigapath_cases
+import pytest
+import torch
+import torchscale_cases as cases
+import torchscale_modules
+from native_ranks import assert_near, world_of
+from torch import nn
+
+from ring_backends import AdapterUnavailableError, Ring
+from ring_backends.adapters import native
+from ring_backends.integrations import gigapath, torchscale
+from ring_backends.longnet import LongNetEncoder
+from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
+from ring_backends.testing.world import World
+
+LONG = pytest.mark.matrix(reason="runs many models")
+THREE_OF_THREE = RingSpec("three", ((0, 1, 2),), "size")
+
+two = world_of(2, "torchscale_cases")
+three = world_of(3, "torchscale_cases")
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "decoder", pytest.param("tokens", marks=LONG)])
+def test_two_ranks(two: World, kind: str) -> None:
+    """Without a mask and with one, which sets embeddings to zero in encoders and does nothing in decoders."""
+    for numbers, how, layout in (((61, 61), "whole", "zigzag"), ((34, 61), "masked", "contiguous")):
+        expected = cases.by_own_code(kind, numbers, how)
+        gigapath_cases.assert_same(two.run(cases.here, kind, TWO_OF_TWO, layout, numbers, how), expected, 1e-10)
+        gigapath_cases.assert_same([cases.here(kind, None, layout, numbers, how)], expected, 1e-10)
+
+
+@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=LONG) for kind in cases.KINDS[1:])])
+def test_without_padding(two: World, kind: str) -> None:
+    """With ``ignore_padding``, each sequence has the outputs and gradients of this sequence alone."""
+    expected = cases.by_own_code(kind, (34, 1, 61), "alone")
+    found = two.run(cases.here, kind, TWO_OF_TWO, "zigzag", (34, 1, 61), "kept")
+    gigapath_cases.assert_same(found, expected, 1e-10)
+    gigapath_cases.assert_same([cases.here(kind, None, "zigzag", (34, 1, 61), "kept")], expected, 1e-10)
+
+
+@LONG
+@pytest.mark.parametrize("numbers", [(2, 1), (120, 90)], ids=str)
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_three_ranks(three: World, kind: str, numbers: Any) -> None:
+    """One of the batches has fewer tokens than ranks."""
+    for how, own in (("whole", "whole"), ("masked", "masked"), ("kept", "alone")):
+        expected = cases.by_own_code(kind, numbers, own)
+        found = three.run(cases.here, kind, THREE_OF_THREE, "contiguous", numbers, how)
+        gigapath_cases.assert_same(found, expected, 1e-10)
+
+
+@LONG
+@pytest.mark.parametrize(
+    "options", [{}, {"deepnorm": True}, {"layernorm_embedding": True, "checkpoint_activations": True}], ids=str
+)
+@pytest.mark.parametrize("kind", cases.KINDS)
+def test_the_published_classes(three: World, two: World, kind: str, options: Any) -> None:
+    if not has_torchscale():
+        if "RING_BACKENDS_NEEDS_PEERS" in os.environ:
+            pytest.fail("RING_BACKENDS_NEEDS_PEERS is set, but torchscale.model.LongNet cannot be imported")
+        pytest.skip("no torchscale with torchscale.model.LongNet is installed")
+    for ranks, rings in ((two, TWO_OF_TWO), (three, THREE_OF_THREE)):
+        for how, own in (("whole", "whole"), ("masked", "masked"), ("kept", "alone")):
+            expected = cases.by_own_code(kind, (61, 34), own, real=True, **options)
+            found = ranks.run(cases.here, kind, rings, "contiguous", (61, 34), how, real=True, **options)
+            gigapath_cases.assert_same(found, expected, 1e-10)
+
+
+def has_torchscale() -> bool:
+    return find_spec("torchscale") is not None and find_spec("torchscale.model.LongNet") is not None
+
+
+@LONG
+def test_random_numbers(two: World) -> None:
+    """A ring draws the numbers of one process for stochastic depth and attention dropout, whatever the ranks' seeds."""
+    options = {"drop_path_rate": 0.6, "attention_dropout": 0.2}
+    call = ((61, 61), "whole", 5)
+    expected = cases.here("embeddings", None, "contiguous", *call, **options)
+    found = two.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, **options)
+    gigapath_cases.assert_same(found, expected, 1e-10)
+    outs = two.run(cases.here, "embeddings", TWO_OF_TWO, "contiguous", *call, dropout=0.3)
+    assert all(map(torch.equal, outs[0][0], outs[1][0]))
+
+
+def test_every_rank_computes_its_own_rows(two: World) -> None:
+    assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [31, 30]
+
+
+NAMES = ("src_tokens", "encoder_padding_mask", "training mode")
+
+
+@pytest.mark.parametrize(
+    "change", ["rounding", "token_embeddings", *(pytest.param(name, marks=LONG) for name in NAMES)]
+)
+def test_ranks_with_different_inputs(two: World, change: str) -> None:
+    for ended in two.run(cases.other_inputs_here, TWO_OF_TWO, change):
+        assert ended.error == ("no error" if change == "rounding" else "RingMismatchError"), ended
+        assert change == "rounding" or change in ended.message, ended
+
+
+def test_an_error_of_one_rank_is_that_of_all(two: World) -> None:
+    for ended in two.run(cases.bad_call_here, TWO_OF_TWO):
+        assert ended.error == "ValueError"
+        assert "src_tokens of model.encoder reaches 19: model.encoder.embed_tokens has rows 0 … 18" in ended.message
+
+
+def test_a_decoder_makes_no_states_unless_told() -> None:
+    model, (x, _) = cases.on_ring("decoder", None), cases.make_batch("decoder", (9, 9))
+    assert model.decoder(x)[1]["inner_states"] == []
+    assert len(model.decoder(x, return_all_hiddens=True)[1]["inner_states"]) == 1 + cases.LAYERS
+
+
+def test_positions_of_the_caller() -> None:
+    model, (x, _) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 9))
+    own = cases.make_model("tokens")
+    positions = torch.arange(9).flip(0)[None]
+    assert_near(
+        model.encoder(x, positions=positions)["encoder_out"], own.encoder(x, positions=positions)["encoder_out"]
+    )
+
+
+def test_features_only() -> None:
+    model, (x, _) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 9))
+    expected = cases.make_model("tokens").encoder(x, features_only=True)["encoder_out"]
+    assert_near(model.encoder(x, features_only=True)["encoder_out"], expected)
+
+
+def test_copies_and_remove_ring() -> None:
+    model, (x, mask) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 5))
+    expected = cases.make_model("tokens")(x, mask)
+    assert model.state_dict().keys() == cases.make_model("tokens").state_dict().keys()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert copied.encoder.forward.__self__.part is copied.encoder
+        cases.use(copied, Ring())  # as in a process with another ring
+        assert_near(copied(x, mask), expected)
+        torchscale.remove_ring(copied)
+        assert not any("forward" in vars(module) for module in copied.modules())
+        assert_near(copied(x, mask), expected)
+        with pytest.raises(ValueError, match="model = Genomes: is not on a ring; give a model"):
+            torchscale.remove_ring(copied)
+
+
+def test_a_slide_encoder_is_a_model_with_an_encoder() -> None:
+    """Its own integration shards the tiles before the projection, and cannot be used at the same time."""
+    model, slide = gigapath_cases.make_model(), gigapath_cases.make_slide(30)
+    (expected,) = model(*slide)
+    cases.use(model, Ring())
+    assert_near(model(*slide)[0], expected)
+    with pytest.raises(
+        ValueError, match=r"slide_encoder.encoder.forward was replaced, .*; call torchscale.remove_ring"
+    ):
+        gigapath.use_ring(model, gigapath_cases.attention_of(model))
+    torchscale.remove_ring(model)
+    gigapath.use_ring(model, gigapath_cases.attention_of(model))
+    with pytest.raises(ValueError, match=r"model.encoder is on a ring by gigapath.use_ring; call gigapath.remove_ring"):
+        cases.use(model, Ring())
+
+
+def test_patterns_and_attentions() -> None:
+    both = nn.ModuleList([cases.make_model("embeddings"), cases.make_model("decoder", segment_length="[8, 16, 32]")])
+    with pytest.raises(
+        ValueError, match=r"ModuleList has several patterns; .*model.0.encoder has .*model.1.decoder has"
+    ):
+        torchscale.pattern_of(both)
+    with pytest.raises(
+        ValueError, match=r"not the pattern of model.encoder; use RingDilatedAttention\(\[8, 16, 64\], "
+    ):
+        cases.use(cases.make_model("tokens"), Ring(), offset="mod")
+    with pytest.raises(ValueError, match=r"dropout_p = 0.0: model.encoder has 0.2"):
+        cases.use(cases.make_model("tokens", attention_dropout=0.2), Ring())
+
+
+def test_what_has_no_longnet() -> None:
+    attention = native.RingDilatedAttention([8], [1])
+    with pytest.raises(TypeError, match="model = Linear: contains no LongNetEncoder or LongNetDecoder of torchscale"):
+        torchscale.use_ring(nn.Linear(1, 1), attention)
+    with pytest.raises(TypeError, match=r"a LongNet of ring_backends.longnet has its ring from its attention"):
+        torchscale.use_ring(LongNetEncoder(8, 2, 8, 1, attention), attention)
+    with pytest.raises(TypeError, match="attention = Linear: expected a RingDilatedAttention"):
+        torchscale.use_ring(cases.make_model("tokens"), nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+class OtherEncoder(torchscale_modules.LongNetEncoder):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+class ShiftedLayer(torchscale_modules.LongNetEncoderLayer):
+    def forward(self, x: Any, encoder_padding_mask: Any, incremental_state: Any = None) -> Any:
+        return super().forward(x.roll(1, 1), encoder_padding_mask, incremental_state)
+
+
+def with_class(path: str, new: type) -> Callable[[Any], None]:
+    return lambda model: setattr(model.get_submodule(path), "__class__", new)
+
+
+def with_value(path: str, name: str, value: object) -> Callable[[Any], None]:
+    def change(model: Any) -> None:
+        owner = model.encoder.args if path == "args" else model.get_submodule(path)
+        setattr(owner, name, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            with_class("encoder", OtherEncoder),
+            AdapterUnavailableError,
+            "model.encoder.forward has no parameter 'encoder_pa",
+        ),
+        (
+            with_class("encoder.layers.1", ShiftedLayer),
+            ValueError,
+            r"model.encoder.layers\[1\] is a ShiftedLayer, and Shi",
+        ),
+        (
+            with_value("encoder", "forward", print),
+            ValueError,
+            "model.encoder.forward was replaced; call use_ring before",
+        ),
+        (
+            with_value("args", "xpos_rel_pos", True),
+            ValueError,
+            "encoder.args.xpos_rel_pos = True: not supported by a ring",
+        ),
+        (
+            with_value("args", "moe_freq", 2),
+            ValueError,
+            "args.moe_freq = 2: not supported by a ring, since a mixture of",
+        ),
+        (
+            with_value("encoder", "relative_position", nn.Linear(1, 1)),
+            ValueError,
+            "encoder.relative_position = Linear: not",
+        ),
+        (
+            with_value("encoder", "embed_positions", nn.Embedding(9, 2)),
+            ValueError,
+            "encoder.embed_positions = Embedding: ",
+        ),
+        (
+            with_value("encoder.layers.0", "encoder_attn", nn.Linear(1, 1)),
+            ValueError,
+            r"model.encoder.layers\[0\].encoder_attn = Linear: not supported",
+        ),
+        (
+            with_value("encoder.layers.1.self_attn", "q_norm", nn.Linear(1, 1)),
+            AdapterUnavailableError,
+            r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use a release that docs/torchscale",
+        ),
+    ],
+)
+def test_other_classes_and_options(change: Callable[[Any], None], error: type[Exception], message: str) -> None:
+    model = cases.make_model("tokens")
+    change(model)
+    with pytest.raises(error, match=message):
+        cases.use(model, Ring())
+
+
+def test_a_decoder_without_flash_attention() -> None:
+    with pytest.raises(ValueError, match=r"model.decoder.args.flash_attention = False: the decoder would make a mask"):
+        cases.use(cases.make_model("decoder", flash_attention=False), Ring())
+
+
+TOKENS, MASK = cases.make_batch("tokens", (6, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"src_tokens": None}, ValueError, "src_tokens and token_embeddings of model.encoder are None: give one"),
+        ({"src_tokens": [1]}, TypeError, "src_tokens of model.encoder = list: expected a tensor"),
+        (
+            {"src_tokens": TOKENS[0]},
+            ValueError,
+            r"src_tokens of model.encoder is \[6\]: expected \[batch, n\], at least",
+        ),
+        ({"src_tokens": TOKENS[:, :0]}, ValueError, r"is \[2, 0\]: expected \[batch, n\], at least one token"),
+        (
+            {"token_embeddings": torch.zeros(2, 5, 24)},
+            ValueError,
+            r"token_embeddings of model.encoder is \[2, 5, 24\]: e",
+        ),
+        ({"encoder_padding_mask": MASK.double()}, ValueError, "encoder_padding_mask of model.encoder is torch.float64"),
+        ({"encoder_padding_mask": MASK | True}, ValueError, "is True at all tokens of sequence 0: a sequence needs"),
+        ({"positions": torch.zeros(6)}, ValueError, r"positions of model.encoder is \[6\]: expected \[batch, n\]"),
+        (
+            {"positions": torch.full((1, 6), 130)},
+            ValueError,
+            r"positions of model.encoder reaches 130: .* rows 0 … 129",
+        ),
+        (
+            {"attn_mask": MASK},
+            ValueError,
+            "attn_mask of model.encoder is given: not supported, since dilated attention",
+        ),
+        (
+            {"incremental_state": []},
+            ValueError,
+            "incremental_state of model.encoder is given: not supported, since a ri",
+        ),
+        ({"graph": 1}, ValueError, "graph of model.encoder is given: not supported, since a ring does not know it"),
+    ],
+)
+def test_arguments_of_a_call(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    model = cases.on_ring("tokens", None, ignore=True)
+    with pytest.raises(error, match=message):
+        model.encoder(**{"src_tokens": TOKENS, **options})
+
+
+def test_a_layer_by_itself_and_data_parallel() -> None:
+    encoder = cases.on_ring("embeddings", None).encoder
+    with pytest.raises(ValueError, match=r"a layer of model.encoder was called by itself: .*; call model.encoder\."):
+        encoder.layers[0](torch.zeros(1, 4, cases.WIDTH, dtype=torch.float64), None)
+    with pytest.raises(
+        RuntimeError, match=r"the model is on a ring, and nn.DataParallel would call it from several thr"
+    ):
+        encoder._replicate_for_data_parallel()
+
+
+def test_export() -> None:
+    model, (x, _) = cases.on_ring("embeddings", None), cases.make_batch("embeddings", (6, 6))
+    with pytest.raises(
+        Exception, match=r"do not support its communication; call .* torchscale.remove_ring\(model\) first"
+    ):
+        torch.export.export(model, (x,))

@@ -1,0 +1,231 @@
+"""Stand-ins for torchscale's LongNet encoder and decoder, for machines without ``torchscale``.
+
+They are written for these tests: the same names, arguments and results. Their attention is the reference of
+torchscale's algorithm, without flash-attn. Only what ``ring_backends.integrations.torchscale`` touches is here.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchscale_reference import reference_attention
+
+
+class EncoderConfig:
+    kind = "encoder"
+
+    def __init__(self, **options: Any) -> None:
+        sizes = {"embed_dim": 768, "attention_heads": 12, "ffn_embed_dim": 3072, "layers": 12}
+        rates = dict.fromkeys(("dropout", "drop_path_rate", "attention_dropout", "activation_dropout"), 0.0)
+        own = {f"{self.kind}_{name}": size for name, size in sizes.items()} | rates | {"no_scale_embedding": True}
+        patterns = {name: eval(options[name]) for name in ("segment_length", "dilated_ratio")}
+        vars(self).update({**own, **options, **patterns})
+
+
+class DecoderConfig(EncoderConfig):
+    kind = "decoder"
+
+
+class DropPath(nn.Module):
+    def __init__(self, drop_prob: float) -> None:
+        super().__init__()
+        self.drop_prob = drop_prob
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drop_prob == 0 or not self.training:
+            return x
+        is_kept = x.new_empty(len(x), 1, 1).bernoulli_(1 - self.drop_prob)
+        return x * is_kept / (1 - self.drop_prob)
+
+
+class PositionalEmbedding(nn.Embedding):
+    def forward(self, x: Tensor, positions: Tensor | None = None, **unused: Any) -> Tensor:
+        if positions is None:
+            positions = torch.arange(2, x.shape[1] + 2)[None]
+        return super().forward(positions)
+
+
+class DilatedAttention(nn.Module):
+    has_exact_gradients = True
+    """Whether the mixing weights of the branches have a gradient. torchscale's have none."""
+
+    def __init__(self, args: Any, width: int, num_heads: int) -> None:
+        super().__init__()
+        self.args, self.num_heads, self.head_dim = args, num_heads, width // num_heads
+        self.dropout = args.attention_dropout
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (nn.Linear(width, width) for _ in range(4))
+        self.inner_attn_ln = nn.LayerNorm(width)
+        self.dropout_module = nn.Dropout(self.dropout)
+        self.xpos = None
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        incremental_state: Any = None,
+        key_padding_mask: Any = None,
+        attn_mask: Any = None,
+        rel_pos: Any = None,
+        is_first_step: bool = False,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        projected = (self.q_proj(query), self.k_proj(key), self.v_proj(value))
+        wide = torch.promote_types(projected[0].dtype, torch.float32)  # flash-attn returns the LSE in fp32
+        q, k, v = (rows.to(wide).unflatten(-1, (self.num_heads, self.head_dim)) for rows in projected)
+        branches = (self.args.segment_length, self.args.dilated_ratio)
+        detach = not self.has_exact_gradients
+        with torch.autocast(q.device.type, enabled=False):
+            out = reference_attention(q, k, v, branches, is_causal, detach=detach, zero_is_absent=True)
+        return self.out_proj(self.inner_attn_ln(out.to(projected[0].dtype).flatten(2))), None
+
+
+class FeedForwardNetwork(nn.Module):
+    def __init__(self, args: Any, width: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.ffn_layernorm = (
+            nn.Linear(width, hidden),
+            nn.Linear(hidden, width),
+            nn.LayerNorm(hidden),
+        )
+        self.activation_dropout_module = nn.Dropout(args.activation_dropout)
+        self.dropout_module = nn.Dropout(args.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.activation_dropout_module(F.gelu(self.fc1(x)))
+        return self.dropout_module(self.fc2(self.ffn_layernorm(x)))
+
+
+class Layer(nn.Module):
+    def __init__(self, args: Any, depth: int, kind: str) -> None:
+        super().__init__()
+        width, num_layers = getattr(args, f"{kind}_embed_dim"), getattr(args, f"{kind}_layers")
+        self.self_attn = DilatedAttention(args, width, getattr(args, f"{kind}_attention_heads"))
+        self.self_attn_layer_norm = nn.LayerNorm(width)
+        self.dropout_module = nn.Dropout(args.dropout)
+        rate = args.drop_path_rate * depth / max(num_layers - 1, 1)
+        self.drop_path = DropPath(rate) if args.drop_path_rate > 0 else None
+        self.ffn = FeedForwardNetwork(args, width, getattr(args, f"{kind}_ffn_embed_dim"))
+        self.final_layer_norm = nn.LayerNorm(width)
+
+    def compute(self, x: Tensor, **options: Any) -> Tensor:
+        normed = self.self_attn_layer_norm(x)
+        found, _ = self.self_attn(query=normed, key=normed, value=normed, **options)
+        x = x + self._drop(self.dropout_module(found))
+        return x + self._drop(self.ffn(self.final_layer_norm(x)))
+
+    def _drop(self, x: Tensor) -> Tensor:
+        return x if self.drop_path is None else self.drop_path(x)
+
+
+class LongNetEncoderLayer(Layer):
+    def forward(self, x: Tensor, encoder_padding_mask: Any, incremental_state: Any = None) -> tuple[Tensor, None]:
+        return self.compute(x, key_padding_mask=encoder_padding_mask, incremental_state=incremental_state), None
+
+
+class LongNetDecoderLayer(Layer):
+    def forward(
+        self, x: Tensor, incremental_state: Any = None, self_attn_padding_mask: Any = None, is_first_step: bool = False
+    ) -> tuple[Tensor, None]:
+        options = {"key_padding_mask": self_attn_padding_mask, "incremental_state": incremental_state}
+        return self.compute(x, **options, is_first_step=is_first_step, is_causal=True), None
+
+
+class Module(nn.Module):
+    kind: str
+    layer: type[Layer]
+
+    def __init__(
+        self, args: Any, embed_tokens: Any = None, embed_positions: Any = None, output_projection: Any = None
+    ) -> None:
+        super().__init__()
+        self.args, self.dropout_module = args, nn.Dropout(args.dropout)
+        width, num_layers = getattr(args, f"{self.kind}_embed_dim"), getattr(args, f"{self.kind}_layers")
+        self.embed_scale = 1.0 if args.no_scale_embedding else math.sqrt(width)
+        self.embed_tokens, self.embed_positions, self.output_projection = (
+            embed_tokens,
+            embed_positions,
+            output_projection,
+        )
+        self.layers = nn.ModuleList(self.layer(args, depth, self.kind) for depth in range(num_layers))
+        self.layer_norm = nn.LayerNorm(width)
+        self.relative_position = self.self_attn_relative_position = None
+
+
+class LongNetEncoder(Module):
+    kind, layer = "encoder", LongNetEncoderLayer
+
+    def forward(
+        self,
+        src_tokens: Tensor | None,
+        encoder_padding_mask: Any = None,
+        attn_mask: Any = None,
+        return_all_hiddens: bool = False,
+        token_embeddings: Any = None,
+        multiway_split_position: Any = None,
+        features_only: bool = False,
+        incremental_state: Any = None,
+        positions: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        if token_embeddings is None:
+            token_embeddings = self.embed_tokens(src_tokens)
+        x = embedding = self.embed_scale * token_embeddings
+        if encoder_padding_mask is None:
+            encoder_padding_mask = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(src_tokens if src_tokens is not None else x, positions=positions)
+        x = self.dropout_module(x)
+        x = x * (1 - encoder_padding_mask[..., None].type_as(x))
+        states = [x]
+        for index, layer in enumerate(self.layers):
+            state = None if incremental_state is None else incremental_state[index]
+            mask = encoder_padding_mask if incremental_state is None else None
+            x, _ = layer(x, encoder_padding_mask=mask, incremental_state=state)
+            states.append(x)
+        x = self.layer_norm(x)
+        if self.output_projection is not None and not features_only:
+            x = self.output_projection(x)
+        return {
+            "encoder_out": x,
+            "encoder_embedding": embedding,
+            "encoder_padding_mask": encoder_padding_mask,
+            "encoder_states": states if return_all_hiddens else [],
+            "l_aux": [None] * len(self.layers),
+        }
+
+
+class LongNetDecoder(Module):
+    kind, layer = "decoder", LongNetDecoderLayer
+
+    def forward(
+        self,
+        prev_output_tokens: Tensor,
+        self_attn_padding_mask: Any = None,
+        encoder_out: Any = None,
+        incremental_state: Any = None,
+        features_only: bool = False,
+        return_all_hiddens: bool = False,
+        token_embeddings: Any = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, dict[str, Any]]:
+        is_first_step = incremental_state is not None and incremental_state.get("is_first_step", False)
+        assert incremental_state is None or is_first_step, "the stand-in does not generate"
+        if token_embeddings is None:
+            token_embeddings = self.embed_tokens(prev_output_tokens)
+        x = self.embed_scale * token_embeddings
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(prev_output_tokens, incremental_state=incremental_state)
+        x = self.dropout_module(x)
+        states = [x]
+        for index, layer in enumerate(self.layers):
+            state = None if incremental_state is None else incremental_state[index]
+            x, _ = layer(x, state, self_attn_padding_mask=self_attn_padding_mask, is_first_step=is_first_step)
+            states.append(x)
+        x = self.layer_norm(x)
+        out = x if features_only else self.output_projection(x)
+        return out, {"inner_states": states, "l_aux": [None] * len(self.layers), "attn": None}
