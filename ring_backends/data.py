@@ -19,7 +19,7 @@ draws one from torch's CPU generator.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -30,9 +30,18 @@ from torch.utils.data import Dataset, DistributedSampler
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 
+_GROUPS_PER_WINDOW = 32
+
 
 def ring_sampler(
-    dataset: Dataset[Any], ring: Ring, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    dataset: Dataset[Any],
+    ring: Ring,
+    *,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    lengths: Tensor | Sequence[int] | None = None,
+    weights: Tensor | Sequence[float] | None = None,
 ) -> DistributedSampler[Any]:
     """Distribute the documents of a data set over the rings. All ranks of a ring get the same ones, in the same order.
 
@@ -43,17 +52,78 @@ def ring_sampler(
         seed: seed of the random order, the same on every rank.
         drop_last: what to do if the number of rings does not divide the number of documents. True leaves the last
             documents out, False repeats the first ones. In both cases all rings get the same number of documents.
+        lengths: [documents], the length of each document, such as its number of tokens. The rings then work on
+            documents of similar length at the same time, so that they wait less for each other at the end of a step.
+            The order stays random: 32 documents per ring are sorted at a time, and the steps are shuffled. With
+            ``shuffle=False`` all documents are sorted.
+        weights: [documents], not negative: draw as many documents as the data set has, with replacement, each with a
+            probability proportional to its weight, as ``torch.utils.data.WeightedRandomSampler`` does.
 
     Returns:
         A sampler for ``torch.utils.data.DataLoader(dataset, sampler=…)``. Call its ``set_epoch(epoch)`` before each
         epoch.
 
+    Raises:
+        ValueError: ``lengths`` or ``weights`` has another number of elements than ``dataset`` or is negative, or
+            ``weights`` is given with ``shuffle=False``.
+
     >>> list(ring_sampler(range(6), Ring(data_size=2, data_rank=1), shuffle=False))  # the second of two rings
     [1, 3, 5]
+    >>> list(ring_sampler(range(6), Ring(data_size=2, data_rank=1), shuffle=False, lengths=[9, 70, 8, 4, 80, 5]))
+    [5, 0, 4]
     """
-    return DistributedSampler(
-        dataset, num_replicas=ring.data_size, rank=ring.data_rank, shuffle=shuffle, seed=seed, drop_last=drop_last
-    )
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+    sampler = _RingSampler(dataset, num_replicas=ring.data_size, rank=ring.data_rank, **options)
+    for name, values in (("lengths", lengths), ("weights", weights)):
+        if values is not None:
+            setattr(sampler, name, _checked(name, values, len(dataset)))  # type: ignore[arg-type]
+    if weights is not None and not shuffle:
+        raise ValueError("weights with shuffle = False: weighted documents are drawn at random; leave shuffle on.")
+    return sampler
+
+
+def _checked(name: str, values: Tensor | Sequence[float], num_documents: int) -> Tensor:
+    """``lengths`` or ``weights`` of a sampler in fp64: [documents]."""
+    found = torch.as_tensor(values, dtype=torch.float64, device="cpu")
+    if found.shape != (num_documents,):
+        raise ValueError(f"{name} is {[*found.shape]}: expected one element per document, {[num_documents]}.")
+    if not (found >= 0).all() or not found.isfinite().all() or not found.sum() > 0:
+        raise ValueError(
+            f"{name} has values from {found.min():g} to {found.max():g}: expected numbers from 0, not all 0."
+        )
+    return found
+
+
+class _RingSampler(DistributedSampler[Any]):
+    """A DistributedSampler over rings that can order documents by their lengths, and draw them by weights."""
+
+    lengths: Tensor | None = None
+    weights: Tensor | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.lengths is None and self.weights is None:
+            return super().__iter__()
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        if self.weights is not None:
+            order = torch.multinomial(self.weights, self.total_size, replacement=True, generator=generator)
+        else:
+            count = len(self.dataset)  # type: ignore[arg-type]
+            order = torch.randperm(count, generator=generator) if self.shuffle else torch.arange(count)
+            order = order[torch.arange(self.total_size) % count]
+        if self.lengths is not None:
+            order = self._by_length(order, self.lengths, generator)
+        return iter(order[self.rank :: self.num_replicas].tolist())
+
+    def _by_length(self, order: Tensor, lengths: Tensor, generator: torch.Generator) -> Tensor:
+        """Put documents of similar length into the same group, which has one document for each ring."""
+        window = _GROUPS_PER_WINDOW * self.num_replicas if self.shuffle else len(order)
+        windows = [part[lengths[part].argsort(stable=True)] for part in order.split(window)]
+        groups = torch.cat(windows).view(-1, self.num_replicas)
+        if self.shuffle:
+            groups = groups[torch.randperm(len(groups), generator=generator)]
+            # No ring gets the longer document of every group.
+            groups = groups.gather(1, torch.rand(groups.shape, generator=generator).argsort(1))
+        return groups.flatten()
 
 
 def rank_seed(seed: int, ring: Ring) -> int:

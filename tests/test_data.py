@@ -64,6 +64,59 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
     assert drawn(ring, 6, shuffle=False) == [1, 3, 5]
 
 
+LENGTHS = torch.randint(10, 1000, (203,), generator=torch.Generator().manual_seed(0)) ** 2
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rings_work_on_documents_of_similar_length_at_the_same_time(shuffle: bool) -> None:
+    """The time of a step is that of its longest document."""
+    by_ring = []
+    for ring in rings(4, 2):
+        one, other = (drawn(rank, 203, shuffle=shuffle, lengths=LENGTHS) for rank in ring)
+        assert one == other
+        by_ring.append(one)
+    assert set(itertools.chain(*by_ring)) == set(range(203))
+    naive = torch.stack([LENGTHS[drawn(ring, 203, shuffle=shuffle)] for ring, *_ in rings(4, 2)])
+    sorted_ = torch.stack([LENGTHS[order] for order in by_ring])
+    assert naive.shape == sorted_.shape == (4, 51)
+    assert naive.amax(0).sum() > 1.7 * naive.double().mean(0).sum()
+    assert sorted_.amax(0).sum() < 1.2 * sorted_.double().mean(0).sum()
+    if shuffle:
+        assert by_ring[0] != drawn(rings(4, 2)[0][0], 203, epoch=1, lengths=LENGTHS)
+        assert len({*sorted_.argmax(0).tolist()}) == 4  # each ring has the longest document at times
+        middle = sorted_.amax(0)[1:].diff().sign()
+        assert (middle > 0).any()
+        assert (middle < 0).any()
+
+
+@pytest.mark.parametrize("lengths", [None, range(1, 5)])
+def test_weights(lengths: object) -> None:
+    """Documents come as often as their weights say, and different rings draw different ones."""
+    counts = torch.zeros(4)
+    for epoch in range(1500):
+        by_ring = [drawn(ring, 4, epoch=epoch, weights=[1, 0, 2, 5], lengths=lengths) for ring, *_ in rings(2, 2)]
+        counts += torch.bincount(torch.tensor(by_ring).flatten(), minlength=4)
+    assert counts[1] == 0
+    torch.testing.assert_close(counts / counts.sum(), torch.tensor([1, 0, 2, 5]) / 8, rtol=0, atol=0.03)
+    of_ring = [drawn(rank, 40, weights=[1.0] * 40) for rank in rings(2, 2)[1]]
+    assert of_ring[0] == of_ring[1] != drawn(rings(2, 2)[0][0], 40, weights=[1.0] * 40)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lengths": [1, 2]}, r"lengths is \[2\]: expected one element per document, \[3\]"),
+        ({"lengths": [1, -2, 4]}, "lengths has values from -2 to 4: expected numbers from 0"),
+        ({"weights": [0, 0, 0]}, "weights has values from 0 to 0: expected numbers from 0, not all 0"),
+        ({"weights": [1, float("nan"), 0]}, "weights has values from nan to nan"),
+        ({"weights": [1, 1, 1], "shuffle": False}, "weights with shuffle = False: weighted documents are drawn at"),
+    ],
+)
+def test_invalid_lengths_and_weights(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        drawn(Ring(), 3, **options)
+
+
 def test_a_loader_gives_every_rank_its_shard_of_the_document() -> None:
     dataset = TensorDataset(torch.arange(4 * 10).view(4, 10))
     seen: dict[int, list[Tensor]] = {}
