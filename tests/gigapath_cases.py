@@ -64,10 +64,11 @@ def attention_of(model: Any, ring: Ring | None = None, adapter: str = ADAPTER, *
     return import_module(adapter).RingDilatedAttention(**options)
 
 
-def on_ring(rings: RingSpec | None, layout: Any = "contiguous", **options: Any) -> Any:
+def on_ring(rings: RingSpec | None, layout: Any = "contiguous", constant_mixing: bool = False, **options: Any) -> Any:
     """A slide encoder on a ring; on a ring of one if ``rings`` is None."""
     model, ring = make_model(**options), None if rings is None else native_ring(layout, rings)
-    gigapath.use_ring(model, attention_of(model, ring, dropout_p=options.get("attention_dropout", 0.0)))
+    attention = attention_of(model, ring, dropout_p=options.get("attention_dropout", 0.0))
+    gigapath.use_ring(model, attention, constant_mixing=constant_mixing)
     return model
 
 

@@ -188,6 +188,18 @@ def test_gradients_without_those_of_the_mixing_weights_differ() -> None:
     assert cases.largest_error(own[1][name], exact[1][name]) > 1e-2
 
 
+@LONG
+def test_constant_mixing(two: World) -> None:
+    """Then the gradients are GigaPath's own, also of batches with a padding mask."""
+    expected = cases.embed_by_own_code(61, True, exact=False)
+    cases.assert_same(two.run(cases.embed_here, TWO_OF_TWO, "zigzag", 61, True, constant_mixing=True), expected, 1e-11)
+    model = cases.make_model()
+    with cases.own_code(model, exact=False):
+        expected = cases.embed_batch(model, (34, 1, 9), alone=True)
+    found = two.run(cases.embed_batch_here, TWO_OF_TWO, "contiguous", (34, 1, 9), True, constant_mixing=True)
+    cases.assert_same(found, expected, 1e-10)
+
+
 @pytest.mark.skipif(find_spec("gigapath") is None, reason="gigapath is not installed")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_the_published_class(two: World, dtype: torch.dtype) -> None:

@@ -49,6 +49,18 @@ def test_without_padding(two: World, kind: str) -> None:
     gigapath_cases.assert_same([cases.here(kind, None, "zigzag", (34, 1, 61), "kept")], expected, 1e-10)
 
 
+@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=LONG) for kind in cases.KINDS[1:])])
+def test_constant_mixing(two: World, kind: str) -> None:
+    """Then gradients are those of torchscale's own code, which has none of the weights that mix its branches."""
+    call = (kind, (61, 61), "whole")
+    expected, exact = (cases.by_own_code(*call, exact=exact) for exact in (False, True))
+    name = f"{'decoder' if kind == 'decoder' else 'encoder'}.layers.0.self_attn.q_proj.weight"
+    assert gigapath_cases.largest_error(exact[1][name], expected[1][name]) > 1e-2
+    found = two.run(cases.here, kind, TWO_OF_TWO, "zigzag", *call[1:], constant_mixing=True)
+    gigapath_cases.assert_same(found, expected, 1e-10)
+    gigapath_cases.assert_same([cases.here(kind, None, "zigzag", *call[1:], constant_mixing=True)], expected, 1e-10)
+
+
 @LONG
 @pytest.mark.parametrize("numbers", [(2, 1), (120, 90)], ids=str)
 @pytest.mark.parametrize("kind", cases.KINDS)
@@ -75,6 +87,10 @@ def test_the_published_classes(three: World, two: World, kind: str, options: Any
             expected = cases.by_own_code(kind, (61, 34), own, real=True, **options)
             found = ranks.run(cases.here, kind, rings, "contiguous", (61, 34), how, real=True, **options)
             gigapath_cases.assert_same(found, expected, 1e-10)
+        call = ((61, 34), "masked")
+        expected = cases.by_own_code(kind, *call, exact=False, real=True, **options)
+        found = ranks.run(cases.here, kind, rings, "zigzag", *call, constant_mixing=True, real=True, **options)
+        gigapath_cases.assert_same(found, expected, 1e-10)
 
 
 def has_torchscale() -> bool:
@@ -142,7 +158,7 @@ def test_copies_and_remove_ring() -> None:
     assert model.state_dict().keys() == cases.make_model("tokens").state_dict().keys()
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert copied.encoder.forward.__self__.part is copied.encoder
-        cases.use(copied, Ring())  # as in a process with another ring
+        cases.use(copied, Ring(), {"constant_mixing": True})  # as in a process with another ring
         assert_near(copied(x, mask), expected)
         torchscale.remove_ring(copied)
         assert not any("forward" in vars(module) for module in copied.modules())
@@ -316,7 +332,7 @@ TOKENS, MASK = cases.make_batch("tokens", (6, 3))
     ],
 )
 def test_arguments_of_a_call(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    model = cases.on_ring("tokens", None, ignore=True)
+    model = cases.on_ring("tokens", None, ignore_padding=True)
     with pytest.raises(error, match=message):
         model.encoder(**{"src_tokens": TOKENS, **options})
 

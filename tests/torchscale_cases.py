@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 from unittest import mock
 
@@ -149,29 +149,38 @@ def compute(
     return [out.detach() for out in outs], {**of_x, **gigapath_cases.gradients(model)}
 
 
-def by_own_code(kind: str, numbers: Sequence[int], how: str, seed: int | None = None, **options: Any) -> Any:
+def by_own_code(
+    kind: str, numbers: Sequence[int], how: str, seed: int | None = None, exact: bool = True, **options: Any
+) -> Any:
     model = make_model(kind, **options)
-    with gigapath_cases.own_code(model), _in_fp64(options.get("real", False)):
+    with gigapath_cases.own_code(model, exact), _in_fp64(options.get("real", False)):
         return compute(model, kind, numbers, how, seed)
 
 
-def on_ring(kind: str, rings: RingSpec | None, layout: Any = "contiguous", ignore: bool = False, **options: Any) -> Any:
+def on_ring(
+    kind: str,
+    rings: RingSpec | None,
+    layout: Any = "contiguous",
+    ignore_padding: bool = False,
+    constant_mixing: bool = False,
+    **options: Any,
+) -> Any:
     """A model on a ring; on a ring of one if ``rings`` is None."""
     model, ring = make_model(kind, **options), Ring() if rings is None else native_ring(layout, rings)
-    use(model, ring, ignore_padding=ignore, dropout_p=options.get("attention_dropout", 0.0))
+    how = {"ignore_padding": ignore_padding, "constant_mixing": constant_mixing}
+    use(model, ring, how, dropout_p=options.get("attention_dropout", 0.0))
     return model
 
 
-def use(model: Any, ring: Ring, ignore_padding: bool = False, **options: Any) -> None:
-    pattern = vars(torchscale.pattern_of(model))
-    attention = import_module(ADAPTER).RingDilatedAttention(**{**pattern, "ring": ring, **options})
-    torchscale.use_ring(model, attention, ignore_padding=ignore_padding)
+def use(model: Any, ring: Ring, how: Any = MappingProxyType({}), **options: Any) -> None:
+    attention = {**vars(torchscale.pattern_of(model)), "ring": ring, **options}
+    torchscale.use_ring(model, import_module(ADAPTER).RingDilatedAttention(**attention), **how)
 
 
 def here(
     kind: str, rings: RingSpec | None, layout: str, numbers: Any, how: str, seed: int | None = None, **options: Any
 ) -> Any:
-    model = on_ring(kind, rings, layout, ignore=how == "kept", **options)
+    model = on_ring(kind, rings, layout, ignore_padding=how == "kept", **options)
     if seed is not None and rings is None:  # the one process draws the numbers that a ring's rank 0 draws
         torch.manual_seed(seed)
         seed = int(torch.randint(2**53, ()))

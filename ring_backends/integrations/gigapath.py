@@ -62,7 +62,7 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
     return torchscale.pattern_of_args(slide_encoder.encoder)
 
 
-def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
+def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, constant_mixing: bool = False) -> None:
     """Put GigaPath's slide encoder on the ring of ``attention``.
 
     After this call every rank of a ring calls ``slide_encoder(x, coords, all_layer_embed=False, padding_mask=None,
@@ -94,6 +94,9 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
         attention: a RingDilatedAttention of any adapter, with the pattern of :func:`pattern_of`. Every layer gets a
             copy. With ``padding="masked"``, queries of a last segment that is not full do not see the zero keys that
             GigaPath pads it with. Then slides of every length work, but embeddings differ from GigaPath's.
+        constant_mixing: what the backward makes of the weights with which a token mixes its branches. False
+            differentiates them, which is exact. True treats them as constants, as GigaPath does, to reproduce a
+            training with it. The attention then makes one call per branch.
 
     Raises:
         TypeError: ``slide_encoder`` is not a LongNetViT, or ``attention`` is not a RingDilatedAttention.
@@ -125,7 +128,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention) -> None:
     torchscale.agree_on_parameters(attention.ring, slide_encoder, "slide_encoder")
     if _is_on_ring(slide_encoder):
         remove_ring(slide_encoder)
-    torchscale.put_layers_on_ring(encoder, attention, _ENCODER_ALONE)
+    torchscale.put_layers_on_ring(encoder, attention, _ENCODER_ALONE, constant_mixing=constant_mixing)
     slide_encoder.forward = _SlideEncoder(slide_encoder).forward
 
 

@@ -60,7 +60,13 @@ def pattern_of(model: nn.Module) -> DilatedPattern:
     return next(iter(patterns.values()))
 
 
-def use_ring(model: nn.Module, attention: RingDilatedAttention, *, ignore_padding: bool = False) -> None:
+def use_ring(
+    model: nn.Module,
+    attention: RingDilatedAttention,
+    *,
+    ignore_padding: bool = False,
+    constant_mixing: bool = False,
+) -> None:
     """Put the LongNet encoders and decoders of a model on the ring of ``attention``.
 
     After this call every rank of a ring calls the model with the same whole input, and gets the results of one device.
@@ -85,6 +91,9 @@ def use_ring(model: nn.Module, attention: RingDilatedAttention, *, ignore_paddin
             [batch, n], True = padding. False does what torchscale does: an encoder sets the embeddings of padding to
             zero, a decoder ignores its mask, and the other tokens attend to padding in both. With True, the results of
             each sequence, and its learned positions, are those of this sequence alone without padding; 0 for padding.
+        constant_mixing: what the backward makes of the weights with which a position mixes its branches. False
+            differentiates them, which is exact. True treats them as constants, as torchscale does, to reproduce a
+            training with it. The attention then makes one call per branch.
 
     Raises:
         TypeError: ``model`` contains no LongNet of torchscale, or ``attention`` is not a RingDilatedAttention.
@@ -108,7 +117,7 @@ def use_ring(model: nn.Module, attention: RingDilatedAttention, *, ignore_paddin
         if is_on_ring(part, _OnRing):
             _remove(part)
         call = f"a layer of {name} was called by itself: on a ring it computes only this rank's rows; call {name}"
-        put_layers_on_ring(part, attention, f"{call}.", name)
+        put_layers_on_ring(part, attention, f"{call}.", name, constant_mixing=constant_mixing)
         if part.embed_positions is not None:
             part.embed_positions.forward = _Positions(part.embed_positions)
         part.forward = _OnRing(part, name, ignore_padding).forward
@@ -361,23 +370,38 @@ class _Positions:
 # --- What slide encoders share: the layers of an encoder on a ring.
 
 
-def put_layers_on_ring(encoder: Any, attention: RingDilatedAttention, when_called_alone: str, name: str = "") -> None:
+def put_layers_on_ring(
+    encoder: Any, attention: RingDilatedAttention, when_called_alone: str, name: str = "", *, constant_mixing: bool
+) -> None:
     """Replace the attention, and on a ring of several ranks the dropout, of an encoder's or decoder's layers.
 
     Args:
         when_called_alone: the error of a call that gives the layers no lengths of sequences.
         name: what the error messages of the ring call the layers by.
+        constant_mixing: as in :func:`use_ring`.
     """
     for index, layer in enumerate(encoder.layers):
         self_attn = layer.self_attn
         of_layer = f"layer {index} of {name}" if name else f"layer {index}"
         self_attn.ring_attention = attention._copy_for(of_layer).train(self_attn.training)
+        if constant_mixing:
+            self_attn.ring_branches = _branches_of(self_attn.ring_attention)
         self_attn.forward = _SelfAttention(self_attn, when_called_alone)
     if attention.ring.size > 1:
         for module in encoder.modules():
             if isinstance(module, nn.Dropout):
                 module.forward = _Dropout(module, self_attn.ring_attention)  # type: ignore[method-assign]
     encoder._replicate_for_data_parallel = _refuse_data_parallel
+
+
+def _branches_of(attention: RingDilatedAttention) -> nn.ModuleList:
+    """An attention for each branch of ``attention`` alone."""
+    whole, branches = attention.pattern, []
+    for index, (w, r) in enumerate(zip(whole.segment_lengths, whole.dilation_rates, strict=True)):
+        branch = attention._copy_for(f"branch {index}")
+        branch.pattern = replace(whole, segment_lengths=(w,), dilation_rates=(r,))
+        branches.append(branch)
+    return nn.ModuleList(branches)
 
 
 def remove_layers_from_ring(encoder: Any) -> None:
@@ -387,6 +411,8 @@ def remove_layers_from_ring(encoder: Any) -> None:
             del module.forward
     for layer in encoder.layers:
         del layer.self_attn.ring_attention
+        if hasattr(layer.self_attn, "ring_branches"):
+            del layer.self_attn.ring_branches
     del encoder._replicate_for_data_parallel
 
 
@@ -521,15 +547,26 @@ class _SelfAttention:
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], is_causal: bool) -> Tensor:
         """Attend within each sequence of the batch, whose numbers of tokens are ``lengths``."""
-        attention = self.module.ring_attention
         if len({*lengths}) == 1:
-            out: Tensor = attention(q, k, v, seq_len=lengths[0], is_causal=is_causal)
-            return out
-        outs, ring = [], attention.ring
+            return self._attend_alike(q, k, v, lengths[0], is_causal)
+        outs, ring = [], self.module.ring_attention.ring
         for index, seq_len in enumerate(lengths):
             rows = slice(index, index + 1), slice(ring.layout(seq_len).local_len(ring.rank))
-            outs.append(attention(q[rows], k[rows], v[rows], seq_len=seq_len, is_causal=is_causal)[0])
+            outs.append(self._attend_alike(q[rows], k[rows], v[rows], seq_len, is_causal)[0])
         return nn.utils.rnn.pad_sequence(outs, batch_first=True)
+
+    def _attend_alike(self, q: Tensor, k: Tensor, v: Tensor, seq_len: int, is_causal: bool) -> Tensor:
+        options = {"seq_len": seq_len, "is_causal": is_causal}
+        if not hasattr(self.module, "ring_branches"):
+            out: Tensor = self.module.ring_attention(q, k, v, **options)
+            return out
+        outs, lses = zip(
+            *(branch(q, k, v, return_lse=True, **options) for branch in self.module.ring_branches), strict=True
+        )
+        # The LSEs have no gradient. All are −∞ where no branch covers a position.
+        weights = torch.stack(lses).softmax(0).nan_to_num().transpose(2, 3)[..., None]
+        mixed: Tensor = (torch.stack(outs) * weights.to(q.dtype)).sum(0)
+        return mixed
 
 
 class _Dropout:
@@ -662,7 +699,8 @@ _NOT_SUPPORTED = {
 }
 """Arguments of a call that must be None, and why."""
 
-_CHILDREN = {"q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln", "dropout_module", "xpos", "ring_attention"}
+_CHILDREN = {"q_proj", "k_proj", "v_proj", "out_proj", "inner_attn_ln", "dropout_module", "xpos"}
+_CHILDREN |= {"ring_attention", "ring_branches"}
 """The modules of a layer's attention."""
 
 
