@@ -20,7 +20,7 @@ from torch import nn
 from ring_backends import AdapterUnavailableError, Ring
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath, torchscale
-from ring_backends.longnet import LongNetEncoder
+from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
 from ring_backends.testing.world import World
 
@@ -150,6 +150,30 @@ def test_features_only() -> None:
     model, (x, _) = cases.on_ring("tokens", None), cases.make_batch("tokens", (9, 9))
     expected = cases.make_model("tokens").encoder(x, features_only=True)["encoder_out"]
     assert_near(model.encoder(x, features_only=True)["encoder_out"], expected)
+
+
+@pytest.mark.parametrize("kind", cases.KINDS[1:])
+def test_conversion_to_the_longnet_of_this_package(kind: str) -> None:
+    """Heads, activation, scale and epsilon are those of the module. Its parameters are copied."""
+    part, (x, _) = next(cases.make_model(kind).children()), cases.make_batch(kind, (30, 30))
+    for module in part.modules():
+        if isinstance(module, nn.LayerNorm):
+            module.eps = 1e-2
+    own = part(x)["encoder_out"] if kind == "tokens" else part(x)[0]
+    attention = native.RingDilatedAttention(**vars(torchscale.pattern_of(part)))
+    convert, other = LongNetEncoder.from_torchscale, LongNetDecoder.from_torchscale
+    if kind == "decoder":
+        convert, other = other, convert
+    converted = convert(part, attention)
+    assert_near(converted(x), own)
+    assert not any(
+        one.data_ptr() == two.data_ptr() for one, two in zip(converted.parameters(), part.parameters(), strict=True)
+    )
+    with pytest.raises(TypeError, match=f"module = {type(part).__name__}: expected a LongNet.* of torchscale; give it"):
+        other(part, attention)
+    part.args.activation_fn = "swish"
+    with pytest.raises(ValueError, match="activation = 'swish': unknown option; choose 'gelu' or 'relu'"):
+        convert(part, attention)
 
 
 def test_copies_and_remove_ring() -> None:

@@ -21,7 +21,8 @@ class EncoderConfig:
     def __init__(self, **options: Any) -> None:
         sizes = {"embed_dim": 768, "attention_heads": 12, "ffn_embed_dim": 3072, "layers": 12}
         rates = dict.fromkeys(("dropout", "drop_path_rate", "attention_dropout", "activation_dropout"), 0.0)
-        own = {f"{self.kind}_{name}": size for name, size in sizes.items()} | rates | {"no_scale_embedding": True}
+        own = {f"{self.kind}_{name}": size for name, size in sizes.items()} | rates
+        own |= {"no_scale_embedding": True, "activation_fn": "gelu"}
         patterns = {name: eval(options[name]) for name in ("segment_length", "dilated_ratio")}
         vars(self).update({**own, **options, **patterns})
 

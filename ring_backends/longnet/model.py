@@ -306,6 +306,46 @@ class LongNet(nn.Module):
         return model
 
     @classmethod
+    def from_torchscale(
+        cls: type[_Model],
+        module: nn.Module,
+        attention: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> _Model:
+        """Make a model from torchscale's, with a copy of its parameters and with what a state_dict does not show.
+
+        These are the number of heads, the activation, the scale of embeddings and the epsilon of LayerNorm.
+
+        Args:
+            module: torchscale's class of the same name.
+            attention: as in :class:`LongNet`.
+            device: device of the parameters.
+            dtype: dtype of the parameters. None means that of ``module``.
+
+        Raises:
+            TypeError: ``module`` is of another class.
+            ValueError: it has a part or an activation that is not supported.
+        """
+        if isinstance(module, LongNet) or not any(base.__name__ == cls.__name__ for base in type(module).__mro__):
+            raise TypeError(
+                f"module = {type(module).__name__}: expected a {cls.__name__} of torchscale; give it alone."
+            )
+        published = cast(Any, module)
+        layer = published.layers[0]
+        return cls.from_state_dict(
+            module.state_dict(),
+            num_heads=layer.self_attn.num_heads,
+            attention=attention,
+            scale_embedding=published.embed_scale != 1,
+            activation=published.args.activation_fn,
+            layer_norm_eps=layer.final_layer_norm.eps,
+            device=device,
+            dtype=dtype,
+        )
+
+    @classmethod
     def from_checkpoint(
         cls: type[_Model],
         path: str | os.PathLike[str],
