@@ -368,14 +368,19 @@ class RingDilatedAttention(nn.Module, ABC):
         with self.ring.report_refusals():
             return draw_seed(dropout_seed, dropout_p)
 
-    def _check_call(self, inputs: AttentionInputs) -> tuple[AttentionInputs, AttentionCall]:
+    def _check_call(
+        self, inputs: AttentionInputs, settings: tuple[DilatedPattern, float | None, str] | None = None
+    ) -> tuple[AttentionInputs, AttentionCall]:
         """Check a call, and return its inputs, cast by autocast, with the checked call.
 
         If a check fails, the error is also reported to the other ranks.
+
+        Args:
+            settings: pattern, scale and kernel of a compiled call; None for those that the module has now.
         """
         with self.ring.report_refusals():
-            settings = self.pattern, self.ring, self.scale, self.kernel, self.grad_wire_dtype
-            inputs, call = look_up(inputs, *settings)
+            pattern, scale, kernel = settings or (self.pattern, self.scale, self.kernel)
+            inputs, call = look_up(inputs, pattern, self.ring, scale, kernel, self.grad_wire_dtype)
             if self.ring.size > 1 and not has_values(inputs.query):
                 raise ValueError(
                     f"query is a meta or fake tensor, and the ring has {self.ring.size} ranks: a hop cannot send it; "

@@ -17,7 +17,6 @@ from ring_backends.kernels import resolve_dtype
 from ring_backends.kernels.score_mod import ScoreMod
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
-from ring_backends.schedule.layout import SequenceLayout
 
 _MAX_CACHED_TABLES = 4
 
@@ -96,7 +95,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         self.v_proj = nn.Linear(embed_dim, kv_heads * head_dim, bias=bias, device=device, dtype=dtype)
         self.inner_attn_ln = nn.LayerNorm(embed_dim, device=device, dtype=dtype) if sub_layer_norm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
-        self._rotary_tables: dict[tuple[SequenceLayout, int, torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._rotary_tables: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
     def forward(
         self,
@@ -181,7 +180,7 @@ class RingDilatedMultiheadAttention(nn.Module):
         """The table of this rank's positions. The last few tables are kept, outside of compiled graphs."""
         if torch.compiler.is_compiling():
             return self._new_rotary_table(ring.positions(seq_len), like)
-        key = (ring.layout(seq_len), ring.rank, like.device, like.dtype)
+        key = (ring.layout(seq_len), ring.rank, like.device, like.dtype, self.rotary_base)
         if key not in self._rotary_tables:
             # Autograd cannot save a table made under inference_mode.
             with torch.inference_mode(False), torch.no_grad():

@@ -419,6 +419,16 @@ def test_second_derivatives_are_refused_clearly() -> None:
         grad.sum().backward()
 
 
+def test_second_derivatives_by_sinks_are_refused() -> None:
+    query = torch.randn(1, 8, 2, 4, dtype=torch.float64, requires_grad=True)
+    sinks = torch.randn(2, dtype=torch.float64, requires_grad=True)
+    out = dilated_attention(query, query, query, [8], [1], sinks=sinks)
+    (grad,) = torch.autograd.grad(out.square().sum(), sinks, create_graph=True)
+    for of in (sinks, query):
+        with pytest.raises(RuntimeError, match="no second derivative"):
+            torch.autograd.grad(grad.sum(), of, retain_graph=True)
+
+
 @pytest.mark.parametrize("shape", [(0, 8, 2, 4), (2, 8, 2, 4)])
 def test_empty_batches_pass_through(shape: tuple[int, ...]) -> None:
     query = torch.randn(shape, requires_grad=True)

@@ -130,6 +130,12 @@ class TestZeRO:
         for ended in world.run(train_through_another_model, stage, False):
             ended.check(RuntimeError, "came from a backward other than state.backward()")
 
+    @pytest.mark.parametrize("stage", [pytest.param(1, marks=OTHER_STAGES), pytest.param(2, marks=OTHER_STAGES), 3])
+    def test_optimizers_that_zero_changes_are_refused_by_name(self, world: World, stage: int) -> None:
+        for adafactor, adagrad in world.run(use_other_optimizers, stage):
+            adafactor.check(ValueError, "Adafactor: its step of an element depends on other elements", "zero_stage=0")
+            adagrad.check(ValueError, f"Adagrad: ZeRO {stage} replaces it")
+
     def test_a_parameter_that_is_not_contiguous_is_refused_by_name(self, world: World) -> None:
         for ended in world.run(transpose_a_parameter):
             ended.check(ValueError, "parameter layers.0.weight of model has strides (1, 4)")
@@ -300,6 +306,13 @@ def train_through_another_model(stage: int, is_frozen: bool) -> Ended:
     first.step()
     second.model.requires_grad_(True)
     return ending(lambda: second.backward(second.loss(second.model(x, 0).sum(), 1)))
+
+
+def use_other_optimizers(stage: int) -> list[Ended]:
+    def parallelize_with(optimizer: Any) -> Ended:
+        return ending(lambda: backend.parallelize(TwoLayers(), optimizer, ring_here(ADAPTER, TWO), **zero(stage)))
+
+    return [parallelize_with(torch.optim.Adafactor), parallelize_with(torch.optim.Adagrad)]
 
 
 def transpose_a_parameter() -> Ended:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from ring_backends.testing import training_runs
-from ring_backends.testing.failing_calls import Ended
+from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, make_model, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
@@ -211,6 +211,61 @@ def test_contradictory_options_are_refused(world: World) -> None:
         for text, ended in endings.items():
             assert ended.error in ("ValueError", "TypeError"), (text, ended)
             assert text in ended.message
+
+
+class SharedPart(nn.Module):
+    """A model whose blocks hold one module in common."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        part = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), part) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def train_shared_part(options: dict[str, Any]) -> list[State]:
+    """The states of a model after a step on the ranks, and after the same step alone."""
+    torch.manual_seed(0)
+    model, alone, x = SharedPart(), SharedPart(), torch.arange(4.0)[None]
+    alone.load_state_dict(model.state_dict())
+    state = fsdp.parallelize(model, unit_sgd, ring_of(ADAPTER, TWO), **options)
+    state.backward(state.loss(state.model(x).square().sum(), 1, dist.get_world_size()))
+    state.step()
+    optimizer = unit_sgd(alone.parameters())
+    alone(x).square().sum().backward()
+    optimizer.step()
+    return [state.full_state_dict(), alone.state_dict()]
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+def test_blocks_that_share_a_module_are_not_sharded_apart(world: World, strategy: str) -> None:
+    assert find_blocks(SharedPart()) == []
+    for got, wanted in world.run(train_shared_part, {"strategy": strategy}):
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(got[name], tensor)
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters)
+
+
+def flattened_here() -> list[Ended]:
+    ring, strided = ring_of(ADAPTER, TWO), nn.Linear(4, 4)
+    strided.weight = nn.Parameter(torch.randn(4, 8)[:, ::2])
+    return [
+        ending(lambda: fsdp.parallelize(nn.Linear(4, 4), adafactor, ring, strategy="fsdp1")),
+        ending(lambda: fsdp.parallelize(strided, unit_sgd, ring, strategy="fsdp1")),
+    ]
+
+
+def test_what_fsdp1_cannot_flatten_is_refused(world: World) -> None:
+    for optimizer, parameter in world.run(flattened_here):
+        optimizer.check(ValueError, "Adafactor: its step of an element depends on other elements", "strategy='fsdp2'")
+        parameter.check(ValueError, "parameter weight of model has strides (8, 2)")
 
 
 class Named(nn.Module):

@@ -134,6 +134,15 @@ def test_a_forward_under_inference_mode_leaves_training_possible() -> None:
     assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
+def test_another_rotary_base() -> None:
+    layer, x = make(full_attention(), rotary=True), random_input(8)
+    layer(x)
+    layer.rotary_base = 500.0
+    wanted = make(full_attention(), rotary=True, rotary_base=500.0)
+    wanted.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(x), wanted(x))
+
+
 def test_rotary_tables_are_few_and_depend_on_the_layout() -> None:
     recorder = Recorder(Ring(size=2, rank=1, ranks=(0, 1)))
     layer = make(recorder, rotary=True)

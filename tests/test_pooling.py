@@ -10,7 +10,7 @@ import torch
 from native_ranks import assert_near, native_ring, on_ring
 from torch import Tensor
 
-from ring_backends import Ring
+from ring_backends import Ring, RingMismatchError
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.rings import FOUR
 from ring_backends.testing.world import World
@@ -93,6 +93,32 @@ def refused_here() -> list[Ended]:
         ending(lambda: ring.pool(rows, seq_len=9)),
         ending(lambda: ring.pool(rows)),
     ]
+
+
+def differently_here() -> list[Ended]:
+    ring = native_ring(rings=FOUR)
+    rows = torch.zeros(2, 2 if ring.rank < 3 else 1, 3)
+    return [
+        ending(lambda: ring.pool(torch.zeros(2, 2, 3), how="first" if ring.rank else "last")),
+        ending(lambda: ring.with_layout("contiguous").pool(rows, how="last")),  # 7 rows, without seq_len
+    ]
+
+
+def test_different_calls_are_reported(world: World) -> None:
+    for how, seq_len in world.run(differently_here):
+        how.check(RingMismatchError, "by 'first'")
+        seq_len.check(RingMismatchError, "pool of 8 rows")
+
+
+def conjugated_here() -> Tensor:
+    ring = native_ring(rings=FOUR)
+    rows = torch.complex(torch.full((1, 2), float(ring.rank)), torch.ones(1, 2))
+    return ring.unshard(rows.conj())
+
+
+def test_a_conjugated_view_is_unsharded(world: World) -> None:
+    for whole in world.run(conjugated_here):
+        assert whole.tolist() == [[complex(rank, -1) for rank in range(4) for _ in range(2)]]
 
 
 def test_bad_arguments_are_refused_by_name(world: World) -> None:

@@ -327,6 +327,71 @@ def test_a_tensor_of_the_closure_is_named() -> None:
     attend(lambda score, b, h, q, k: score + learned_bias[h])
 
 
+def test_a_wrapper_with_the_attributes_of_another_function() -> None:
+    cap, bias = score_mods.softcap(2.0), torch.randn(HEADS, LENGTH, LENGTH)
+
+    @functools.wraps(cap)
+    def wrapper(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return cap(score, batch, head, q_idx, kv_idx) + bias[head, q_idx, kv_idx]
+
+    wanted = attend_with_gradients(lambda *pair: wrapper(*pair))
+    assert all(map(torch.equal, attend_with_gradients(wrapper), wanted))
+    assert not torch.allclose(attend(wrapper), attend(cap))
+
+
+def attend_with_gradients(score_mod: Any) -> list[Tensor]:
+    query, key, value, grad = make()
+    rows = [x.requires_grad_() for x in (query, key, value)]
+    out = dilated_attention(*rows, [None], [1], score_mod=score_mod)
+    return [out.detach(), *torch.autograd.grad(out, rows, grad)]
+
+
+def rebind(bias: Tensor) -> Tensor:
+    return bias + 1
+
+
+def change_in_place(bias: Tensor) -> Tensor:
+    return bias.mul_(2)
+
+
+@pytest.mark.parametrize("change", [rebind, change_in_place])
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_what_a_function_reads_must_stay_until_the_backward(change: Any, is_nested: bool) -> None:
+    bias = torch.randn(HEADS)
+
+    def add(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return torch.tanh(score + bias[head])
+
+    query, key, value, grad = make()
+    out = dilated_attention(
+        query.requires_grad_(), key, value, [None], [1], score_mod=(lambda *pair: add(*pair)) if is_nested else add
+    )
+    bias = change(bias)
+    with pytest.raises(RuntimeError, match=r"bias.* has changed since the forward"):
+        out.backward(grad)
+
+
+@pytest.mark.parametrize("name", ["softcap", "alibi", "square"])
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
+    score_mod = FUNCTIONS.get(name, lambda score, b, h, q, k: score * score)
+    query, key, value, grad = make()
+    rows = [x.requires_grad_() for x in (query, key, value)]
+
+    def block(*rows: Tensor) -> Tensor:
+        out: Tensor = dilated_attention(*(x * 2 for x in rows), [None], [1], score_mod=score_mod)
+        return out.sin()
+
+    results = []
+    for out in (block(*rows), checkpoint(block, *rows, use_reentrant=use_reentrant)):
+        out.backward(grad)
+        results.append([out.detach(), *(x.grad for x in rows)])
+        for x in rows:
+            x.grad = None
+    for got, wanted in zip(*results, strict=True):
+        assert torch.equal(got, wanted)
+
+
 def test_a_captured_tensor_that_starts_to_need_a_gradient_is_refused() -> None:
     bias = torch.zeros(HEADS)
 

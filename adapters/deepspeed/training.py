@@ -63,7 +63,15 @@ class DeepSpeedTraining(TrainingState):
         self._foreign_gradients: set[str] = set()
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divisor = _divisor(self._world, settings, mpu, options)
+        stage = settings["zero_optimization"]["stage"]
+        if stage:
+            self._flattens = f"ZeRO {stage} gives it flat parts of the parameters; use zero_stage=0"
         self.optimizer = self._make_optimizer(make_optimizer, model)
+        if stage and isinstance(self.optimizer, torch.optim.Adagrad):
+            raise ValueError(
+                f"make_optimizer returned {type(self.optimizer).__name__}: ZeRO {stage} replaces it by an Adagrad of "
+                "its own, which no learning rate schedule reaches; use zero_stage=0, or another optimizer."
+            )
         with _default_dtype(torch.float32):
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=self.optimizer, config=settings, mpu=mpu, **options

@@ -165,6 +165,8 @@ class ShardedTraining(FairScaleTraining):
 class FullyShardedTraining(FairScaleTraining):
     """FairScale's FullyShardedDataParallel: each rank has a flat shard of the parameters of every wrapped unit."""
 
+    _flattens = "FairScale's FSDP gives it flat parts of the parameters; use strategy='sharded_ddp'"
+
     def _check_model(self, model: nn.Module) -> None:
         _check_options(self._options, _FSDP_OPTIONS, "FullyShardedDataParallel")
         reasons = fsdp_not_supported_reasons(model)

@@ -6,7 +6,7 @@ the gradient of its own part of a sequence only. Otherwise the replicas drift ap
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar, cast
@@ -112,6 +112,13 @@ def fsdp1_sharding(model: nn.Module, mixed_precision: torch.dtype | None, option
         for parameter in (entry.parameters() if isinstance(entry, nn.Module) else (entry,))
     ]
     _refuse_ignored(ignored, "ignored_modules or ignored_states")
+    for name, parameter in model.named_parameters():
+        span = 1 + sum((size - 1) * step for size, step in zip(parameter.shape, parameter.stride(), strict=True))
+        if span != parameter.numel():
+            raise ValueError(
+                f"parameter {name} of model has strides {parameter.stride()}: FSDP1 reads its memory as a whole, with "
+                "the gaps; assign parameter.data.contiguous(), or use another adapter."
+            )
     # Without device_id FSDP queries CUDA. use_orig_params allows parameter groups and frozen parameters.
     options = {"device_id": device_of(model), "use_orig_params": True, **options, "mixed_precision": policy}
 
@@ -216,14 +223,14 @@ def check_blocks(blocks: Sequence[nn.Module] | None, model: nn.Module) -> Sequen
     if blocks is None:
         return find_blocks(model)
     inside = {id(module) for module in model.modules()} - {id(model)}
-    users = _users(model)
+    users, parents = _users(model), _parents(model)
     for block in blocks:
         if id(block) not in inside:
             raise ValueError(
                 f"blocks has a {type(block).__name__} that is not a submodule of the model: pass submodules of "
                 "the model, or leave blocks out."
             )
-        if not _has_its_own_parameters(block, users):
+        if not _has_its_own_parameters(block, users, parents):
             raise ValueError(
                 f"blocks has a {type(block).__name__} with a parameter that other modules use too: it would be sharded "
                 "twice; leave that block out."
@@ -250,7 +257,7 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
 
     Each of them occurs once and shares no parameters with other modules, so that it can be sharded by itself.
     """
-    users = _users(model)
+    users, parents = _users(model), _parents(model)
     places = Counter(
         id(child)
         for module in model.modules()
@@ -258,16 +265,28 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
         for child in (module if isinstance(module, (nn.ModuleList, nn.Sequential)) else module.children())
     )
     blocks = {id(block): block for block in _repeated(model)}.values()  # a list with two names is found twice
-    return [block for block in blocks if places[id(block)] == 1 and _has_its_own_parameters(block, users)]
+    return [block for block in blocks if places[id(block)] == 1 and _has_its_own_parameters(block, users, parents)]
 
 
-def _has_its_own_parameters(block: nn.Module, users: Counter[int]) -> bool:
-    return all(users[parameter] == count for parameter, count in _users(block).items())
+def _has_its_own_parameters(block: nn.Module, users: Counter[int], parents: Mapping[int, set[int]]) -> bool:
+    """Whether no module outside of a block uses its parameters, or holds a module of it."""
+    inside = {id(part) for part in block.modules()}
+    is_closed = all(parents[part] <= inside for part in inside - {id(block)})
+    return is_closed and all(users[parameter] == count for parameter, count in _users(block).items())
 
 
 def _users(module: nn.Module) -> Counter[int]:
     """The number of modules that use each parameter, by the parameter's id."""
     return Counter(id(parameter) for part in module.modules() for parameter in part.parameters(recurse=False))
+
+
+def _parents(model: nn.Module) -> dict[int, set[int]]:
+    """The modules that hold each module, by ids."""
+    parents: dict[int, set[int]] = defaultdict(set)
+    for module in model.modules():
+        for child in module.children():
+            parents[id(child)].add(id(module))
+    return parents
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:

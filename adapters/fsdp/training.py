@@ -254,6 +254,8 @@ class FSDP2Training(ShardedTraining):
 class FSDP1Training(ShardedTraining):
     """A model that FullyShardedDataParallel wraps."""
 
+    _flattens = "FSDP1 gives it flat parts of the parameters; use strategy='fsdp2'"
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._unreduced = contextlib.ExitStack()
         super().__init__(*args, **kwargs)

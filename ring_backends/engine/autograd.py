@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from ring_backends.engine.backward import backward
 from ring_backends.engine.call import AttentionCall
@@ -17,6 +18,7 @@ from ring_backends.engine.inputs import TENSORS, AttentionInputs
 from ring_backends.engine.recomputation import attend_as_operator
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import weight_of
+from ring_backends.kernels.score_mod import check_unchanged, read_values
 from ring_backends.ring.calls import backward_of
 
 
@@ -50,6 +52,8 @@ class RingExecutor:
     start: Start = no_hops
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
+        if self.start is not no_hops:
+            _refuse_tangents(inputs)
         return attend_as_operator(self._forward, inputs)
 
     def _forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int]:
@@ -60,6 +64,20 @@ class RingExecutor:
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         return backward(self.call, inputs, out, lse, grad_out, self.start(backward_of(call_number)))
+
+
+def _refuse_tangents(inputs: AttentionInputs) -> None:
+    """Refuse forward-mode differentiation: a hop would drop the tangents.
+
+    Raises:
+        RuntimeError: a tensor has a tangent.
+    """
+    for name, tensor in zip(TENSORS, inputs.tensors, strict=True):
+        if tensor is not None and unpack_dual(tensor).tangent is not None:
+            raise RuntimeError(
+                f"{name} has a tangent: forward-mode differentiation is not supported on a ring of several ranks; use "
+                "the backward, or one device."
+            )
 
 
 def attend(inputs: AttentionInputs, executor: Executor) -> Any:
@@ -79,6 +97,8 @@ class _Attend(torch.autograd.Function):
         with without_autocast(inputs.query.device):
             out, lse, ctx.call_number, inputs = executor.forward(inputs)
         ctx.executor, ctx.options = executor, options
+        score_mod = options.get("score_mod")
+        ctx.read = None if score_mod is None else read_values(score_mod)
         ctx.save_for_backward(*inputs.tensors, out, lse)
         ctx.mark_non_differentiable(lse)
         ctx.set_materialize_grads(False)  # or autograd makes a gradient of zeros for the LSE in every backward
@@ -90,15 +110,20 @@ class _Attend(torch.autograd.Function):
         if grad_out is None:  # the other ranks may need this rank's hops
             grad_out = torch.zeros_like(out)
         inputs = AttentionInputs.of(tensors, ctx.options)
+        if ctx.read is not None:
+            check_unchanged(ctx.options["score_mod"], ctx.read)
+        needed = dict(zip(TENSORS, ctx.needs_input_grad[2:], strict=True))
         with torch.no_grad(), without_autocast(out.device):
             grads = ctx.executor.backward(inputs, out, lse, grad_out, ctx.call_number)
+            by_name = dict(zip(TENSORS, grads, strict=False))
+            if needed["sinks"] and inputs.sinks is not None:
+                by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
         if torch.is_grad_enabled():
-            depends_on = inputs.query, inputs.key, inputs.value, grad_out
-            grads = tuple(_RefuseSecondDerivative.apply(grad, *depends_on) for grad in grads)  # type: ignore[no-untyped-call]
-        by_name = dict(zip(TENSORS, grads, strict=False))
-        needed = dict(zip(TENSORS, ctx.needs_input_grad[2:], strict=True))
-        if needed["sinks"] and inputs.sinks is not None:
-            by_name["sinks"] = _grad_of_sinks(inputs.sinks, out, lse, grad_out)
+            depends_on = [x for x in (*inputs.tensors, grad_out) if x is not None]
+            by_name = {
+                name: _RefuseSecondDerivative.apply(grad, *depends_on)  # type: ignore[no-untyped-call]
+                for name, grad in by_name.items()
+            }
         return None, None, *(by_name[name] if needed[name] else None for name in TENSORS)
 
 

@@ -89,7 +89,7 @@ def attend(
     constant_options = _to_json(replace(inputs, seq_len=call.layout.seq_len).options)
     if handle is None:
         return attend_under_autograd(inputs, _OneDeviceExecutor(constant_options, as_json))
-    return attend_under_autograd(inputs, _OnHostExecutor(handle, constant_options, needs_gradients))
+    return attend_under_autograd(inputs, _OnHostExecutor(handle, constant_options, as_json, needs_gradients))
 
 
 def _to_json(values: dict[str, Any]) -> str:
@@ -104,6 +104,12 @@ def _arguments(constants: str) -> tuple[DilatedPattern, Ring, float | None, str]
     size, rank, layout = values["ring"]
     ring = Ring(size=size, rank=rank, ranks=tuple(range(size)), layout_kind=layout)
     return DilatedPattern(*values["pattern"]), ring, values["scale"], values["kernel"]
+
+
+def _settings(constants: str) -> tuple[DilatedPattern, float | None, str]:
+    """Pattern, scale and kernel of a call when it was traced. The module may have others before the backward."""
+    pattern, _, scale, kernel = _arguments(constants)
+    return pattern, scale, kernel
 
 
 def _with_constant_sizes(tensor: Tensor) -> Tensor:
@@ -133,18 +139,20 @@ class _OnHostExecutor:
 
     module: Tensor
     options: str
+    constants: str
     needs_gradients: bool
     _forward: Tensor = field(init=False)
 
     def forward(self, inputs: AttentionInputs) -> tuple[Tensor, Tensor, int, AttentionInputs]:
-        out, lse, self._forward = ring_forward(self.module, inputs.tensors, self.options, self.needs_gradients)
+        options = self.options, self.constants, self.needs_gradients
+        out, lse, self._forward = ring_forward(self.module, inputs.tensors, *options)
         return out, lse, 0, inputs
 
     def backward(
         self, inputs: AttentionInputs, out: Tensor, lse: Tensor, grad_out: Tensor, call_number: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         tensors = *inputs.tensors, out, lse, grad_out
-        return cast(tuple[Tensor, Tensor, Tensor], ring_backward(self._forward, tensors, self.options))
+        return cast(tuple[Tensor, Tensor, Tensor], ring_backward(self._forward, tensors, self.options, self.constants))
 
 
 @custom_op("ring_backends::attend_forward", mutates_args=())
@@ -201,13 +209,13 @@ def _module(number: int) -> RingDilatedAttention:
 
 @custom_op("ring_backends::ring_forward", mutates_args=(), tags=_ON_HOST)
 def ring_forward(
-    module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool
+    module: Tensor, tensors: Sequence[Tensor | None], options: str, constants: str, needs_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """out and LSE of a call, and the numbers of its module and of the call, which the backward needs."""
     attention, inputs = _module(int(module)), AttentionInputs.of(tensors, json.loads(options))
     # The tensors were cast during tracing, so autocast must not cast them again.
     with without_autocast(inputs.query.device):
-        inputs, call = attention._check_call(inputs)
+        inputs, call = attention._check_call(inputs, _settings(constants))
         hops = attention._start(call, inputs, needs_gradients=needs_gradients)("forward")
         out, lse = forward(call, inputs, hops)
     number = 0 if hops is None else hops.call.number
@@ -215,18 +223,20 @@ def ring_forward(
 
 
 @custom_op("ring_backends::ring_backward", mutates_args=(), tags=_ON_HOST)
-def ring_backward(numbers: Tensor, tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor, Tensor]:
+def ring_backward(
+    numbers: Tensor, tensors: Sequence[Tensor | None], options: str, constants: str
+) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of query, key and value.
 
     Args:
         numbers: the last result of ``ring_forward``.
-        tensors, options: as for ``attend_backward``.
+        tensors, options, constants: as for ``attend_backward``.
     """
     module, call_number = numbers.tolist()
     attention = _module(module)
     inputs, out, lse, grad_out = _inputs_of_backward(tensors, options)
     with without_autocast(inputs.query.device):
-        inputs, call = attention._check_call(inputs)
+        inputs, call = attention._check_call(inputs, _settings(constants))
         hops = attention._start(call, inputs, needs_gradients=True)(backward_of(call_number))
         return backward(call, inputs, out, lse, grad_out, hops)
 
@@ -248,13 +258,13 @@ def _fake_grads(tensors: Sequence[Tensor | None], *constants: str) -> tuple[Tens
 
 @ring_forward.register_fake
 def _(
-    module: Tensor, tensors: Sequence[Tensor | None], options: str, needs_gradients: bool
+    module: Tensor, tensors: Sequence[Tensor | None], options: str, constants: str, needs_gradients: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     return *_fake_results(tensors), module.new_empty(2)
 
 
 @ring_backward.register_fake
-def _(numbers: Tensor, tensors: Sequence[Tensor | None], options: str) -> tuple[Tensor, Tensor, Tensor]:
+def _(numbers: Tensor, tensors: Sequence[Tensor | None], options: str, constants: str) -> tuple[Tensor, Tensor, Tensor]:
     return cast(tuple[Tensor, Tensor, Tensor], _fake_grads(tensors))
 
 

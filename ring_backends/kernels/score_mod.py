@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
+from ring_backends.torch_internals import internal
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 """(score, batch, head, q_idx, kv_idx) -> score."""
@@ -67,7 +68,8 @@ class PairScores:
         The function may change ``scores``, if they need no gradient.
         """
         # Within another function, the score could be in use elsewhere, so the variant is not the function itself.
-        own = self.function if torch.is_grad_enabled() else getattr(self.function, "in_place", self.function)
+        variants = _variants_of(self.function)
+        own = self.function if variants is None or torch.is_grad_enabled() else variants.in_place
         (found,) = self._evaluate(lambda *pair: (own(*pair),), scores)
         return found
 
@@ -97,10 +99,10 @@ class PairScores:
 
         The function may change ``scores``.
         """
-        with_slope = getattr(self.function, "with_slope", None)
-        if with_slope is not None:
+        variants = _variants_of(self.function)
+        if variants is not None:
             with torch.no_grad():
-                modified, slope = self._evaluate(with_slope, scores)
+                modified, slope = self._evaluate(variants.with_slope, scores)
             return modified, slope.mul_
         with torch.enable_grad():
             scores = scores.detach().requires_grad_()
@@ -124,8 +126,21 @@ def with_variants(function: ScoreMod, in_place: ScoreMod, with_slope: Callable[.
         in_place: the same function.
         with_slope: the result, and its derivative with respect to the score.
     """
-    function.in_place, function.with_slope = in_place, with_slope  # type: ignore[attr-defined]
+    function.variants = _Variants(function, in_place, with_slope)  # type: ignore[attr-defined]
     return function
+
+
+@dataclass(frozen=True)
+class _Variants:
+    of: ScoreMod
+    in_place: ScoreMod
+    with_slope: Callable[..., tuple[Tensor, Tensor]]
+
+
+def _variants_of(function: ScoreMod) -> _Variants | None:
+    found: _Variants | None = getattr(function, "variants", None)
+    # functools.wraps copies the attributes of a function to another one.
+    return found if found is not None and found.of is function else None
 
 
 def _without_ones(positions: Tensor) -> tuple[Tensor, Sequence[int | None]]:
@@ -189,7 +204,9 @@ def check_score_mod(function: object, query: Tensor, seq_len: int, *, needs_grad
     pairs = PairScores(call, batch, heads, rows[None, None], rows[None, None])
     scores = query.new_zeros(*map(len, (batch, heads, rows, rows)), dtype=statistics_dtype(query.dtype))
     try:
-        with without_autocast(query.device), torch.enable_grad():
+        # With hooks of its own, a backward here does not unpack what those of activation checkpointing have packed.
+        own_hooks = saved_tensors_hooks(lambda saved: saved, lambda saved: saved)
+        with without_autocast(query.device), torch.enable_grad(), own_hooks:
             reads_learned = pairs.modified(scores.clone()).requires_grad
             if needs_gradients and not reads_learned:
                 _, gradient = pairs.modified_with_gradient(scores)
@@ -232,13 +249,43 @@ def _captured(function: Any) -> dict[str, object]:
         arguments = {f"argument {index}": x for index, x in enumerate(function.args)}
         return {**_captured(function.func), **arguments, **function.keywords}
     if isinstance(function, nn.Module):
-        return dict(function.named_parameters())
+        return {**dict(function.named_parameters()), **dict(function.named_buffers())}
     if inspect.ismethod(function):
         return {**_captured(function.__self__), **_captured(function.__func__)}
     if inspect.isfunction(function):
         found = inspect.getclosurevars(function)
         return {**found.globals, **found.nonlocals}
     return dict(getattr(function, "__dict__", {}))
+
+
+def read_values(function: ScoreMod, depth: int = 4) -> dict[str, tuple[object, int]]:
+    """The tensors and numbers that a score_mod reads besides its arguments, each with the version of a tensor."""
+    found: dict[str, tuple[object, int]] = {}
+    for name, value in _captured(function).items():
+        if isinstance(value, Tensor):
+            version = 0 if value.is_inference() else internal(value, "_version", "noticing a change of a tensor")
+            found[name] = value, version
+        elif isinstance(value, (bool, int, float, str)):
+            found[name] = value, 0
+        elif callable(value) and depth and getattr(value, "__module__", None) == getattr(function, "__module__", None):
+            found |= {f"{inner} of {name}": read for inner, read in read_values(value, depth - 1).items()}
+    return found
+
+
+def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]) -> None:
+    """Check in a backward, which calls the function again, that it reads what it read in the forward.
+
+    Raises:
+        RuntimeError: it does not.
+    """
+    for name, (value, version) in read_values(function).items():
+        old, old_version = before.get(name, (None, -1))
+        is_same = value is old or (not isinstance(value, Tensor) and type(value) is type(old) and value == old)
+        if not (is_same and version == old_version):
+            raise RuntimeError(
+                f"score_mod = {_name(function)}: {name} has changed since the forward, and the backward calls the "
+                "function again. Make a new function with new tensors for each call, such as a functools.partial."
+            )
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int |
         seq_len = rows.shape[1] * ring.size if seq_len is None else seq_len
         _check(ring, rows, mask, how, seq_len)
     counts = torch.ones(rows.shape[:2], dtype=torch.bool, device=rows.device) if mask is None else mask != 0
-    number = sum_of_ranks(ring, counts.sum(1))
+    number = sum_of_ranks(ring, counts.sum(1), f"pool of {seq_len} rows of shape {[*rows.shape[2:]]} by {how!r}")
     inner = (1,) * (rows.dim() - 2)
     if how in ("first", "last"):
         pooled = _outermost(ring, rows, counts, seq_len, is_last=how == "last")
@@ -36,13 +36,16 @@ def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int |
     return torch.where(number.view(-1, *inner) > 0, pooled, 0.0)
 
 
-def sum_of_ranks(ring: Ring, of_rank: Tensor) -> Tensor:
+def sum_of_ranks(ring: Ring, of_rank: Tensor, name: str = "unshard") -> Tensor:
     """The sum of a tensor of every rank, of any shape, the same on every rank. Every rank makes the same call.
 
     Its backward sums the ranks' gradients. If every rank computes the same loss from it, that multiplies the gradient
     by the ring size, and the mean over the ranks is the gradient of one device.
+
+    Args:
+        name: what the sum is for. The ranks compare it.
     """
-    total: Tensor = ring.with_layout("contiguous").unshard(of_rank.unsqueeze(0), 0, seq_len=ring.size).sum(0)
+    total: Tensor = ring.with_layout("contiguous").unshard_for(name, of_rank.unsqueeze(0), 0, ring.size).sum(0)
     return total
 
 

@@ -131,6 +131,10 @@ class Ring:
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
+        return self.unshard_for("unshard", tensor, dim, seq_len)
+
+    def unshard_for(self, name: str, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+        """As :meth:`unshard`, for an operation with a name, which the ranks compare."""
         with self.report_refusals():
             if seq_len is None:
                 seq_len = tensor.shape[dim] * self.size
@@ -142,7 +146,7 @@ class Ring:
         self.check_connected()
         assert self.agreement is not None
         fields = {
-            "order of calls": "unshard",
+            "order of calls": name,
             "seq_len": seq_len,
             "layout": self.layout_kind,
             "dim": dim % tensor.dim(),
@@ -335,7 +339,7 @@ class _Unshard(torch.autograd.Function):
         ctx.fields = call.configuration.fields
         assert ring.agreement is not None
         with ring.agreement.report_errors(call):
-            layout, local = ring.layout(seq_len), tensor.movedim(dim, 0).contiguous()
+            layout, local = ring.layout(seq_len), tensor.movedim(dim, 0).resolve_conj().resolve_neg().contiguous()
             parts = {rank: local.new_empty((layout.local_len(rank), *local.shape[1:])) for rank in ring.peers}
             ring.exchange(call, dict.fromkeys(ring.peers, local), parts, 0)
             parts[ring.rank] = local

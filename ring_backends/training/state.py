@@ -58,6 +58,7 @@ from ring_backends.training.describe import (
     make_settings_loadable,
     persistent_buffers,
 )
+from ring_backends.training.elementwise import check_elementwise
 from ring_backends.training.reducer import check_mixed_precision, is_eager_forward
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -104,6 +105,9 @@ class TrainingState(ABC):
     _allows_freezing: ClassVar[bool] = False
     """Whether ``requires_grad`` of parameters may change between steps."""
 
+    _flattens: str | None = None
+    """Where the optimizer gets flat parts of parameters: what an error says about it, with the way out."""
+
     def __init__(
         self,
         model: nn.Module,
@@ -133,7 +137,7 @@ class TrainingState(ABC):
         self._backward_calls = 0
         self._failure: str | None = None
         self._is_in_forward = False
-        self._step_token_count: float | None = None
+        self._counts_since_backward: set[float] = set()
         self._is_compared = False
         self._loss_counts: set[float | None] = set()
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
@@ -145,6 +149,8 @@ class TrainingState(ABC):
             **describe_options(options),
         }
         agree(self._world, "parallelize", {**fields, **self._describe(model)})
+        for parameter in model.parameters():  # frameworks would count such a gradient in different ways
+            parameter.grad = None
         broadcast(self._world, "buffers in parallelize", [buffer for buffer in model.buffers() if not buffer.is_meta])
 
     def global_count(self, local_count: float | Tensor) -> int | float:
@@ -198,8 +204,10 @@ class TrainingState(ABC):
             if step_token_count is not None:
                 step_token_count = check_count("step_token_count", step_token_count)
         total = self.global_count(local_token_count) if step_token_count is None else step_token_count
-        self._step_token_count = total
-        return local_loss_sum * (self.divisor / (total or 1))
+        loss = local_loss_sum * (self.divisor / (total or 1))
+        if loss.requires_grad:  # others are for a record only
+            self._counts_since_backward.add(total)
+        return loss
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradient of one micro-batch. The last backward of a step reduces the gradients over the ranks.
@@ -226,10 +234,12 @@ class TrainingState(ABC):
                     "(step(step_token_count)), pass the sum of the losses, or raise accumulation_steps."
                 )
             graph = self._describe_graph(loss)
-        self._agree("backward", graph, {"step_token_count": self._step_token_count}, if_new=True)
+        counts = sorted(self._counts_since_backward)
+        self._counts_since_backward.clear()
+        self._agree("backward", graph, {"step_token_count": counts}, if_new=True)
         with self._framework_collectives("backward"):
             self._backward(loss)
-        self._loss_counts.add(self._step_token_count)
+        self._loss_counts.update(counts or [None])
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
 
@@ -281,7 +291,6 @@ class TrainingState(ABC):
         else:
             self.skipped_steps += 1
         self._backward_calls = 0
-        self._step_token_count = None
         self._loss_counts.clear()
         self._broadcast_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
@@ -398,6 +407,8 @@ class TrainingState(ABC):
                     f"make_optimizer leaves out {', '.join(left_out[:8])}, and max_grad_norm = {self.max_grad_norm} "
                     "clips the whole gradient: freeze them with requires_grad_(False), or leave max_grad_norm out."
                 )
+            if self._flattens is not None:
+                check_elementwise(optimizer, self._flattens)
             return optimizer
 
         optimizer = do_on_all(self._world, "make_optimizer", make, ValueError)

@@ -161,6 +161,19 @@ def compiled_by_inductor(adapter: str) -> Results:
     return Results(out.detach(), lse, *call.gradients(out))
 
 
+def compiled_with_two_scales(adapter: str) -> list[float]:
+    """The largest errors of the gradients, if a module gets another scale between a forward and its backward."""
+    torch.compiler.reset()
+    call = call_here(adapter, _SHORT)
+    attention, grads = call.attention, []
+    for attend in (attention, torch.compile(attention, backend="aot_eager")):
+        outs = []
+        for attention.scale in (0.5, 1.5):
+            outs.append(attend(*call.inputs, **call.options))
+        grads.append(torch.autograd.grad(outs, call.inputs, [torch.ones_like(out) for out in outs]))
+    return [float((x - y).abs().max()) for x, y in zip(*grads, strict=True)]
+
+
 class Decoder(nn.Module):
     """A decoder with two attention layers."""
 
@@ -205,6 +218,11 @@ def compiled_model(
 
 
 class CompileTests(AdapterSuite):
+    @pytest.mark.matrix(reason="compiles twice")
+    def test_the_backward_has_the_settings_of_the_forward(self, world: World) -> None:
+        for errors in world.run(compiled_with_two_scales, self.adapter):
+            assert max(errors) < 1e-10
+
     @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
     @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
     @pytest.mark.parametrize("rings", [FOUR, pytest.param(ONE, marks=pytest.mark.slow)], ids=str)

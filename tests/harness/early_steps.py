@@ -45,7 +45,23 @@ def step_with_other_counts(adapter: str, options: Mapping[str, Any]) -> list[End
     backward(4)
     endings += [ending(lambda: state.step(4)), ending(lambda: state.step(-1))]
     state.step()
+    backward(8)
+    backward()  # no count of an earlier loss belongs to it
+    endings.append(ending(lambda: state.step(4)))
+    state.step()
     return endings
+
+
+def step_after_a_recorded_loss(adapter: str, options: Mapping[str, Any]) -> float:
+    """The gradient of a step with 8 times as many tokens as its loss was given. Another loss is computed for a log."""
+    state = parallelize_one(adapter, ring_here(adapter, TWO), options)
+    before = float(state.full_state_dict()["weight"])
+    out = state.model(torch.ones(1)).sum()
+    loss = state.loss(out, 1, 1)
+    state.loss(out.detach(), 1, 8)
+    state.backward(loss)
+    state.step(8)
+    return before - float(state.full_state_dict()["weight"])
 
 
 def _train(num_micro_batches: int, *count: int) -> Callable[[Any], None]:
@@ -126,10 +142,18 @@ class EarlyStepTests(AdapterSuite):
     @core
     @requires("training", "gradient accumulation")
     def test_a_count_that_cannot_apply_is_refused(self, world: World) -> None:
-        for no_count, counts, negative in world.run(step_with_other_counts, self.adapter, self.framework_options):
+        for endings in world.run(step_with_other_counts, self.adapter, self.framework_options):
+            no_count, counts, negative, mixed = endings
             no_count.check(ValueError, "step_token_count = 4: ", "(None)")
             counts.check(ValueError, "different numbers of tokens (4, 8)")
             negative.check(ValueError, "step_token_count = -1")
+            mixed.check(ValueError, "different numbers of tokens (8, None)")
+
+    @core
+    @requires("training")
+    def test_a_loss_for_a_log_does_not_count(self, world: World) -> None:
+        for gradient in world.run(step_after_a_recorded_loss, self.adapter, self.framework_options):
+            assert gradient == pytest.approx(world.size / 8)
 
     @requires("training", "gradient accumulation")
     @in_matrix

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
-from ring_backends.testing.models import Normalized, TwoLayers, unit_sgd
+from ring_backends.testing.models import Normalized, OneParameter, TwoLayers, unit_sgd
 from ring_backends.testing.rings import TWO, backend, new_ring, ring_here
 from ring_backends.testing.training_runs import State
 from ring_backends.testing.unequal_ranks import NUM_RANKS, check_states, rows_of, sgd
@@ -135,6 +135,17 @@ def die_in_backward(adapter: str, options: Mapping[str, Any]) -> None:
     state.backward(state.loss(out.sum(), 1, 4))
 
 
+def train_with_an_old_gradient(adapter: str, options: Mapping[str, Any]) -> float:
+    """The first step of a parameter that has a gradient before parallelize()."""
+    model = OneParameter().float()
+    model.weight.grad = torch.full_like(model.weight, 5.0)
+    state = backend(adapter).parallelize(model, unit_sgd, ring_here(adapter, TWO), **options)
+    before = float(state.full_state_dict()["weight"])
+    state.backward(state.loss(state.model(torch.ones(1)).sum(), 1, dist.get_world_size()))
+    state.step()
+    return before - float(state.full_state_dict()["weight"])
+
+
 def _of_another_parameter(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD([*parameters, nn.Parameter(torch.zeros(3))], lr=1.0)
 
@@ -240,6 +251,11 @@ class TrainingStepTests(AdapterSuite):
         assert outcomes.pop(ODD_RANK).status == "died"
         for outcome in outcomes:
             assert outcome.raised(RingPeerError), outcome
+
+    @requires("training")
+    def test_gradients_before_parallelize_do_not_count(self, world: World) -> None:
+        for gradient in world.run(train_with_an_old_gradient, self.adapter, self.framework_options):
+            assert gradient == pytest.approx(1.0)
 
     @core
     @requires("training")
