@@ -1,8 +1,8 @@
 """Installs the wheel of dist/ in fresh environments, and lists what to upload and what is left to do.
 
 ``tox run -e release`` builds and checks dist/, and then runs this program. It runs the environments ``py3…-install`` of
-tox.ini with the wheel. tox leaves out the Pythons that it does not find. Arguments go to tox: to leave out Python 3.10,
-run ``tox run -e release -- --skip-env py310-install``.
+tox.ini with the wheel. tox leaves out the Pythons that it does not find. Arguments select other environments:
+``tox run -e release -- -e py312-install``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ def left_to_do(version: str) -> list[str]:
 def main() -> None:
     (wheel,) = (ROOT / "dist").glob("*.whl")
     (sdist,) = (ROOT / "dist").glob("*.tar.gz")
-    installing = [sys.executable, "-m", "tox", "run", "--recreate", "-m", "install", "--installpkg", str(wheel)]
-    subprocess.run([*installing, *sys.argv[1:]], cwd=ROOT, check=True)
+    selected = sys.argv[1:] or ["-m", "install"]
+    installing = [sys.executable, "-m", "tox", "run", "--recreate", "--installpkg", str(wheel), *selected]
+    subprocess.run(installing, cwd=ROOT, check=True)
     print("\nUpload:")
     for path in (sdist, wheel):
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
