@@ -4,13 +4,16 @@
 
 Each tile has a noisy embedding and a place on the slide. Its class is that of the region around it, so a model that
 looks at near tiles knows more than one that sees a single tile. Attention subtracts a multiple of the distance of two
-tiles from their score. This bias of all pairs never exists as a whole. The last line is the largest memory of rank 0.
+tiles from their score. This bias of all pairs never exists as a whole. The last line is the time and the largest memory
+of rank 0.
 
 Plain ``python`` instead of ``torchrun`` trains on one rank. For another framework, change the import of ``backend``.
 """
 
 import math
 import resource
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -59,8 +62,9 @@ def main(steps: int = 30, seq_len: int = 4096, learning_rate: float = 3e-3, seed
     ring = backend.initialize()
     model = Encoder(lambda: backend.RingDilatedAttention([2048, None], [1, 32], offset="every", ring=ring))
     state = backend.parallelize(model, lambda parameters: torch.optim.AdamW(parameters, lr=learning_rate), ring)
-    generator, losses = torch.Generator().manual_seed(seed), []
+    generator, losses, seconds = torch.Generator().manual_seed(seed), [], []
     for step in range(1, steps + 1):
+        begin = time.perf_counter(), time.process_time()
         whole_tiles, places, whole_classes = draw_slide(seq_len, generator)
         tiles, classes = ring.shard(whole_tiles), ring.shard(whole_classes)
         tile_losses = nn.functional.binary_cross_entropy_with_logits(
@@ -68,13 +72,17 @@ def main(steps: int = 30, seq_len: int = 4096, learning_rate: float = 3e-3, seed
         )
         state.backward(state.loss(tile_losses.sum(), tile_losses.numel()))
         state.step()
+        seconds.append((time.perf_counter() - begin[0], time.process_time() - begin[1]))
         losses.append(ring.unshard(tile_losses.detach(), seq_len=seq_len).mean().item())
         if ring.rank == 0:
             print(f"step {step}: loss {losses[-1]:.6f}", flush=True)
     if ring.rank == 0:
         print(f"{losses[0]:.4f} -> {losses[-1]:.4f} on {ring.size} ranks; rank 0 sent {ring.traffic.bytes:,} bytes")
         gigabytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(f"rank 0 took at most {gigabytes:.2f} GiB of memory, with the program itself")
+        of_step, of_cpu = map(statistics.median, zip(*seconds, strict=True))
+        print(
+            f"rank 0: {of_step:.2f} s per step, {of_cpu:.2f} s of CPU time; {gigabytes:.2f} GiB with the program itself"
+        )
 
 
 if __name__ == "__main__":
