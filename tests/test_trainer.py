@@ -17,6 +17,7 @@ from trainer_cases import (
     assert_equal,
     bf16_losses,
     evaluation_of_embeddings,
+    evaluation_of_packed_rows,
     evaluations,
     resume,
     run,
@@ -92,6 +93,13 @@ def test_evaluations_with_short_last_batches(two: World, average: bool, loss_fun
     expected = torch.tensor(evaluations(None, average, loss_func))
     for found in two.run(evaluations, 1, average, loss_func):
         assert_near(torch.tensor(found), expected, 1e-5)
+
+
+def test_evaluation_of_packed_rows_with_a_short_last_batch(two: World) -> None:
+    """No row of one ring repeats another."""
+    loss, num_labels = evaluation_of_packed_rows(None)
+    for found in two.run(evaluation_of_packed_rows, 2):
+        assert found == (pytest.approx(loss, abs=1e-5), num_labels)
 
 
 @LONG

@@ -23,7 +23,7 @@ from native_ranks import assert_near, assert_sums, native_ring
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError
-from ring_backends.integrations.transformers import generate, register, shard_inputs, use_ring
+from ring_backends.integrations.transformers import generate, register, remove_ring, shard_inputs, use_ring
 from ring_backends.integrations.transformers.whole_batches import put_on_ring
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.world import World
@@ -620,6 +620,69 @@ def test_adapters_on_a_model_on_a_ring(pair: World) -> None:
         assert len(found) == 2 * len(make().model.layers)
     for name in by_rank[0]:
         assert_near(sum(found[name] for found in by_rank) / len(by_rank), wanted[name], 1e-5)
+
+
+def removed_here() -> list[Ended]:
+    import peft
+
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    ring, batch, plain, model = native_ring(), batch_of("right"), make(), make()
+    wanted = plain(**batch).logits
+    remove_ring(on_a_ring(model, ring))
+    found = [ending(lambda: assert_near(model(**batch).logits, wanted, 1e-9))]  # alone
+    adapted = peft.get_peft_model(on_a_ring(model, ring), lora)
+    found.append(ending(lambda: use_ring(adapted, attention(ring))))
+    remove_ring(adapted)
+    found.append(ending(lambda: remove_ring(adapted)))
+    on_a_ring(adapted, ring)
+    places = batch["input_ids"], batch["attention_mask"], None, batch["input_ids"]  # labels are the fourth of PEFT
+    got = adapted(*places)
+    found.append(ending(lambda: assert_near(ring.unshard(got.logits, seq_len=N), wanted, 1e-5)))
+    assert got.loss is not None
+    classifier = make("LlamaForSequenceClassification", pad_token_id=1)
+    wanted_classes = classifier(**batch).logits
+    remove_ring(on_a_ring(classifier, ring))
+    found.append(ending(lambda: assert_near(classifier(**batch).logits, wanted_classes, 1e-9)))
+    return found
+
+
+def test_models_that_are_taken_off_a_ring(pair: World) -> None:
+    pytest.importorskip("peft")
+    for alone, twice, not_there, again, classifier in pair.run(removed_here):
+        twice.check(ValueError, "is on a ring already; call", "remove_ring(model) first")
+        not_there.check(ValueError, "is not on a ring")
+        assert alone.error == again.error == classifier.error == "no error", (alone, again, classifier)
+
+
+def other_weights_here() -> Ended:
+    ring, model = native_ring(), make()
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] += ring.rank
+    return ending(lambda: on_a_ring(model, ring))
+
+
+def test_ranks_with_different_weights(pair: World) -> None:
+    for ended in pair.run(other_weights_here):
+        ended.check(RingMismatchError, "load the same checkpoint on every rank", "the ranks differ in lm_head.weight")
+
+
+def test_a_router_coefficient_that_is_set_later() -> None:
+    for owner in (lambda model: model, lambda model: model.config):
+        losses = []
+        for model in (make("MixtralForCausalLM", **ROUTER), on_a_ring(make("MixtralForCausalLM", **ROUTER))):
+            owner(model).router_aux_loss_coef = 5.0
+            batch = batch_of("right")
+            losses.append(model(**batch, labels=batch["input_ids"], output_router_logits=True).loss)
+        assert_near(losses[1], losses[0], 1e-5)
+
+
+ROUTER = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
+def test_an_ignored_index_of_the_users_is_refused() -> None:
+    batch = batch_of("right")
+    with pytest.raises(ValueError, match="ignore_index is given: the loss of a ring ignores labels of -100"):
+        on_a_ring(make())(**batch, labels=batch["input_ids"], ignore_index=0)
 
 
 def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:

@@ -154,6 +154,9 @@ CASES = {
     "loss-function": Case(loss_func=True, arguments={"gradient_accumulation_steps": 2}),
     "classifier": Case(task="sequence", fields={"num_labels": 3}, arguments={"gradient_accumulation_steps": 2}),
     "classifier-lora": Case(task="sequence", lora=True, fields={"num_labels": 3}),
+    # As many classes as a rank of two has rows.
+    "classifier-loss-function": Case(task="sequence", loss_func=True, fields={"num_labels": N // 2 + 1}),
+    "router-loss-label-smoothing": Case("qwen3_moe", arguments={"label_smoothing_factor": 0.1}),
     "bert-classifier": Case("bert", task="sequence", fields={"num_labels": 3}),
     "mean-classifier": Case("modernbert", task="sequence", fields={"num_labels": 3, "classifier_pooling": "mean"}),
     "embedding": Case("bert", task="embedding", loss_func=True, arguments=KEEP_LABELS),
@@ -188,6 +191,13 @@ def loss_of_embeddings(outputs: Any, labels: Tensor, num_items_in_batch: Any = N
     return (embeddings - labels[:, None]).square().sum() / num_items_in_batch
 
 
+def loss_of_classes(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return torch.nn.functional.cross_entropy(outputs.logits, labels, reduction="sum") / num_items_in_batch
+
+
+LOSSES = {"tokens": loss_of_next_tokens, "embedding": loss_of_embeddings, "sequence": loss_of_classes}
+
+
 def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     """A Trainer whose steps have 4 documents, over ``rings`` rings."""
     reset_accelerate()
@@ -195,7 +205,6 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
     model = make_model(case.kind, case.lora, case.task, **case.fields)
     collator = transformers.DataCollatorWithFlattening() if case.packed else None
     data = Documents(padded=not case.packed, every_label=case.kind in get_args(CausalKind), task=case.task)
-    loss_func = loss_of_embeddings if case.task == "embedding" else loss_of_next_tokens
     options = {
         "use_cpu": True,
         "per_device_train_batch_size": 4 // rings,
@@ -228,7 +237,7 @@ def make_trainer(case: Case, rings: int, folder: str, **arguments: Any) -> Any:
         train_dataset=data,
         eval_dataset=replace(data, number=10 if case.task == "tokens" else 8),
         data_collator=collator,
-        compute_loss_func=loss_func if case.loss_func else None,
+        compute_loss_func=LOSSES[case.task] if case.loss_func else None,
     )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
@@ -393,3 +402,26 @@ def evaluations(ring_size: int | None, average: bool, loss_func: bool) -> list[f
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_attached(case, ring_size, folder, average_tokens_across_devices=average)
         return [trainer.evaluate(Documents(number))["eval_loss"] for number in (10, 5, 3, 1)]
+
+
+class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Rows that hold three documents each."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(3, VOCABULARY, (N,), generator=torch.Generator().manual_seed(index))
+        positions = torch.cat([torch.arange(length) for length in (9, 11, N - 20)])
+        return {"input_ids": tokens, "position_ids": positions, "labels": tokens}
+
+
+def evaluation_of_packed_rows(ring_size: int | None) -> tuple[float, int]:
+    """The evaluation loss, and the number of labels, of a data set whose last batch is not full."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_attached(Case(), ring_size, folder)
+        results = trainer.predict(PackedRows(5))
+        return results.metrics["test_loss"], int((results.label_ids != IGNORED).sum())

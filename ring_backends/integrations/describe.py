@@ -1,11 +1,16 @@
-"""A short text for each argument of a call, so that the ranks of a ring can compare their arguments."""
+"""Short texts for arguments and parameters, so that the ranks of a ring can compare them."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ring_backends.errors import RingMismatchError
+from ring_backends.ring.collectives import agree
+from ring_backends.ring.ring import Ring
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -24,6 +29,29 @@ def describe(value: Any) -> str:
     if value.dtype != torch.bool:
         bits = bits.view(-1).view(_INTEGERS[value.element_size()]).view(value.shape)
     sums = bits.sum([*range(2, value.dim())], dtype=torch.int64) if value.dim() > 2 else bits.long()
-    weights = torch.arange(1, 2 * sums.numel(), 2, device=value.device).mul_(0x9E3779B1)
+    weights = torch.arange(1, 2 * sums.numel() + 1, 2, device=value.device).mul_(0x9E3779B1)
     checksum = int((sums.reshape(-1) * weights).sum()) & (2**64 - 1)
     return f"{value.dtype} {[*value.shape]} checksum {checksum:016x}"
+
+
+def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:
+    """Check that all ranks have the same parameters. Sharded ones, and those of meta tensors, are not compared.
+
+    Args:
+        name: what the user calls the model, for the error.
+
+    Raises:
+        RingMismatchError: they differ.
+    """
+    parameters = {
+        path: describe(parameter[None])  # so that rows of matrices are added, and need little memory
+        for path, parameter in model.named_parameters()
+        if not (parameter.is_meta or isinstance(parameter, DTensor))
+    }
+    try:
+        agree(ring, f"use_ring of {name}", parameters)
+    except RingMismatchError as error:
+        raise RingMismatchError(
+            f"{name}: before use_ring, load the same checkpoint on every rank, or build the model after the same "
+            f"torch.manual_seed. {error}"
+        ) from None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.integrations import torchscale
+from ring_backends.integrations.describe import agree_on_parameters
 from ring_backends.integrations.torchscale import Sequences, kept_columns, other_release
 from ring_backends.plotting import check_plot
 from ring_backends.ring.pooling import sum_of_ranks
@@ -125,7 +126,7 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, const
         torchscale.refuse_part(encoder.embed_positions, "slide_encoder.encoder.embed_positions")
         torchscale.check_attention(attention, pattern, encoder, "the slide encoder")
         _check_same_forward(slide_encoder)
-    torchscale.agree_on_parameters(attention.ring, slide_encoder, "slide_encoder")
+    agree_on_parameters(attention.ring, slide_encoder, "slide_encoder")
     if _is_on_ring(slide_encoder):
         remove_ring(slide_encoder)
     torchscale.put_layers_on_ring(encoder, attention, _ENCODER_ALONE, constant_mixing=constant_mixing)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError, RingMismatchError
-from ring_backends.integrations.describe import describe
+from ring_backends.integrations.describe import agree_on_parameters, describe
 from ring_backends.longnet import LongNet
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.ring import Ring
@@ -834,22 +834,6 @@ def check_attention(attention: RingDilatedAttention, pattern: DilatedPattern, en
         raise ValueError(f"attention has scale = {attention.scale}: expected 1 / sqrt(head_dim); {use}.")
     if attention.dropout_p != own_p:
         raise ValueError(f"attention has dropout_p = {attention.dropout_p}: {name} has {own_p}; {use}.")
-
-
-def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:
-    """Check that all ranks have the same parameters.
-
-    Raises:
-        RingMismatchError: they differ.
-    """
-    parameters = {path: describe(parameter) for path, parameter in model.named_parameters()}
-    try:
-        agree(ring, f"use_ring of {name}", parameters)
-    except RingMismatchError as error:
-        raise RingMismatchError(
-            f"{name}: before use_ring, load the same checkpoint on every rank, or build the model after the same "
-            f"torch.manual_seed. {error}"
-        ) from None
 
 
 def _check_forwards(part: Any, name: str) -> None:

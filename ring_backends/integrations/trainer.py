@@ -192,7 +192,8 @@ class _Attached:
                 own: Any = labels_of_rows({"labels": labels}, self.label_of)
                 num_items_in_batch = trainer.accelerator.gather((own != IGNORED).sum()).sum()
                 is_mean_of_rings = True
-            outputs = self._whole(model(**inputs), shape)
+            outputs = model(**inputs)
+            outputs = outputs if self.is_pooled else self._whole(outputs, shape)
             loss = trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch)
             is_mean_of_rings = is_mean_of_rings and num_items_in_batch is not None
         elif all(inputs.get(name) is None for name in LABELS):
@@ -236,16 +237,24 @@ class _Attached:
         """Ignore the labels of rows of the sequences that fill up the last batch of a data set.
 
         Accelerate takes them from the beginning of the data set, and removes their results, so that only the loss would
-        count them.
+        count them. With one ring there are none.
         """
         state, size = self.trainer.accelerator.gradient_state, self.trainer.args.eval_batch_size
         names = [name for name in LABELS & inputs.keys() if inputs[name].shape == inputs["input_ids"].shape]
-        if not state.end_of_dataloader or state.remainder < 1 or not names:
+        if self.ring.data_size == 1 or not state.end_of_dataloader or state.remainder < 1 or not names:
             return inputs
         input_ids = inputs["input_ids"]
         sequences = torch.arange(len(input_ids), device=input_ids.device).unsqueeze(1)
         if len(input_ids) < size:  # a collator has packed the sequences into one
             sequences = documents_of(inputs)
+            found = int(sequences.max()) + 1
+            if found != size:
+                raise ValueError(
+                    f"the last batch holds {found} documents of {size} sequences in one row, of which some repeat the "
+                    "first ones of the data set, and a ring cannot tell which documents a sequence had; choose "
+                    "per_device_eval_batch_size × the number of rings so that it divides the data set, or evaluate on "
+                    "one ring."
+                )
         is_repeated = sequences >= state.remainder - self.ring.data_rank * size
         return {**inputs, **{name: inputs[name].masked_fill(is_repeated, IGNORED) for name in names}}
 

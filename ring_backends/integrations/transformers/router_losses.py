@@ -30,6 +30,12 @@ def has_router_loss(model: Any) -> bool:
     return function is not None and has_coefficient and [*inspect.signature(function).parameters] == _ARGUMENTS
 
 
+def router_coefficient(model: Any) -> float:
+    """The weight of the router loss. Most models keep that of their configuration when they are made."""
+    own = getattr(model, "router_aux_loss_coef", None)
+    return float(model.config.get_text_config().router_aux_loss_coef if own is None else own)
+
+
 def compute_over_all_rows(model: Any) -> None:
     """Let the functions by which a model, and TRL's head, compute the loss see the rows of all ranks."""
     for module in (_module_of(model), import_module("transformers.models.mixtral.modeling_mixtral")):

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.hooks import RemovableHandle
 
 from ring_backends.attention import RingDilatedAttention
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.describe import describe
+from ring_backends.integrations.describe import agree_on_parameters, describe
 from ring_backends.integrations.transformers.attention import (
     Registration,
     attention_on,
@@ -44,6 +45,7 @@ from ring_backends.integrations.transformers.router_losses import (
     compute_over_all_rows,
     current_rows,
     has_router_loss,
+    router_coefficient,
 )
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.pooling import sum_of_ranks
@@ -71,6 +73,7 @@ _REFUSED = {
     "cache": "key/value caches are not supported by a ring; call the model on whole sequences",
     "past_key_values": "key/value caches are not supported by a ring; call the model on whole sequences",
     "encoder_hidden_states": "cross-attention is not supported; use a model without it",
+    "ignore_index": "the loss of a ring ignores labels of -100; set the labels that it is to ignore to -100",
 }
 """Arguments of a model that must be absent. Each maps to what the user can do."""
 
@@ -98,7 +101,8 @@ def use_ring(
         attention: a ring, on which every layer computes its own attention as the model configures it
             (:func:`~ring_backends.integrations.transformers.register`); or a RingDilatedAttention of any adapter, whose
             pattern then takes the place of full attention.
-        label_smoothing: as in :func:`torch.nn.functional.cross_entropy`.
+        label_smoothing: as in :func:`torch.nn.functional.cross_entropy`. With it, the loss has no router losses, as in
+            Transformers' Trainer.
         probe: whether to try the model with short random sequences first
             (:mod:`ring_backends.integrations.transformers.probe`).
 
@@ -106,6 +110,7 @@ def use_ring(
         TypeError: ``model`` is not such a model, or ``attention`` is not a RingDilatedAttention or a ring.
         ValueError: the model has a part that is not supported by a ring, or is on a ring already. Its forward raises
             ValueError for arguments that are not supported, and RingMismatchError if the batches of the ranks differ.
+        RingMismatchError: the ranks' parameters differ.
     """
     put_on_ring(model, attention_on(attention), label_smoothing, probe)
 
@@ -115,15 +120,18 @@ def put_on_ring(
 ) -> ShardedForward:
     """Do what :func:`use_ring` does, and return the model's hooks."""
     inner = inner_model(model)
-    for hook in model._forward_pre_hooks.values():
-        if isinstance(getattr(hook, "__self__", None), ShardedForward):
-            raise ValueError(f"model = {type(inner).__name__}: is on a ring already; call this once for each model.")
+    if _hooks_of(model) or _hooks_of(inner):
+        raise ValueError(
+            f"model = {type(inner).__name__}: is on a ring already; call "
+            "ring_backends.integrations.transformers.remove_ring(model) first."
+        )
     for config in (inner.config, inner.config.get_text_config()):
         check_config(config)
+    agree_on_parameters(attention.ring, model, "model")
     name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
     register_as(name, Registration(attention, probes=False, takes_whole_batches=True))
     sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
-    own_implementation = inner.config._attn_implementation
+    own_implementation = sharded.own_implementation = inner.config._attn_implementation
     try:
         with attention.ring.report_refusals():
             inner.set_attn_implementation(name)
@@ -146,9 +154,37 @@ def put_on_ring(
         if sharded.head is not None:
             sharded.head.remove()
         raise
-    model.register_forward_pre_hook(sharded.before, with_kwargs=True)
-    model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True)
+    sharded.handles = [
+        model.register_forward_pre_hook(sharded.before, with_kwargs=True),
+        model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True),
+    ]
     return sharded
+
+
+def remove_ring(model: nn.Module) -> None:
+    """Take a model off its ring, on which :func:`use_ring` or ``attach`` has put it. It computes alone then.
+
+    Args:
+        model: the model that was put on a ring, or a ``PeftModel`` that was made of it later.
+
+    Raises:
+        TypeError, ValueError: ``model`` is not a model of transformers, or is not on a ring.
+    """
+    inner = inner_model(model)
+    hooks = _hooks_of(model) or _hooks_of(inner)
+    if not hooks:
+        raise ValueError(f"model = {type(inner).__name__}: is not on a ring; give the model that was put on one.")
+    for sharded in hooks:
+        for handle in sharded.handles:
+            handle.remove()
+        if sharded.head is not None:
+            sharded.head.remove()
+    inner.set_attn_implementation(hooks[0].own_implementation)
+
+
+def _hooks_of(model: nn.Module) -> list[ShardedForward]:
+    owners = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return [owner for owner in owners if isinstance(owner, ShardedForward)]
 
 
 def inner_model(model: nn.Module) -> Any:
@@ -202,6 +238,8 @@ class ShardedForward:
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
         self.fused_len: int | None = None
+        self.own_implementation = ""
+        self.handles: list[RemovableHandle] = []
 
     def use(self, findings: Findings) -> None:
         """Replace what the class of the model suggests by what a probe has found."""
@@ -251,7 +289,9 @@ class ShardedForward:
         if current_step.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
         names = [*inspect.signature(self.inner.forward).parameters]  # train() may put Liger's forward in its place
-        by_name = {**dict(zip(names, args, strict=False)), **kwargs}
+        # The arguments of a PeftModel may have another order than those of its model.
+        own = inspect.signature(module.forward).parameters
+        by_name = {**dict(zip(names if "args" in own else own, args, strict=False)), **kwargs}
         batch = {name: value for name, value in by_name.items() if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
@@ -303,8 +343,8 @@ class ShardedForward:
         own_sum = outputs["loss"] if logits is None else self._sum_of_losses(logits, labels)
         loss = sum_of_ranks(self.ring, own_sum) / self.count
         aux_loss = getattr(outputs, "aux_loss", None)
-        if aux_loss is not None:
-            loss = loss + self.inner.config.get_text_config().router_aux_loss_coef * aux_loss
+        if aux_loss is not None and not self.label_smoothing:
+            loss = loss + router_coefficient(self.inner) * aux_loss
         return type(outputs)(**{**outputs, "loss": loss})
 
     def _sum_of_losses(self, logits: Tensor, labels: Tensor) -> Tensor:
