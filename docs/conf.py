@@ -88,7 +88,7 @@ _SHORT = {
     ),  # unions of literals; the docstrings list their values
 }
 _INTERNAL = (
-    *("longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
+    *("joining.Initialize", "longnet.model._Model", "ring.agreement.Agreement", "testing.capabilities.Test"),
     *("ring.stream_hops.Headers", "ring.stream_hops.StreamHop"),
     *("schedule.branch.BranchSchedule", "schedule.travel.Travel", "schedule.pattern.Positions"),
 )
