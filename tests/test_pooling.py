@@ -21,9 +21,12 @@ LENGTHS = (1, 3, 8, 21)
 
 
 def make_rows(seq_len: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows, a mask and the gradient of the result. All rows of the first batch entry count, and none of the last."""
+    """Rows, a mask and the gradient of the result. All rows of the first batch entry count, and none of the last.
+
+    Several rows have the largest value, 0.5.
+    """
     generator = torch.Generator().manual_seed(seq_len)
-    rows = torch.randn(BATCH, seq_len, *FEATURES, generator=generator, dtype=torch.float64).to(dtype)
+    rows = torch.randn(BATCH, seq_len, *FEATURES, generator=generator, dtype=torch.float64).clamp(max=0.5).to(dtype)
     mask = torch.rand(BATCH, seq_len, generator=generator) < 0.4
     mask[0], mask[-1] = True, False
     return rows, mask, torch.randn(BATCH, *FEATURES, generator=generator, dtype=torch.float64).to(dtype)

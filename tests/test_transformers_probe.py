@@ -685,6 +685,22 @@ def test_an_ignored_index_of_the_users_is_refused() -> None:
         on_a_ring(make())(**batch, labels=batch["input_ids"], ignore_index=0)
 
 
+def test_a_loss_that_is_replaced_later_is_refused() -> None:
+    model, batch = on_a_ring(make()), batch_of("right")
+    model(**batch, labels=batch["input_ids"])
+    model.loss_function = lambda logits, labels, **_: logits.sum()
+    model(**batch)
+    with pytest.raises(ValueError, match="loss_function of LlamaForCausalLM was replaced"):
+        model(**batch, labels=batch["input_ids"])
+
+
+def test_a_sequence_without_tokens_is_refused() -> None:
+    model, batch = on_a_ring(make("LlamaForSequenceClassification", pad_token_id=1)), batch_of("right")
+    batch["input_ids"][1] = 1
+    with pytest.raises(ValueError, match="input_ids has only padding in sequence 1"):
+        model(**batch)
+
+
 def test_a_model_on_a_ring_is_copied_but_not_pickled() -> None:
     model = on_a_ring(make())
     copied = copy.deepcopy(model)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -32,8 +32,36 @@ def pool(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int |
             pooled = (sum_of_ranks(ring, sums) / number.clamp(min=1).view(-1, *inner)).to(rows.dtype)
         else:
             own = torch.where(rows_that_count, rows, -math.inf)
-            pooled = _of_ranks(ring, own.amax(1) if own.shape[1] else rows.sum(1) - math.inf).amax(1)
+            largest = own.amax(1) if own.shape[1] else rows.sum(1) - math.inf
+            pooled = _largest_of_ranks(ring, largest, (own == largest.unsqueeze(1)).sum(1))
     return torch.where(number.view(-1, *inner) > 0, pooled, 0.0)
+
+
+def _largest_of_ranks(ring: Ring, largest: Tensor, ties: Tensor) -> Tensor:
+    """The largest value of the ranks. The gradient goes to all rows with this value alike, as that of ``amax`` does.
+
+    Args:
+        largest: this rank's largest values, whose gradient goes to its rows alike.
+        ties: how many rows have them.
+    """
+    of_ranks, ties = _of_ranks(ring, largest), _of_ranks(ring, ties)
+    pooled = of_ranks.detach().amax(1)
+    shares = torch.where(of_ranks == pooled.unsqueeze(1), ties, 0)
+    shares = shares.to(torch.promote_types(of_ranks.dtype, torch.float32))
+    shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
+    return cast(Tensor, _LargestOfRanks.apply(of_ranks, pooled, shares.to(of_ranks.dtype)))  # type: ignore[no-untyped-call]
+
+
+class _LargestOfRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, of_ranks: Tensor, pooled: Tensor, shares: Tensor) -> Tensor:
+        ctx.save_for_backward(shares)
+        return pooled.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (shares,) = ctx.saved_tensors
+        return grads[0].unsqueeze(1) * shares, None, None
 
 
 def sum_of_ranks(ring: Ring, of_rank: Tensor, name: str = "unshard") -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -74,15 +74,9 @@ class PooledHead:
         Returns:
             The arguments with which to call the model.
         """
-        input_ids, mask = batch["input_ids"], batch.get("attention_mask")
+        input_ids, mask, counts = batch["input_ids"], batch.get("attention_mask"), self._counts(batch)
         padding = self.model.config.get_text_config().pad_token_id
-        counted = "all" if self.way is None else self.way[1]
-        counts: Tensor | None = None
-        if counted == "mask" and mask is not None:
-            counts = ring.shard(mask != 0)
-        elif counted == "tokens" and padding is not None:
-            counts = ring.shard(input_ids != padding)
-        self.call = _Call(ring, local, counts)
+        self.call = _Call(ring, local, None if counts is None else ring.shard(counts))
         if not self.is_classifier:
             return dict(local)
         labels = {"labels": batch["labels"]} if "labels" in batch else {}
@@ -92,12 +86,30 @@ class PooledHead:
         options = {name: value for name, value in local.items() if name in ("return_dict", "use_cache")}
         return {"input_ids": token, "attention_mask": torch.ones_like(token), **options, **labels}
 
-    def check_padding(self, mask: Tensor | None) -> None:
+    def _counts(self, batch: Mapping[str, Any]) -> Tensor | None:
+        """Which rows of whole sequences the head pools, bool [batch, seq]; None for all."""
+        mask, padding = batch.get("attention_mask"), self.model.config.get_text_config().pad_token_id
+        counted = "all" if self.way is None else self.way[1]
+        if counted == "mask" and mask is not None:
+            return cast(Tensor, mask != 0)
+        if counted == "tokens" and padding is not None:
+            return cast(Tensor, batch["input_ids"] != padding)
+        return None
+
+    def check_padding(self, batch: Mapping[str, Any]) -> None:
         """Check the padding of a batch.
 
         Raises:
-            ValueError: the head would read a row of padding, whose value depends on the ring.
+            ValueError: the head would read a row of padding, whose value depends on the ring; or a sequence has no row
+                that it counts.
         """
+        counts, mask = self._counts(batch), batch.get("attention_mask")
+        if counts is not None and not bool(counts.any(1).all()):
+            index = int(counts.any(1).long().argmin())
+            raise ValueError(
+                f"input_ids has only padding in sequence {index}, and the head of {type(self.model).__name__} pools "
+                "rows that are none; leave the sequence out."
+            )
         how, counted = self.way or ("mean", "mask")
         if mask is None or counted != "all":
             return

@@ -238,7 +238,7 @@ class ShardedForward:
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
         self.fused_len: int | None = None
-        self.own_implementation = ""
+        self.own_implementation, self.loss_function = "", getattr(inner, "loss_function", None)
         self.handles: list[RemovableHandle] = []
 
     def use(self, findings: Findings) -> None:
@@ -390,8 +390,13 @@ class ShardedForward:
                 f"output_router_logits = True: {type(self.inner).__name__} has another router loss than "
                 "load_balancing_loss_func; set it to False."
             )
+        if LABELS & batch.keys() and getattr(self.inner, "loss_function", None) != self.loss_function:
+            raise ValueError(
+                f"loss_function of {type(self.inner).__name__} was replaced after the model was put on a ring, which "
+                "computes the loss that the model had; replace it before, or compute the loss from the logits."
+            )
         if self.head is not None:
-            self.head.check_padding(batch.get("attention_mask"))
+            self.head.check_padding(batch)
         shape = batch["input_ids"].shape
         for name in () if self.has_own_loss else LABELS & batch.keys():
             if batch[name].shape != shape:
