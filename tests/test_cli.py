@@ -20,7 +20,7 @@ from command_line import check_refusal, invoke, kill, refused, run, shown, start
 
 import ring_backends
 from ring_backends.cli.text import Document, standard_library_sources
-from ring_backends.cost.default_branches import default_branches
+from ring_backends.cost.branches import default_branches
 from ring_backends.ring.launch import RankFailedError, launch
 
 SMALL = "--seq-len 512 --embed-dim 32 --num-layers 1"

@@ -17,6 +17,7 @@ from trainer_cases import (
     assert_equal,
     bf16_losses,
     evaluation_of_embeddings,
+    evaluation_of_other_weights,
     evaluation_of_packed_rows,
     evaluations,
     resume,
@@ -100,6 +101,12 @@ def test_evaluation_of_packed_rows_with_a_short_last_batch(two: World) -> None:
     loss, num_labels = evaluation_of_packed_rows(None)
     for found in two.run(evaluation_of_packed_rows, 2):
         assert found == (pytest.approx(loss, abs=1e-5), num_labels)
+
+
+@pytest.mark.parametrize("ring_size", [2, pytest.param(1, marks=LONG)])
+def test_ranks_with_other_weights_have_those_of_rank_0(two: World, ring_size: int) -> None:
+    wanted = evaluation_of_other_weights(None)
+    assert two.run(evaluation_of_other_weights, ring_size) == [pytest.approx(wanted, abs=1e-5)] * 2
 
 
 @LONG

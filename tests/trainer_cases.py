@@ -13,6 +13,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -402,6 +403,17 @@ def evaluations(ring_size: int | None, average: bool, loss_func: bool) -> list[f
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_attached(case, ring_size, folder, average_tokens_across_devices=average)
         return [trainer.evaluate(Documents(number))["eval_loss"] for number in (10, 5, 3, 1)]
+
+
+def evaluation_of_other_weights(ring_size: int | None) -> float:
+    """The evaluation loss, before training, of a model that has other weights on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Case(), num_rings(ring_size), folder)
+        if ring_size is not None:
+            with torch.no_grad():
+                trainer.model.lm_head.weight += dist.get_rank()
+            attach(trainer, ring_size=ring_size)
+        return float(trainer.evaluate()["eval_loss"])
 
 
 class PackedRows(torch.utils.data.Dataset[dict[str, Tensor]]):

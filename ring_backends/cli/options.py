@@ -19,7 +19,7 @@ from typer.models import OptionInfo
 
 from ring_backends.cli.parsing import BranchesCommand, parse_branches, parse_lengths
 from ring_backends.cli.report import reported_errors
-from ring_backends.cost.default_branches import default_branches
+from ring_backends.cost.branches import default_branches
 from ring_backends.plotting import check_plot
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from ring_backends.adapters import native
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.transformers.whole_batches import use_ring
+from ring_backends.integrations.transformers.whole_batches import put_on_ring, share_parameters
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
@@ -85,7 +85,9 @@ def attach(
             message names it.
     """
     ring = join(accelerator, ring_size, layout, timeout)
-    use_ring(model, make_attention(segment_lengths, dilation_rates, ring, options), probe=probe)
+    attention = make_attention(segment_lengths, dilation_rates, ring, options)
+    share_parameters(ring, model)
+    put_on_ring(model, attention, 0.0, probe)
     return ring
 
 

@@ -35,7 +35,7 @@ def describe(value: Any) -> str:
 
 
 def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:
-    """Check that all ranks have the same parameters. Sharded ones, and those of meta tensors, are not compared.
+    """Check that all ranks have the same parameters; not if a rank has some that are sharded or meta tensors.
 
     Args:
         name: what the user calls the model, for the error.
@@ -45,11 +45,11 @@ def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:
     """
     if ring.size == 1:
         return
-    parameters = {
-        path: describe(parameter[None])  # so that rows of matrices are added, and need little memory
-        for path, parameter in model.named_parameters()
-        if not (parameter.is_meta or isinstance(parameter, DTensor))
-    }
+    without_values = sum(parameter.is_meta or isinstance(parameter, DTensor) for parameter in model.parameters())
+    if any(number for number, *_ in agree(ring, f"parameters of {name}", numbers=[without_values])):
+        return
+    # With one dimension more, rows of matrices are added, and need little memory.
+    parameters = {path: describe(parameter[None]) for path, parameter in model.named_parameters()}
     try:
         agree(ring, f"use_ring of {name}", parameters)
     except RingMismatchError as error:

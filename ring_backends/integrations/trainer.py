@@ -29,6 +29,7 @@ from ring_backends.integrations.transformers.whole_batches import (
     is_sequence_classifier,
     labels_of_rows,
     put_on_ring,
+    share_parameters,
 )
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
@@ -107,10 +108,13 @@ def attach(
     _check_trainer(trainer)
     ring = join(trainer.accelerator, ring_size, layout, timeout)
     attention = make_attention(segment_lengths, dilation_rates, ring, options)
+    share_parameters(ring, trainer.model)
     sharded = put_on_ring(trainer.model, attention, trainer.args.label_smoothing_factor, probe)
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
-        put_on_ring(trainer.accelerator.unwrap_model(reference), attention, 0.0, probe)
+        reference = trainer.accelerator.unwrap_model(reference)
+        share_parameters(ring, reference)
+        put_on_ring(reference, attention, 0.0, probe)
     attached = _Attached(trainer, ring, sharded)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
     replacements = {

@@ -11,6 +11,7 @@ import inspect
 import secrets
 from collections import deque
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import AdapterUnavailableError, RingMismatchError
 from ring_backends.integrations.describe import agree_on_parameters, describe
 from ring_backends.integrations.transformers.attention import (
     Registration,
@@ -47,8 +48,9 @@ from ring_backends.integrations.transformers.router_losses import (
     has_router_loss,
     router_coefficient,
 )
-from ring_backends.ring.collectives import agree
+from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.pooling import sum_of_ranks
+from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 
 try:
@@ -112,7 +114,19 @@ def use_ring(
             ValueError for arguments that are not supported, and RingMismatchError if the batches of the ranks differ.
         RingMismatchError: the ranks' parameters differ.
     """
-    put_on_ring(model, attention_on(attention), label_smoothing, probe)
+    attention = attention_on(attention)
+    agree_on_parameters(attention.ring, inner_model(model), "model")
+    put_on_ring(model, attention, label_smoothing, probe)
+
+
+def share_parameters(ring: Ring, model: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, if they differ, as DistributedDataParallel does later."""
+    world = world_ring(ring)
+    try:
+        agree_on_parameters(world, inner_model(model), "model")
+    except RingMismatchError:
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            broadcast(world, name, [tensor])
 
 
 def put_on_ring(
@@ -127,7 +141,6 @@ def put_on_ring(
         )
     for config in (inner.config, inner.config.get_text_config()):
         check_config(config)
-    agree_on_parameters(attention.ring, model, "model")
     name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
     register_as(name, Registration(attention, probes=False, takes_whole_batches=True))
     sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
