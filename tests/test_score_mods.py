@@ -392,6 +392,15 @@ def test_activation_checkpointing(name: str, use_reentrant: bool) -> None:
         assert torch.equal(got, wanted)
 
 
+def test_a_variable_without_a_value_yet() -> None:
+    def add(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return score + (1.0 if head.dim() == 0 else later)
+
+    out = attend_with_gradients(add)[0]
+    later = 2.0
+    assert torch.equal(out, attend(lambda score, *pair: score + 1.0))
+
+
 def test_a_captured_tensor_that_starts_to_need_a_gradient_is_refused() -> None:
     bias = torch.zeros(HEADS)
 

@@ -6,6 +6,7 @@ key, each as a tensor without dimensions. :func:`torch.vmap` evaluates it for a 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -253,8 +254,9 @@ def _captured(function: Any) -> dict[str, object]:
     if inspect.ismethod(function):
         return {**_captured(function.__self__), **_captured(function.__func__)}
     if inspect.isfunction(function):
-        found = inspect.getclosurevars(function)
-        return {**found.globals, **found.nonlocals}
+        code, known = function.__code__, function.__globals__
+        found: dict[str, object] = {name: known[name] for name in code.co_names if name in known}
+        return {**found, **_closure_of(function)}
     return dict(getattr(function, "__dict__", {}))
 
 
@@ -286,6 +288,15 @@ def check_unchanged(function: ScoreMod, before: Mapping[str, tuple[object, int]]
                 f"score_mod = {_name(function)}: {name} has changed since the forward, and the backward calls the "
                 "function again. Make a new function with new tensors for each call, such as a functools.partial."
             )
+
+
+def _closure_of(function: Any) -> dict[str, object]:
+    """The variables of a function's closure that have a value."""
+    found = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):
+            found[name] = cell.cell_contents
+    return found
 
 
 @dataclass(frozen=True)
@@ -330,7 +341,7 @@ def _codes(function: Any, depth: int = 4) -> Iterator[str]:
             inner = getattr(type(inner), "forward" if isinstance(inner, nn.Module) else "__call__", None)
         code = getattr(inner, "__code__", None)
         yield _name(function) if code is None else _text(code)
-        held = tuple(cell.cell_contents for cell in getattr(inner, "__closure__", None) or () if depth)
+        held = tuple(_closure_of(inner).values()) if inspect.isfunction(inner) and depth else ()
     for other in held:
         if callable(other) and depth:
             yield from _codes(other, depth - 1)
