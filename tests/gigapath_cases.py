@@ -42,15 +42,20 @@ def make_model(
     sizes = {"embed_dim": 384 if real else 64, "depth": 3}  # GigaPath's configurations have no smaller one
     given = {"in_chans": IN_CHANS, "slide_ngrids": GRID, "dropout": 0.0, "drop_path_rate": 0.0, **sizes, **options}
     model = LongNetViT(**given)
+    add_noise(model, 0.1)
+    for layer in model.encoder.layers:
+        layer.self_attn.dropout = attention_dropout
+    return model.to(dtype)
+
+
+def add_noise(model: nn.Module, size: float) -> None:
+    """Change all parameters, many of which are 0 or 1 in a new model, and make scores of attention differ more."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             factor = 2 if "q_proj.weight" in name or "k_proj.weight" in name else 1
-            noise = torch.randn(parameter.shape, generator=generator) * 0.1
+            noise = torch.randn(parameter.shape, generator=generator) * size
             parameter.mul_(factor).add_(noise if parameter.dim() != 2 else noise / parameter.shape[1] ** 0.5)
-    for layer in model.encoder.layers:
-        layer.self_attn.dropout = attention_dropout
-    return model.to(dtype)
 
 
 def make_slide(num_tiles: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:

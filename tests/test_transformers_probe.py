@@ -666,6 +666,9 @@ def test_ranks_with_different_weights(pair: World) -> None:
         ended.check(RingMismatchError, "load the same checkpoint on every rank", "the ranks differ in lm_head.weight")
 
 
+ROUTER = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+
 def test_a_router_coefficient_that_is_set_later() -> None:
     for owner in (lambda model: model, lambda model: model.config):
         losses = []
@@ -674,9 +677,6 @@ def test_a_router_coefficient_that_is_set_later() -> None:
             batch = batch_of("right")
             losses.append(model(**batch, labels=batch["input_ids"], output_router_logits=True).loss)
         assert_near(losses[1], losses[0], 1e-5)
-
-
-ROUTER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 
 
 def test_an_ignored_index_of_the_users_is_refused() -> None:

@@ -78,12 +78,7 @@ def make_model(kind: str, *, real: bool = False, dtype: torch.dtype = torch.floa
         given["output_projection"] = nn.Linear(WIDTH, VOCABULARY, bias=False)
     part = getattr(modules[1], "LongNetDecoder" if kind == "decoder" else "LongNetEncoder")(args, **given)
     model = {"embeddings": Volumes, "tokens": Genomes, "decoder": Texts}[kind](part)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            factor = 2 if "q_proj.weight" in name or "k_proj.weight" in name else 1
-            noise = torch.randn(parameter.shape, generator=generator) * 0.2
-            parameter.mul_(factor).add_(noise if parameter.dim() != 2 else noise / parameter.shape[1] ** 0.5)
+    gigapath_cases.add_noise(model, 0.2)
     return model.to(dtype)
 
 

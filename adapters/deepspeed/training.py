@@ -63,14 +63,14 @@ class DeepSpeedTraining(TrainingState):
         self._foreign_gradients: set[str] = set()
         self._parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         self.divisor = _divisor(self._world, settings, mpu, options)
-        stage = settings["zero_optimization"]["stage"]
-        if stage:
-            self._flattens = f"ZeRO {stage} gives it flat parts of the parameters; use zero_stage=0"
+        self._zero_stage: int = settings["zero_optimization"]["stage"]
+        if self._zero_stage:
+            self._flattens = f"ZeRO {self._zero_stage} gives it flat parts of the parameters; use zero_stage=0"
         self.optimizer = self._make_optimizer(make_optimizer, model)
-        if stage and isinstance(self.optimizer, torch.optim.Adagrad):
+        if self._zero_stage and isinstance(self.optimizer, torch.optim.Adagrad):
             raise ValueError(
-                f"make_optimizer returned {type(self.optimizer).__name__}: ZeRO {stage} replaces it by an Adagrad of "
-                "its own, which no learning rate schedule reaches; use zero_stage=0, or another optimizer."
+                f"make_optimizer returned {type(self.optimizer).__name__}: ZeRO {self._zero_stage} replaces it by an "
+                "Adagrad of its own, which no learning rate schedule reaches; use zero_stage=0, or another optimizer."
             )
         with _default_dtype(torch.float32):
             self._engine, *_ = deepspeed.initialize(
@@ -80,7 +80,6 @@ class DeepSpeedTraining(TrainingState):
             self._engine.checkpoint_engine.load = _load_tensors
         self.model, self._num_groups = self._engine, len(self.optimizer.param_groups)
         self._refuse_copies("it is a DeepSpeed engine, which holds process groups and the optimizer")
-        self._zero_stage: int = self._engine.zero_optimization_stage()
         self._is_offloaded = self._zero_stage > 0 and self._engine.zero_cpu_offload()
         if self._zero_stage:
             for name, parameter in self._parameters.items():

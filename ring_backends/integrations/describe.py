@@ -35,7 +35,9 @@ def describe(value: Any) -> str:
 
 
 def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:
-    """Check that all ranks have the same parameters; not if a rank has some that are sharded or meta tensors.
+    """Check that all ranks have the same parameters.
+
+    If a rank has parameters that are sharded or on the meta device, their values cannot be compared, and none are.
 
     Args:
         name: what the user calls the model, for the error.

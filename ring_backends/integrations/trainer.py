@@ -256,8 +256,8 @@ class _Attached:
                 raise ValueError(
                     f"the last batch holds {found} documents of {size} sequences in one row, of which some repeat the "
                     "first ones of the data set, and a ring cannot tell which documents a sequence had; choose "
-                    "per_device_eval_batch_size × the number of rings so that it divides the data set, or evaluate on "
-                    "one ring."
+                    f"per_device_eval_batch_size so that {self.ring.data_size} rings × its value divides the number of "
+                    "sequences, or evaluate on one ring."
                 )
         is_repeated = sequences >= state.remainder - self.ring.data_rank * size
         return {**inputs, **{name: inputs[name].masked_fill(is_repeated, IGNORED) for name in names}}

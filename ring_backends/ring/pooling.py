@@ -44,9 +44,11 @@ def _largest_of_ranks(ring: Ring, largest: Tensor, ties: Tensor) -> Tensor:
         largest: this rank's largest values, whose gradient goes to its rows alike.
         ties: how many rows have them.
     """
-    of_ranks, ties = _of_ranks(ring, largest), _of_ranks(ring, ties)
+    of_ranks = _of_ranks(ring, largest)
     pooled = of_ranks.detach().amax(1)
-    shares = torch.where(of_ranks == pooled.unsqueeze(1), ties, 0)
+    if not of_ranks.requires_grad:
+        return pooled
+    shares = torch.where(of_ranks == pooled.unsqueeze(1), _of_ranks(ring, ties), 0)
     shares = shares.to(torch.promote_types(of_ranks.dtype, torch.float32))
     shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
     return cast(Tensor, _LargestOfRanks.apply(of_ranks, pooled, shares.to(of_ranks.dtype)))  # type: ignore[no-untyped-call]
@@ -73,7 +75,7 @@ def sum_of_ranks(ring: Ring, of_rank: Tensor, name: str = "unshard") -> Tensor:
     Args:
         name: what the sum is for. The ranks compare it.
     """
-    total: Tensor = ring.with_layout("contiguous").unshard_for(name, of_rank.unsqueeze(0), 0, ring.size).sum(0)
+    total: Tensor = ring.with_layout("contiguous")._unshard(name, of_rank.unsqueeze(0), 0, ring.size).sum(0)
     return total
 
 

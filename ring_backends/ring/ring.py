@@ -131,9 +131,9 @@ class Ring:
             RingMismatchError: the ranks' calls differ.
             RingPeerError: a rank died, stalled or left.
         """
-        return self.unshard_for("unshard", tensor, dim, seq_len)
+        return self._unshard("unshard", tensor, dim, seq_len)
 
-    def unshard_for(self, name: str, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
+    def _unshard(self, name: str, tensor: Tensor, dim: int = 1, seq_len: int | None = None) -> Tensor:
         """As :meth:`unshard`, for an operation with a name, which the ranks compare."""
         with self.report_refusals():
             if seq_len is None:

@@ -10,7 +10,7 @@ _STEPS = 2
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, what_to_do: str) -> None:
-    """Check that an optimizer changes each element of a parameter by itself, as Adam does, and Adafactor does not.
+    """Check that an optimizer changes each element of a parameter by itself, as Adam does and Adafactor does not.
 
     A new optimizer of its class and defaults makes two steps of a small matrix, and of its two halves as vectors. An
     optimizer that cannot be made so, or makes no step of the matrix, is not checked.

@@ -107,8 +107,8 @@ class PooledHead:
         if counts is not None and not bool(counts.any(1).all()):
             index = int(counts.any(1).long().argmin())
             raise ValueError(
-                f"input_ids has only padding in sequence {index}, and the head of {type(self.model).__name__} pools "
-                "rows that are none; leave the sequence out."
+                f"input_ids has only padding in sequence {index}: the head of {type(self.model).__name__} has no row "
+                "to pool there; leave the sequence out."
             )
         how, counted = self.way or ("mean", "mask")
         if mask is None or counted != "all":

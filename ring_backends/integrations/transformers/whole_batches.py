@@ -144,7 +144,6 @@ def put_on_ring(
     name = f"ring_dilated_{secrets.token_hex(8)}"  # unlike a number, not that of a model of another process
     register_as(name, Registration(attention, probes=False, takes_whole_batches=True))
     sharded = ShardedForward(inner, attention.ring, name, label_smoothing)
-    own_implementation = sharded.own_implementation = inner.config._attn_implementation
     try:
         with attention.ring.report_refusals():
             inner.set_attn_implementation(name)
@@ -163,7 +162,7 @@ def put_on_ring(
                 sharded.use(probe_model(sharded.head.body, needed, ignored=("pooler_output",)))
                 probe_pooling(sharded.head, needed, model)
     except Exception:
-        inner.set_attn_implementation(own_implementation)
+        inner.set_attn_implementation(sharded.own_implementation)
         if sharded.head is not None:
             sharded.head.remove()
         raise
@@ -251,7 +250,8 @@ class ShardedForward:
         self.labels: Tensor | None = None  # of the call that has begun
         self.count: Any = None
         self.fused_len: int | None = None
-        self.own_implementation, self.loss_function = "", getattr(inner, "loss_function", None)
+        self.own_implementation = inner.config._attn_implementation
+        self.loss_function = getattr(inner, "loss_function", None)
         self.handles: list[RemovableHandle] = []
 
     def use(self, findings: Findings) -> None:
@@ -302,9 +302,11 @@ class ShardedForward:
         if current_step.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
         names = [*inspect.signature(self.inner.forward).parameters]  # train() may put Liger's forward in its place
-        # The arguments of a PeftModel may have another order than those of its model.
-        own = inspect.signature(module.forward).parameters
-        by_name = {**dict(zip(names if "args" in own else own, args, strict=False)), **kwargs}
+        by_place = names
+        if args and module is not self.inner:  # the arguments of a PeftModel may have another order
+            own = [*inspect.signature(module.forward).parameters]
+            by_place = names if "args" in own else own
+        by_name = {**dict(zip(by_place, args, strict=False)), **kwargs}
         batch = {name: value for name, value in by_name.items() if value is not None}
         with self.ring.report_refusals():
             self._check(batch)
