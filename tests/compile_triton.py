@@ -28,7 +28,14 @@ from triton.runtime.jit import create_function_from_signature
 
 from ring_backends import dilated_attention, score_mods
 from ring_backends.kernels import triton_launch, triton_rows_launch
-from ring_backends.kernels.gather_rows import gather_many, scatter_many, scatter_merge
+from ring_backends.kernels.gather_rows import (
+    add_rows,
+    fill_rows,
+    gather_many,
+    merge_rows,
+    scatter_many,
+    scatter_merge,
+)
 from ring_backends.kernels.triton_dilated import TritonDilatedKernel
 from ring_backends.kernels.triton_rows_launch import Rows
 from ring_backends.schedule.rows import DilatedRows, head_runs
@@ -95,7 +102,7 @@ def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
 
 
 def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
-    """Gather the rows of a tile's backward, scatter its gradients, and merge its out and LSE."""
+    """What a call does with rows: gather those of a tile, scatter its gradients, merge its result, finish the sums."""
     rows = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
     tensors = [torch.zeros(2, 512, 4, head_dim, dtype=dtype) for _ in range(5)]
     tile = [torch.zeros(4, 4, 128, head_dim, dtype=dtype) for _ in range(5)]
@@ -106,6 +113,9 @@ def move_and_merge_rows(head_dim: int, dtype: torch.dtype) -> None:
         query, *keys = (Rows(x, rows, grad) for x, grad in zip(sums, tile, strict=False))
         scatter_many([query], keys)
         scatter_merge(sums[0], lse, rows, tile[0], tile_lse)
+        merge_rows(tensors[0], lse, sums[0], torch.zeros_like(lse), rows)
+        add_rows([Rows(x, rows, values) for x, values in zip(tensors, sums, strict=False)])
+        fill_rows([(x, rows) for x in sums], 0.0)
 
 
 def resources(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> dict[str, Any]:

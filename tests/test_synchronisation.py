@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -42,6 +43,17 @@ class RefuseCopies(TorchDispatchMode):
         # An operator takes a number on the host as an argument of its launch.
         devices = {x.device.type for x in tensors if x.dim() or x.is_meta}
         assert len(devices) <= 1, f"{func} copies between {devices}"
+        return result
+
+
+class RefuseCopiedNumbers(TorchFunctionMode):
+    """Refuses tensors of Python's numbers on device "meta": torch makes them on the host, unseen by the mode above."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        assert func not in (torch.tensor, torch.as_tensor) or isinstance(args[0], Tensor) or not result.is_meta, (
+            f"{func.__name__} copies {args[0]}"
+        )
         return result
 
 
@@ -85,7 +97,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
         pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
     pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
     ring = Ring(size=ring_size, ranks=tuple(range(ring_size)), layout_kind="zigzag")
-    with RefuseCopies():
+    with RefuseCopies(), RefuseCopiedNumbers():
         inputs = inputs_on_gpu(ring_size, dtype)
         marks = inputs.query.shape[:2]
         if option == "key mask":
@@ -114,7 +126,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
     pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
     cache = KeyValueCache(Ring(ranks=(0,)), pattern)
-    with RefuseCopies():
+    with RefuseCopies(), RefuseCopiedNumbers():
         query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
@@ -132,6 +144,8 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
         lambda numbers: numbers.cpu(),
         lambda numbers: torch.zeros(4, device="cpu").to("meta"),
         lambda numbers: torch.tensor([1, 2], device="cpu").to("meta"),
+        lambda numbers: torch.tensor([1, 2], device="meta"),
+        lambda numbers: torch.as_tensor(0.5, device="meta"),
         lambda numbers: numbers.sum().item(),
         lambda numbers: bool(numbers.isfinite().all()),
         lambda numbers: numbers[numbers > 0],
@@ -141,7 +155,11 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     ],
 )
 def test_what_is_refused(wait: Any) -> None:
-    with RefuseCopies(), pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"):
+    with (
+        RefuseCopies(),
+        RefuseCopiedNumbers(),
+        pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"),
+    ):
         wait(torch.empty(4, device="meta"))
 
 

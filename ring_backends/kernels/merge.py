@@ -41,7 +41,8 @@ def merge_zero_value_(out: Tensor, lse: Tensor, score: Tensor | float) -> None:
         lse: […], in the statistics dtype.
         score: broadcasts to ``lse``.
     """
-    merged = torch.logaddexp(lse, torch.as_tensor(score, dtype=lse.dtype, device=lse.device))
+    # new_full writes a number on the device. as_tensor would copy it from the host.
+    merged = torch.logaddexp(lse, score.to(lse.dtype) if isinstance(score, Tensor) else lse.new_full((), score))
     out.mul_(weight_of(lse, merged).unsqueeze(-1))
     lse.copy_(merged)
 

@@ -33,9 +33,9 @@ def owned_rows(table, program, BLOCK_ROWS, SAME_ROWS):
     entry = table + HEADER + number * 2
     positions = tl.load(entry + 1) + group % segments * segment_stride + indices * rate
     place = (group // segments, tl.load(entry), positions)
-    if SAME_ROWS:
-        return place, place, indices < num_rows
-    return place, (group, indices, number), indices < num_rows  # gathered rows have their heads before their rows
+    # Gathered rows have their heads before their rows.
+    value_place = place if SAME_ROWS else (group, indices, number)
+    return place, value_place, indices < num_rows
 
 
 @triton.jit
