@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from fairscale.nn.data_parallel import FullyShardedDataParallel, fully_sharded_data_parallel
 from fairscale_cases import ADAPTER, parallelize_with
 from torch import nn
 
+from ring_backends.adapters import fairscale
+from ring_backends.adapters.fairscale import training
 from ring_backends.testing import training_runs
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.models import make_model
@@ -62,6 +66,69 @@ def step_on_gpu(trainer: Trainer, step: int) -> None:
     trainer.state.step()
 
 
+class OneStream(dict[str, Any]):
+    """Stands for CUDA's streams: a CPU does one thing after another."""
+
+    __hash__ = object.__hash__
+
+    def __missing__(self, name: str) -> OneStream:
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def wait_stream(self, other: OneStream) -> None:
+        pass
+
+    synchronize = wait_event = wait_stream
+
+
+def resume_without_a_gpu(path: str) -> tuple[State, State, State]:
+    """The parameters after three steps: by torch's Adam, by one rank, and by one that resumes after the second step."""
+    stream, wrapper = OneStream(), FullyShardedDataParallel
+
+    def set_up_streams(self: Any) -> None:
+        self._streams, self._reducer = stream, fully_sharded_data_parallel.ReduceScatterBucketer()
+
+    def new_model(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        return nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3))
+
+    def adam(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.Adam(parameters, lr=0.1)
+
+    def step(state: Any, index: int) -> None:
+        state.backward(state.loss(state.model(inputs[index]).square().sum(), 6))
+        state.step()
+
+    inputs = torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(2))
+    replaced = {"Stream": lambda: stream, "current_stream": lambda: stream, "synchronize": lambda: None}
+    with (
+        mock.patch.multiple(torch.cuda, stream=lambda chosen: contextlib.nullcontext(), **replaced),
+        mock.patch.object(torch.Tensor, "cpu", torch.Tensor.clone),  # of a GPU's tensor, it is a copy
+        mock.patch.object(torch.Tensor, "record_stream"),
+        mock.patch.object(wrapper, "_setup_streams", set_up_streams),
+        mock.patch.object(training, "fsdp_not_supported_reasons", return_value=[]),
+    ):
+        options = {"strategy": "fsdp", "compute_device": torch.device("cpu")}
+        ring = fairscale.initialize()
+        first, second = (fairscale.parallelize(new_model(seed), adam, ring, **options) for seed in (0, 1))
+        step(first, 0)
+        step(first, 1)
+        first.save(path)
+        second.load(path)
+        step(first, 2)
+        step(second, 2)
+        trained = first.full_state_dict(), second.full_state_dict()
+    model = new_model(0)
+    optimizer = adam(model.parameters())
+    for x in inputs:
+        optimizer.zero_grad()
+        (model(x).square().sum() / 6).backward()
+        optimizer.step()
+    return dict(model.state_dict()), *trained
+
+
 class TestFairScaleFSDP(AdapterSuite):
     adapter = ADAPTER
 
@@ -69,6 +136,13 @@ class TestFairScaleFSDP(AdapterSuite):
         for ended in world.run(parallelize_with, {"strategy": "fsdp"}):
             ended.check(ValueError, "strategy = 'fsdp'", "parameters on cpu", "strategy='sharded_ddp'")
             assert torch.cuda.is_available() or "torch.cuda.stream" in ended.message
+
+    def test_one_rank_resumes(self, tmp_path: Path) -> None:
+        with World(1) as alone:
+            ((wanted, first, second),) = alone.run(resume_without_a_gpu, str(tmp_path / "checkpoint.pt"))
+        for name, parameter in wanted.items():
+            torch.testing.assert_close(first[name], parameter)
+            assert torch.equal(second[name], first[name]), name
 
     @pytest.mark.gpu
     @pytest.mark.skipif(not torch.cuda.is_available(), reason="FairScale's FSDP needs a GPU")

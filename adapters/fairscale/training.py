@@ -7,9 +7,10 @@ backward. Gradients would then be reduced twice or only in part, without an erro
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -201,7 +202,8 @@ class FullyShardedTraining(FairScaleTraining):
         state = self.optimizer.state_dict()
         state["state"] = {index: dict(values) for index, values in state["state"].items()}
         of_copy = SimpleNamespace(state_dict=lambda: state)
-        return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
+        with _padded_parameters(self._module):
+            return self._module.gather_full_optim_state_dict(of_copy)  # type: ignore[operator]
 
     def _load_device(self) -> torch.device:
         return torch.device("cpu")
@@ -209,6 +211,20 @@ class FullyShardedTraining(FairScaleTraining):
     def _load_optimizer(self, state: Any) -> None:
         shard = self._module.get_shard_from_optim_state_dict(state)  # type: ignore[operator]
         self.optimizer.load_state_dict(shard)
+
+
+@contextlib.contextmanager
+def _padded_parameters(module: nn.Module) -> Iterator[None]:
+    """Give the parameters of a single rank the attribute that only sharded ones have, and that FairScale reads."""
+    wrappers = [part for part in module.modules() if isinstance(part, FullyShardedDataParallel)]
+    whole = [x for wrapper in wrappers for x in wrapper.params if not x._is_sharded]
+    for parameter in whole:
+        parameter._full_param_padded = parameter
+    try:
+        yield
+    finally:
+        for parameter in whole:
+            del parameter._full_param_padded
 
 
 def fsdp_not_supported_reasons(model: nn.Module) -> list[str]:
