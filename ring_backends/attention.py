@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 class RingDilatedAttention(nn.Module, ABC):
-    """Exact dilated attention over a sequence that lies sharded over a ring of ranks.
+    """Exact dilated attention over a sequence that is sharded over a ring of ranks.
 
     An adapter subclasses this class and implements :meth:`ring_pass`. Under ``torch.compile`` a call does not break the
     graph, unless it has a ``score_mod``. It becomes one operator in the forward and one in the backward
@@ -59,9 +59,9 @@ class RingDilatedAttention(nn.Module, ABC):
         dropout_p: probability that an attention weight is dropped during training, below 1. The kernels ``math`` and
             ``triton_dilated`` support dropout.
         grad_wire_dtype: dtype in which dK and dV of bf16 inputs travel. None means fp32. ``torch.bfloat16`` halves
-            their bytes. Every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, an
-            element of dK or dV gets an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values of the
-            ranks' contributions). Inputs of other dtypes are not affected.
+            their bytes: every rank still adds in fp32, but each hop rounds the sum so far to bf16. To first order, this
+            adds to an element of dK or dV an error of at most 2⁻⁸ × (number of hops) × (the sum of the absolute values
+            of the ranks' contributions). Inputs of other dtypes are not affected.
 
     Raises:
         ValueError, TypeError: an argument is invalid.
@@ -196,8 +196,9 @@ class RingDilatedAttention(nn.Module, ABC):
                 ranks use the same seed, for example after the same ``torch.manual_seed``, they drop the same weights as
                 one device.
             sinks: floating point [heads], the score of one more key of each head (the learned sinks of gpt-oss). Every
-                query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. The
-                gradient of ``sinks`` is that of this rank's rows, like that of any parameter. None means no sinks.
+                query sees this key. Its value is 0, its score counts in the LSE, and dropout never drops it. As for any
+                parameter, the gradient of ``sinks`` on a rank comes from this rank's rows, so it has to be summed over
+                the ranks. None means no sinks.
             score_mod: a function (score, batch, head, q_idx, kv_idx) -> score, with the interface of torch's
                 ``flex_attention``. It replaces the scaled score of each pair of a query and a key that it sees, and
                 gradients go through it. The arguments are tensors without dimensions: the index in the batch, the query
@@ -276,7 +277,7 @@ class RingDilatedAttention(nn.Module, ABC):
             As :meth:`forward`. There is no gradient.
 
         Raises:
-            ValueError: as :meth:`forward`; or the cache is of another ring, or not empty.
+            ValueError: as :meth:`forward`; or the cache was made for another ring, or is not empty.
         """
         with self.ring.report_refusals():
             self._check_cache(cache)
@@ -347,7 +348,9 @@ class RingDilatedAttention(nn.Module, ABC):
             raise TypeError(f"cache = {type(cache).__name__}: expected a cache of attention.new_cache().")
         if cache.ring is not self.ring:
             rings = (f"a {ring.layout_kind} ring of {ring.size}" for ring in (cache.ring, self.ring))
-            raise ValueError("cache is of {}, and the module on {}: make it with its new_cache().".format(*rings))
+            raise ValueError(
+                "cache was made for {}, but this module is on {}: make it with the module's new_cache().".format(*rings)
+            )
         if cache.pattern != self.pattern:
             raise ValueError(
                 f"cache was made for {cache.pattern}, and this module has {self.pattern}: make it with the module's "

@@ -268,7 +268,7 @@ def test_memory_does_not_exceed_max_len(whole: int | None, rows: int) -> None:
     for step in range(90):
         assert cache.nbytes == row_bytes(rows)
         module.decode(*tokens(1, step), cache)
-    with pytest.raises(ValueError, match="query has 1 tokens, and the cache 100 of max_len = 100"):
+    with pytest.raises(ValueError, match="query has 1 tokens, but the cache has 100 of max_len = 100"):
         module.decode(*tokens(1), cache)
 
 
@@ -453,7 +453,7 @@ def test_a_module_does_not_take_the_cache_of_another() -> None:
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        (tokens(3, batch=1), "key has batch = 1, and the cache 2"),
+        (tokens(3, batch=1), "key has batch = 1, but the cache has 2"),
         (tokens(3, dtype=torch.float32), r"key has dtype = torch\.float32"),
     ],
 )
@@ -494,16 +494,16 @@ def test_invalid_arguments() -> None:
     module.prefill(*tokens(4), cache)
     with pytest.raises(ValueError, match=r"cache has 4 tokens: prefill\(\) begins a sequence"):
         module.prefill(*tokens(4), cache)
-    with pytest.raises(ValueError, match="key has batch = 3, and the cache 2"):
+    with pytest.raises(ValueError, match="key has batch = 3, but the cache has 2"):
         module.decode(*tokens(1, batch=3), cache)
-    with pytest.raises(ValueError, match=r"key has dtype = torch.float32, and the cache torch.float64"):
+    with pytest.raises(ValueError, match=r"key has dtype = torch.float32, but the cache has torch.float64"):
         module.decode(*tokens(1, dtype=torch.float32), cache)
     query, key, value = tokens(1)
-    with pytest.raises(ValueError, match="key has key/value heads = 4, and the cache 2"):
+    with pytest.raises(ValueError, match="key has key/value heads = 4, but the cache has 2"):
         module.decode(query, key.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), cache)
     with pytest.raises(ValueError, match="query has no tokens"):
         module.decode(*tokens(0), cache)
-    with pytest.raises(ValueError, match="cache is of a contiguous ring of 1, and the module on a"):
+    with pytest.raises(ValueError, match="cache was made for a contiguous ring of 1, but this module is on a"):
         module.decode(*tokens(1), native.RingDilatedAttention(**PATTERN, ring=Ring()).new_cache())
     others = native.RingDilatedAttention(**WINDOWS[0], ring=module.ring).new_cache()
     with pytest.raises(ValueError, match=r"cache was made for .*window_lengths=\(16,\)\), and this module has Dilated"):
@@ -557,7 +557,7 @@ def unequal_here(what: str) -> Ended:
         ("length", r"the ranks differ in the length of the cache \(rank 0: 9, rank 1: 8\)"),
         ("edits", r"the ranks differ in the calls of truncate\(\) and select_batch\(\)"),
         ("number", r"new tokens \(rank 0: 1, rank 1: 2\)"),
-        ("cache", "cache is of a contiguous ring of 1, and the module on a contiguous ring of 2"),
+        ("cache", "cache was made for a contiguous ring of 1, but this module is on a contiguous ring of 2"),
     ],
 )
 def test_ranks_that_differ(pair: World, what: str, message: str) -> None:

@@ -93,8 +93,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("MobileBertForMaskedLM", {}, "MobileBertForMaskedLM: .*embedding_transformation"),
     ("EsmForMaskedLM", {"token_dropout": True}, "EsmForMaskedLM: .*EsmEmbeddings"),
     # The attention's mask or its arguments are used in another way.
-    ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
-    ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is no tensor"),
+    ("DogeForCausalLM", {}, "DogeForCausalLM: it computes with the attention mask, which on a ring is not a tensor"),
+    ("GitForCausalLM", {}, "GitForCausalLM: it computes with the attention mask, which on a ring is not a tensor"),
     ("NemotronForCausalLM", {}, "NemotronAttention does not pass the arguments of the model on"),
     ("Sam3LiteTextTextModel", {}, "Sam3LiteTextTextModel: embeddings.position_embedding"),
     ("StableLmForCausalLM", {}, "StableLmAttention does not pass the arguments of the model on"),

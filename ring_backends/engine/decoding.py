@@ -222,12 +222,12 @@ class Step:
         if bool((lengths != lengths[0]).any()):
             by_rank = ", ".join(f"rank {rank}: {int(x.flatten()[0])}" for rank, x in enumerate(lengths))
             raise RingMismatchError(
-                f"the ranks differ in the length of the cache ({by_rank}); make the same calls on all."
+                f"the ranks differ in the length of the cache ({by_rank}); every rank must make the same calls."
             )
         if bool((edits != edits[0]).any()):
             raise RingMismatchError(
-                "the ranks differ in the calls of truncate() and select_batch() of the cache; make the same calls with "
-                "the same arguments on every rank."
+                "the ranks differ in the calls of truncate() and select_batch() of the cache; every rank must make the "
+                "same calls with the same arguments."
             )
         differs = (sums - sums[0]).abs() > _TOLERANCE * norms[0]
         if bool(differs.any()):
@@ -265,8 +265,8 @@ def check_step(
     seq_len = cache.seq_len + query.shape[1]
     if cache.max_len is not None and seq_len > cache.max_len:
         raise ValueError(
-            f"query has {query.shape[1]} tokens, and the cache {cache.seq_len} of max_len = {cache.max_len}: make the "
-            "cache with a larger max_len, or truncate it."
+            f"query has {query.shape[1]} tokens, but the cache has {cache.seq_len} of max_len = {cache.max_len}: make "
+            "the cache with a larger max_len, or truncate it."
         )
     pattern.check(seq_len=seq_len, num_heads=query.shape[2])
     if score_mod is not None:
@@ -307,7 +307,7 @@ def check_cache(cache: KeyValueCache, key: Tensor, value: Tensor) -> None:
         if given != own:
             which = "value" if name == "value_dim" else "key"
             raise ValueError(
-                f"{which} has {name} = {given}, and the cache {own}: pass {which}s like those that it holds."
+                f"{which} has {name} = {given}, but the cache has {own}: pass {which}s like those that it holds."
             )
 
 

@@ -277,8 +277,8 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
         if kv_heads == 0:
             raise ValueError(
                 f"query has {rows} rows in one tile of {num_heads // num_kv_heads} heads per key/value head: "
-                "the backward of FlashAttention supports 2^31 elements of these, rows and head_dim padded; pass "
-                'kernel="triton_dilated".'
+                "FlashAttention's backward supports at most 2^31 elements in them, counting its padding of rows and "
+                'head_dim; pass kernel="triton_dilated".'
             )
         return min(MAX_ENTRIES, _MAX_OFFSET // (kv_heads * per_head)), kv_heads
 

@@ -128,15 +128,15 @@ def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated",
 
     Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
     scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
-    ``attention`` takes the place of full attention, and of nothing else. Padding masks and packed sequences are
-    supported. The forward raises an error that names the option for other masks, biases of scores, returned attention
-    weights, cross-attention and key/value caches. On a ring of several ranks, it also raises an error for layers that
-    mix positions in other ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on
-    the length (dynamic, longrope).
+    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. The forward
+    raises an error that names the option for other masks, biases of scores, returned attention weights, cross-attention
+    and key/value caches. On a ring of several ranks, it also raises an error for layers that mix positions in other
+    ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length (dynamic,
+    longrope).
 
     Args:
-        attention: a RingDilatedAttention of any adapter, or a ring: full attention then is full attention. Every layer
-            of a model gets a copy.
+        attention: a RingDilatedAttention of any adapter; or a ring, and full attention stays as it is. Every layer of a
+            model gets a copy of the attention.
         name: value of ``attn_implementation``. An existing name is replaced.
         probe: whether a model is tried before its first call on a ring of several ranks
             (:mod:`ring_backends.integrations.transformers.probe`).
@@ -231,8 +231,8 @@ def register_as(name: str, registration: Registration) -> None:
             check_tensors(query, key, value, None)
             if seq_len is None:
                 raise ValueError(
-                    f"{type(module).__name__} does not pass the arguments of the model on to its attention, which "
-                    "cannot know the length of the sequence (seq_len)."
+                    f"{type(module).__name__} does not pass the arguments of the model on to its attention, so the "
+                    "attention cannot know the length of the sequence (seq_len)."
                 )
             return _attend_alone(query, key, value), None
         has_chunks = what.chunk is not None and step is None  # those of a cache begin with the sequence
@@ -252,7 +252,10 @@ def register_as(name: str, registration: Registration) -> None:
             if ring.size > 1:
                 if seq_len is None:
                     how_to_call = _HOW_TO_CALL[registration.takes_whole_batches]
-                    raise ValueError(f"seq_len is not given: the layers got no arguments of a shard; {how_to_call}.")
+                    raise ValueError(
+                        "seq_len is not given, so the attention does not know the length of the sequence; "
+                        f"{how_to_call}."
+                    )
                 check_config(config)
             if ring_layout not in (None, ring.layout_kind):
                 raise ValueError(

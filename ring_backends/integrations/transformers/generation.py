@@ -27,7 +27,7 @@ _REFUSED = {
     "prompt_lookup_num_tokens": "assisted generation is not supported",
     "custom_generate": "only the loops of transformers itself are supported",
     "guidance_scale": "it would call the model with another prompt",
-    "prefill_chunk_size": "the prompt is computed at once, on all ranks",
+    "prefill_chunk_size": "the prompt is computed in one pass, on all ranks",
     "max_time": "the clocks of the ranks differ; use max_new_tokens",
     "output_attentions": "a ring has no matrix of attention weights",
     "output_hidden_states": "each rank has only its rows of them",
@@ -47,10 +47,10 @@ def generate(
 ) -> Any:
     """Continue a text as ``model.generate`` does, with the keys and values of the text on all ranks of a ring.
 
-    Every rank makes the same call, and gets the same result. The prompt is computed on all ranks, each with its rows.
-    The following tokens are computed on every rank, except that a rank attends to its own keys only. Greedy search,
-    sampling, beams, logits processors and stopping criteria are those of transformers. To sample, seed torch with the
-    same number on every rank.
+    Every rank makes the same call, and gets the same result. Each rank computes its rows of the prompt. The following
+    tokens are computed on every rank, but each rank attends to its own keys only, and an exchange merges the results.
+    Greedy search, sampling, beams, logits processors and stopping criteria are those of transformers. To sample, seed
+    torch with the same number on every rank.
 
     Args:
         model: a causal language model whose ``attn_implementation`` is a registered one, in evaluation mode.

@@ -64,7 +64,7 @@ class Findings:
     """What a probe has found out about a model.
 
     Attributes:
-        skips_padding: whether the model counts positions from the first token that is no padding.
+        skips_padding: whether the model counts positions from the first token that is not padding.
         labels_of: the labels with which the loss may have compared a row's logits: its ``"own"`` or the ``"next"``.
             Empty if it is another loss; None if the model takes no labels.
         takes_num_items: whether the loss is the sum over labels, divided by the argument ``num_items_in_batch``.
@@ -165,7 +165,7 @@ def _check_arguments(model: Any, arguments: dict[str, Any], findings: Findings) 
     if findings.skips_padding and PADDED_BEFORE in arguments:
         raise ValueError(
             f"attention_mask has padding before tokens: {type(model).__name__} counts positions from the first token "
-            "that is no padding; pad on the right, or give shard_inputs() position_ids that do so."
+            "that is not padding; pad on the right, or give shard_inputs() position_ids that do so."
         )
 
 
@@ -277,7 +277,7 @@ class _Probe:
                 raise
             found = f"{type(error).__name__}: {error}"
             if "RingMask" in found:
-                self._refuse(f"it computes with the attention mask, which on a ring is no tensor ({found})", error)
+                self._refuse(f"it computes with the attention mask, which on a ring is not a tensor ({found})", error)
             self._refuse(f"its forward raised {found}", error)
 
     def _call(self, arguments: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -303,7 +303,7 @@ class _Probe:
     # --- comparisons --------------------------------------------------------------------------------------------------
 
     def _first_difference(self, one: Outputs, other: Outputs, sequences: slice = slice(None)) -> str | None:
-        """Name the first output that differs by more than rounding, in rows that are no padding."""
+        """Name the first output that differs by more than rounding, in rows that are not padding."""
         for name, value in one.items():
             if name in other and value.is_floating_point() and value.dim():
                 is_real = self.is_real[sequences] if _has_rows(value) else None

@@ -156,8 +156,8 @@ def put_on_ring(
                 needed = "A head that pools rows needs this check, which finds out how it pools"
                 if not can_probe:
                     raise ValueError(
-                        f"model = {type(inner).__name__}: how its head pools rows is found out by a probe, which needs "
-                        "probe=True, and parameters on another device than meta."
+                        f"model = {type(inner).__name__}: only a probe can find out how its head pools rows; pass "
+                        "probe=True, and load the parameters before, so that none is on the meta device."
                     )
                 sharded.use(probe_model(sharded.head.body, needed, ignored=("pooler_output",)))
                 probe_pooling(sharded.head, needed, model)
