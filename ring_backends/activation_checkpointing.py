@@ -1,8 +1,8 @@
 """Activation checkpointing that keeps the results of attention, so that a recomputation makes no hops.
 
-A checkpointed region is computed again in the backward. With plain checkpointing, the attention in the region repeats
-all hops of its forward. The functions here keep the out and LSE of every attention call in the region. A call then
-takes as much memory as one activation, and the backward makes only its own hops::
+A checkpointed region is computed again in the backward, and with plain checkpointing, the attention in the region
+repeats all hops of its forward. The functions here keep the out and LSE of every attention call in the region. This
+takes the memory of one activation per call, and the backward makes only its own hops::
 
     checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
 

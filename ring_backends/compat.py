@@ -1,12 +1,12 @@
 """Classes and functions of earlier ring dilated attentions, for programs that cannot be changed at once.
 
-Every rank passes the *whole* query, key and value, and gets the whole output. So every rank needs O(n) memory for them,
-as with the earlier classes. Only the attention itself needs O(n/p). Each name warns once. The warning names the
+As with the earlier classes, every rank passes the *whole* query, key and value, and gets the whole output. So every
+rank needs O(n) memory for them; only the attention itself needs O(n/p). Each name warns once, and the warning names the
 replacement.
 
-The result follows the definition of the earlier classes' common base class. The heads are cut into one group per
-branch, larger groups first. The offset of branch i is i % r. The output is divided by the number of branches. The
-gradients are exact. Some earlier classes differed from this definition, and from each other.
+The result follows the definition of the earlier classes' common base class, from which some of them differed: the heads
+are cut into one group per branch, larger groups first, the offset of branch i is i % r, and the output is divided by
+the number of branches. The gradients are exact.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class RingDilatedAttentionV2(nn.Module):
 
         Returns:
             The whole output, [batch, seq, heads, value_dim], on every rank. Every rank must compute the same loss from
-            it. The gradients are those of this loss, not of the sum over the ranks.
+            it, because the gradients are those of this loss, not of the sum over the ranks.
         """
         seq_len = query.shape[1]
         local = (_part(self.ring, x) for x in (query, key, value))

@@ -30,7 +30,7 @@ class RingDilatedMultiheadAttention(nn.Module):
     Args:
         embed_dim: width of the hidden states; num_heads must divide it.
         num_heads: query heads.
-        attention: a RingDilatedAttention of any adapter; its ``ring`` says how the sequence lies over the ranks.
+        attention: a RingDilatedAttention of any adapter. Its ``ring`` decides which rows each rank holds.
         num_kv_heads: key and value heads, num_heads if None; it must divide num_heads.
         rotary: rotate queries and keys by their global position (RoFormer, arXiv 2104.09864), in the rotate-half
             convention (GPT-NeoX, LLaMA): component i is paired with component i + head_dim / 2.
@@ -117,13 +117,13 @@ class RingDilatedMultiheadAttention(nn.Module):
             is_causal: a position sees only itself and earlier ones.
             seq_len: length of the global sequence; local length × ring size if None.
             key_padding_mask: bool [batch, local seq], True = ignore this key.
-            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles depend
-                on the position in the whole sequence. Attention depends only on differences of angles, which are the
-                same as with positions counted per document.
+            document_ids: int32 or int64 [batch, local seq]: a position sees its own document only. Rotary angles are
+                those of the position in the whole sequence. This changes nothing, because attention depends only on
+                differences of angles.
             dropout_seed, sinks, score_mod: as in a call of the attention.
             cache: what ``attention.new_cache()`` made. With ``seq_len``, ``x`` is this rank's part of a prompt, and the
-                cache is empty. Without it, ``x`` is a few new tokens, the same on every rank. Attention is then causal,
-                and has no gradient.
+                cache must be empty. Without ``seq_len``, ``x`` is a few new tokens, the same on every rank. With a
+                cache, attention is causal and has no gradient.
 
         Returns:
             [batch, local seq, embed_dim].

@@ -1,9 +1,9 @@
 """Ready-made functions from papers for the argument ``score_mod`` of an attention.
 
-Each of them returns a function (score, batch, head, q_idx, kv_idx) -> score, as that of
-``torch.nn.attention.flex_attention``, and works there too. Positions are those of the whole sequence, so a ring of any
-size and layout gives the same result. Tensors are the same on every rank, on the device of the query, and have no
-gradient. Attention computes the scores block by block, so no memory grows with the square of the sequence.
+Each returns a function (score, batch, head, q_idx, kv_idx) -> score, which also works with
+``torch.nn.attention.flex_attention``. Positions are those of the whole sequence, so a ring of any size and layout gives
+the same result. Tensor arguments must be the same on every rank, on the device of the query, and without a gradient.
+Attention computes the scores block by block, so no memory grows with the square of the sequence.
 
 >>> import torch
 >>> from ring_backends import dilated_attention, score_mods
@@ -53,7 +53,7 @@ def softcap(cap: float) -> ScoreMod:
 
 
 def alibi(num_heads: int, *, device: torch.device | str | None = None) -> ScoreMod:
-    """Subtract a multiple of the distance of query and key, another one in each head (ALiBi, arXiv 2108.12409).
+    """Subtract the distance of query and key, times a slope for each head (ALiBi, arXiv 2108.12409).
 
     The slopes are those of the paper: 2^(−8 · 1/H), 2^(−8 · 2/H), … for a number of heads H that is a power of two. For
     another number, they are the slopes of the next lower power of two, and then every other slope of the next higher
@@ -106,8 +106,8 @@ def distance(coords: Tensor, slopes: Tensor) -> ScoreMod:
 def relative(table: Tensor, *, bidirectional: bool = True, max_distance: int = 128) -> ScoreMod:
     """Add a number that depends on the head and on the relative position, as T5 does (arXiv 1910.10683).
 
-    Half of the buckets, per direction, are for single distances, and the others for ranges that grow up to
-    ``max_distance``. T5 does not scale its scores: give its attention ``scale=1.0``.
+    In each direction, half of the buckets hold one distance each, and the others hold ranges of distances that grow up
+    to ``max_distance``. T5 does not scale its scores, so give its attention ``scale=1.0``.
 
     Args:
         table: float [buckets, heads], ``relative_attention_bias.weight.detach()`` of a model. It is read now: later

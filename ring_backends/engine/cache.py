@@ -84,12 +84,11 @@ class KeyValueCache:
     """This rank's keys and values of one attention module. ``attention.new_cache()`` makes it.
 
     ``attention.prefill`` fills it with a prompt, and ``attention.decode`` adds tokens. Every rank of the ring makes the
-    same calls. A rank holds about 1 / ring size of the rows. After :meth:`truncate` has cut a prompt, the rows that are
-    left of it stay on their ranks.
+    same calls. A rank holds about 1 / ring size of the rows, except after :meth:`truncate` has cut a prompt, because
+    the rows that are left of it stay on their ranks.
 
-    A prefill keeps only the rows that later queries see, and a step those that its own queries and later ones see. So
-    the last step can always be taken back. Without ``max_len``, the memory is for at most twice the largest number of
-    rows that were kept.
+    A prefill keeps only the rows that later queries see. A step also keeps those that its own queries see, so that it
+    can be taken back. Without ``max_len``, the memory is for at most twice the largest number of rows that were kept.
 
     Attributes:
         ring: the ring that holds the sequence.

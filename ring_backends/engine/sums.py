@@ -1,9 +1,10 @@
 """Collects the results of the tiles of one block of heads.
 
-Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the results of the
-call themselves. For bf16 and fp16 inputs there are separate sums, which are rounded once at the end. If the plan has a
-base branch (:class:`~ring_backends.schedule.rank_plan.HeadBlock`), the results of its tiles are stored in the results
-of the call. Those of one or two more branches may be merged into them at once. Only the rows of the others have sums.
+Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the tensors that the
+call returns. For bf16 and fp16 inputs it needs separate tensors, the sums, which are rounded once at the end. To save
+memory, results of some branches go directly to the tensors that the call returns: those of the base branch
+(:class:`~ring_backends.schedule.rank_plan.HeadBlock`) are stored there, and those of one or two merged branches are
+merged immediately. Only rows of the other branches then need sums. docs/architecture.md has a picture.
 """
 
 from __future__ import annotations
@@ -193,7 +194,7 @@ class BlockGrads:
 
 
 def _sums(result: Tensor, block: HeadBlock, others: Sequence[tuple[DilatedRows, ...]]) -> Tensor:
-    """The sums of a result: the result itself if possible, else new memory. They are 0 where tiles only add.
+    """The sums of a result: the result itself if possible, else new memory. Rows that no tile opens begin with 0.
 
     Args:
         others: the rows of each of ``block.others``. Tiles open those of the first.

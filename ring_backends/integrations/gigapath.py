@@ -93,11 +93,11 @@ def use_ring(slide_encoder: nn.Module, attention: RingDilatedAttention, *, const
         slide_encoder: a ``LongNetViT``. Call this function before the model is wrapped or compiled. Its parameters are
             the same on all ranks of the ring.
         attention: a RingDilatedAttention of any adapter, with the pattern of :func:`pattern_of`. Every layer gets a
-            copy. With ``padding="masked"``, queries of a last segment that is not full do not see the zero keys that
-            GigaPath pads it with. Then slides of every length work, but embeddings differ from GigaPath's.
-        constant_mixing: what the backward makes of the weights with which a token mixes its branches. False
-            differentiates them, which is exact. True treats them as constants, as GigaPath does, to reproduce a
-            training with it. The attention then makes one call per branch.
+            copy. With ``padding="masked"``, slides of every length work, but embeddings differ from GigaPath's, because
+            queries of a last segment that is not full do not see the zero keys with which GigaPath pads it.
+        constant_mixing: whether the backward treats the weights with which a token mixes its branches as constants, as
+            GigaPath does. True reproduces a training with GigaPath, and takes one call of the attention per branch.
+            False gives the exact gradient.
 
     Raises:
         TypeError: ``slide_encoder`` is not a LongNetViT, or ``attention`` is not a RingDilatedAttention.
@@ -229,9 +229,9 @@ def draw_map(
 ) -> None:
     """Draw one number per tile over the slide, one pixel per place of a tile. Requires matplotlib.
 
-    The picture begins at the slide's pixel (0, 0). Scaled to the size of a thumbnail of the slide, it lies over it.
-    Colours go from 0 to the largest number. Places without a tile are transparent in formats that support it, such as
-    PNG. Numbers of tiles on one place add up.
+    The picture begins at the slide's pixel (0, 0), so that it can lie over a thumbnail of the slide, scaled to the
+    thumbnail's size. Colours go from 0 to the largest number. Places without a tile are transparent in formats that
+    support it, such as PNG. Numbers of tiles on one place add up.
 
     Args:
         path: the file to write. Its suffix sets the format.
@@ -283,7 +283,7 @@ def _is_on_ring(slide_encoder: nn.Module) -> bool:
 class _SlideEncoder:
     """Replaces the forward of a LongNetViT.
 
-    It replaces ``forward`` and is no hook, because GigaPath's classification head calls ``forward`` directly.
+    It is not a hook, because GigaPath's classification head calls ``forward`` directly.
     """
 
     def __init__(self, slide_encoder: Any, ring: Ring | None = None) -> None:

@@ -74,8 +74,9 @@ def use_ring(
     ``prev_output_tokens`` [batch, n] and ``token_embeddings`` [batch, n, embed_dim] are whole, and so are the results.
     flash-attn is not needed.
 
-    Two results differ: ``inner_states`` of a decoder is empty without ``return_all_hiddens=True``, because making all
-    states whole on every rank takes memory; and dropout draws other random numbers on a ring of several ranks.
+    Two things differ. ``inner_states`` of a decoder is empty without ``return_all_hiddens=True``, because every rank
+    would have to hold the states of all layers as a whole. And on a ring of several ranks, dropout draws other random
+    numbers.
 
     If every rank computes the same loss, the gradients of all parameters of the model, averaged over all ranks, are
     those of one device. DistributedDataParallel, FSDP2 and DeepSpeed average, and so does ``parallelize`` of every
@@ -87,13 +88,14 @@ def use_ring(
         attention: a RingDilatedAttention of any adapter, with the pattern of :func:`pattern_of`. Every layer gets a
             copy. With ``padding="masked"``, sequences of every length work, but the results differ from torchscale's
             if the last segment is not full.
-        ignore_padding: what the padding masks mean, ``encoder_padding_mask`` and ``self_attn_padding_mask``, bool
-            [batch, n], True = padding. False does what torchscale does: an encoder sets the embeddings of padding to
-            zero, a decoder ignores its mask, and the other tokens attend to padding in both. With True, the results of
-            each sequence, and its learned positions, are those of this sequence alone without padding; 0 for padding.
-        constant_mixing: what the backward makes of the weights with which a position mixes its branches. False
-            differentiates them, which is exact. True treats them as constants, as torchscale does, to reproduce a
-            training with it. The attention then makes one call per branch.
+        ignore_padding: whether padding has no effect on other tokens. Padding is True in ``encoder_padding_mask`` and
+            ``self_attn_padding_mask``, bool [batch, n]. With True, the results of each sequence, and its learned
+            positions, are those of this sequence alone without padding, and results are 0 for padding. With False,
+            other tokens attend to padding as in torchscale, whose encoder sets the embeddings of padding to zero, and
+            whose decoder ignores its mask.
+        constant_mixing: whether the backward treats the weights with which a position mixes its branches as constants,
+            as torchscale does. True reproduces a training with torchscale, and takes one call of the attention per
+            branch. False gives the exact gradient.
 
     Raises:
         TypeError: ``model`` contains no LongNet of torchscale, or ``attention`` is not a RingDilatedAttention.

@@ -36,13 +36,14 @@ class KernelInputs:
         has_dropout: whether the call has dropout.
         has_documents: whether the call has document ids.
         score_mod: the score_mod of the call; None without.
-        rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It decides which
-            kernel is fastest, and not which can run.
-        is_dilated: whether the kernel is for branches with a dilation rate above 1. It decides the same.
-        has_window: whether the branch with the most work has a window. It decides the same: kernels without bands get
-            the tiles of a window in pieces.
-        is_step: whether the call is a step of decoding, whose tiles have another number of keys each time. It decides
-            the same.
+        rows: rows per head in a segment, w / r, of the branch with the most work; None if unknown. It only decides
+            which kernel is fastest, and not which can run.
+        is_dilated: whether the kernel is for branches with a dilation rate above 1. Like ``rows``, it only decides
+            which kernel is fastest.
+        has_window: whether the branch with the most work has a window, whose tiles kernels without bands get in pieces.
+            It only decides which kernel is fastest.
+        is_step: whether the call is a step of decoding, whose tiles have another number of keys each time. It only
+            decides which kernel is fastest.
         value_dim: V, in elements; None if it is D.
     """
 

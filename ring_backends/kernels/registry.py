@@ -27,7 +27,7 @@ _KERNELS: tuple[Kernel, ...] = (
 
 
 def kernels() -> tuple[Kernel, ...]:
-    """All kernels, in the order in which ``"auto"`` tries them if nothing speaks for another order."""
+    """All kernels, in the order in which ``"auto"`` tries them unless another order is faster."""
     return _KERNELS
 
 

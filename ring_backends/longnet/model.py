@@ -88,8 +88,8 @@ class LongNet(nn.Module):
         num_heads: number of heads of every layer. A checkpoint does not contain it. GigaPath's slide encoders have 16.
         ffn_dim: hidden width of the feed-forward networks.
         num_layers: number of layers.
-        attention: a RingDilatedAttention of any adapter. Every layer gets a copy. If ranks call layers in different
-            orders, they then raise an error. For weights that torchscale trained, use
+        attention: a RingDilatedAttention of any adapter. Every layer gets a copy, so that ranks which call layers in
+            different orders raise an error. For weights that torchscale trained, use
             ``backend.RingDilatedAttention(w, r, offset="block", padding="zeros", ring=ring)``.
         sub_layer_norm: LayerNorm before the attention's output projection and before ``ffn.fc2`` (``subln``).
         normalize_output: LayerNorm after the last layer.
@@ -201,7 +201,8 @@ class LongNet(nn.Module):
             key_padding_mask: bool [batch, local seq], True = ignore this key. To treat padding as
                 torchscale does, set the embeddings of padding to zero and pass no mask.
             caches: what :meth:`LongNetDecoder.new_caches` made. With ``seq_len``, ``x`` is this rank's part of a
-                prompt, and the caches are empty. Without it, ``x`` is a few new tokens, the same on every rank.
+                prompt, and the caches must be empty. Without ``seq_len``, ``x`` is a few new tokens, the same on every
+                rank.
             features_only: whether to skip ``output_projection``.
             return_hidden_states: whether to return also the embeddings and each layer's output, before ``layer_norm``.
 
@@ -287,7 +288,7 @@ class LongNet(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> _Model:
-        """Make a model from a state_dict. Its names and shapes determine the sizes of the model.
+        """Make a model from a state_dict, whose names and shapes determine the sizes of the model.
 
         Args:
             state_dict: state_dict of torchscale's encoder or decoder alone, with names such as ``layers.0.…``.

@@ -18,7 +18,7 @@ it calls a collective of a framework that the others do not call.
 Over NCCL only a CUDA stream waits for a hop (:mod:`ring_backends.ring.stream_hops`). The ring follows the hop until it
 is over. A hop that fails closes the ring, and the host's next use of the ring raises the error.
 
-A store that does not answer changes no deadline.
+Deadlines hold even if the store no longer answers, because every request to it has a timeout.
 """
 
 from __future__ import annotations

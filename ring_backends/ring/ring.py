@@ -108,7 +108,7 @@ class Ring:
 
         Returns:
             A copy, so that the whole tensor can be freed; in a ring of one, ``tensor`` itself. The backward pads the
-            gradient with zeros. The gradient of the whole tensor is the sum of the ranks' padded gradients.
+            gradient with zeros, so the gradient of the whole tensor is the sum of the ranks' gradients.
         """
         if self.size == 1:
             return tensor
@@ -173,8 +173,8 @@ class Ring:
 
         Returns:
             [batch, …], in the dtype of ``rows``, the same on every rank; 0 for a batch entry without a row that counts.
-            Means are summed in fp32 at least. Its backward sums the ranks' gradients: if every rank computes the same
-            loss from it, divide the loss by ``ring.size``.
+            Means are summed in fp32 at least. Its backward sums the ranks' gradients. So if every rank computes the
+            same loss from it, divide the loss by ``ring.size``.
 
         Raises:
             ValueError: ``how`` is none of these, or the length of ``rows`` or ``mask`` is not that of this rank's part.
@@ -268,11 +268,12 @@ class Ring:
     def synchronize(self) -> None:
         """Wait until the GPU has finished all hops that this rank has waited for, and raise if one has failed.
 
-        Over NCCL a call returns before its hops are over, and an error of a hop is raised by a later call of the ring.
-        After this method, the results of all calls so far are known to be right. Over gloo it returns at once.
+        Over NCCL a call returns before its hops are over, so an error of a hop is raised only by a later call of the
+        ring. After this method, the results of all calls so far are known to be right. Over gloo it returns
+        immediately.
 
-        It does not look for errors of CUDA itself, such as a failed assertion in a kernel. After one of these, no hop
-        ends, and this method raises at the hop's deadline.
+        It does not look for errors of CUDA itself, such as a failed assertion in a kernel. After such an error no hop
+        ends, so this method raises at the hop's deadline.
 
         Raises:
             RingMismatchError, RingPeerError: a hop failed, or the ring is closed.

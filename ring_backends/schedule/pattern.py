@@ -28,22 +28,22 @@ class DilatedPattern:
     """The branches of dilated attention, and the heads and offsets of each.
 
     Args:
-        segment_lengths: w of each branch, in tokens, at least 1; None for the whole sequence of each call. A longer w
-            than the sequence counts as seq_len.
+        segment_lengths: w of each branch, in tokens, at least 1; None for the whole sequence of each call. A w above
+            the length of the sequence has the effect of None.
         dilation_rates: r of each branch, at least 1; one per segment length.
         head_mode: ``"all"``: every head runs every branch (LongNet). ``"grouped"``: the heads are cut into one
             contiguous group per branch. The sizes of groups differ by at most one, and larger groups come first.
-        offset: rule for the offset of head j, of H heads, in branch i. ``"mod"``: j % r (the paper). ``"block"``:
-            j // ceil(H / r) (torchscale). ``"branch"``: i % r. ``"every"``: the head has all offsets 0 … r − 1, and
-            the positions of each see only each other, as in Sparse Transformers (arXiv 1904.10509) and in Longformer's
-            dilated windows (arXiv 2004.05150). None means ``"branch"`` with ``head_mode="grouped"``, and otherwise
-            ``"mod"``.
+        offset: rule for the offset of head j, of H heads, in branch i. ``"mod"``: j % r (the paper). ``"block"``: j //
+            ceil(H / r) (torchscale). ``"branch"``: i % r. ``"every"``: the head has all offsets 0 … r − 1, and
+            positions see each other only if they have the same one, as in Sparse Transformers (arXiv 1904.10509) and in
+            Longformer's dilated windows (arXiv 2004.05150). None means ``"branch"`` with ``head_mode="grouped"``, and
+            otherwise ``"mod"``.
         padding: ``"masked"``: no key lies beyond the sequence. ``"zeros"``, as in torchscale: the last segment is
-            padded with zero keys and values. Its queries see them, unless attention is causal.
+            padded with zero keys and values, which its queries see unless attention is causal.
         window_lengths: W of each branch, in tokens, at least 1; None for a branch without a window. The query at
             position t sees a key at position u of such a branch only if ``|t − u| < W``. Transformers'
-            ``sliding_window`` is W in a causal model, and W − 1 otherwise. None means no windows. With
-            ``padding="zeros"`` there are none.
+            ``sliding_window`` is W in a causal model, and W − 1 otherwise. None means no windows. Not allowed with
+            ``padding="zeros"``.
 
     Raises:
         ValueError, TypeError: an argument is invalid.

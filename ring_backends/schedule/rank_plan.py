@@ -113,7 +113,8 @@ class Tile:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
         band: which keys each query sees; None for all.
         opens_queries: whether this is the first tile for its query rows. The results of a first tile are stored, and
-            not merged or added. Tiles without sums (:meth:`HeadBlock.has_sums`) do not count for the others.
+            not merged or added. First means first among the tiles whose results go to the same place: the results of
+            the call, or the sums (:meth:`HeadBlock.has_sums`).
         opens_keys: the same for its key rows.
     """
 
@@ -218,6 +219,8 @@ class BranchRows:
 @dataclass(frozen=True)
 class HeadBlock:
     """A range of query heads, their key/value heads, and the steps that compute them.
+
+    docs/architecture.md has a picture of ``base``, ``merged``, ``others`` and sums.
 
     Attributes:
         is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum

@@ -32,7 +32,7 @@ class RingSchedule:
 
     Args:
         pattern: the branches.
-        layout: how the sequence lies over the ranks.
+        layout: which positions each rank holds.
         num_heads: H, query heads.
         num_kv_heads: Hk, key/value heads; divides H. None means H.
         is_causal: whether a query sees only keys at or before its own position.
@@ -226,7 +226,7 @@ class RingSchedule:
     def tile_flops(self, rank: int, *, batch: int, head_dim: int, value_dim: int | None = None) -> int:
         """Floating-point operations of ``rank`` in a forward, which has two matrix products.
 
-        A backward has five matrix products.
+        A backward has five matrix products, so it has 2.5 times as many operations.
 
         Args:
             batch, head_dim, value_dim: as in :meth:`wire_bytes`.

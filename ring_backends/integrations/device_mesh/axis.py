@@ -144,10 +144,10 @@ def context_parallel(
     Call ``backward`` inside the context. Outside of it, autograd raises an error, since the buffers are whole again.
 
     Inside the context a buffer has other memory than outside. So two views of one tensor, such as ``batch[:, :-1]`` and
-    ``batch[:, 1:]``, may both be buffers. What the context writes to a buffer is lost at its end.
+    ``batch[:, 1:]``, may both be buffers, but what is written to a buffer inside the context is lost at its end.
 
-    DistributedDataParallel copies rank 0's buffers to all ranks in each forward. Switch that off if a buffer of the
-    model is sharded: ``forward_sync_buffers=False``, or ``broadcast_buffers=False`` before torch 2.13.
+    DistributedDataParallel copies rank 0's buffers to all ranks in each forward. If a buffer of the model is sharded,
+    switch that off: ``forward_sync_buffers=False``, or ``broadcast_buffers=False`` before torch 2.13.
 
     Args:
         mesh: one axis of a DeviceMesh, on which a :class:`RingDilated` has been applied.

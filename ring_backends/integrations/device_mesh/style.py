@@ -59,11 +59,11 @@ class RingDilated(ParallelStyle):
       :class:`~ring_backends.multihead.RingDilatedMultiheadAttention` that was made without a ring. It has a pattern and
       options of its own, so its style is ``RingDilated()``.
 
-    The module then computes the attention of this pattern over the whole sequence. Its inputs and its output are this
-    rank's rows. One branch over the whole sequence, ``RingDilated([None], [1])``, is full attention.
+    The module then computes the attention of this pattern over the whole sequence, while its inputs and its output are
+    this rank's rows. One branch over the whole sequence, ``RingDilated([None], [1])``, is full attention.
 
     All ranks of the axis apply the same plan, before ``torch.compile`` and ``fully_shard``. The first style on an axis
-    makes its ring. The other styles of the axis need the same ``layout``, ``backend`` and ``timeout``.
+    makes its ring, so the other styles of the axis need the same ``layout``, ``backend`` and ``timeout``.
 
     Args:
         segment_lengths, dilation_rates: as in :class:`~ring_backends.DilatedPattern`; None for an attention of this

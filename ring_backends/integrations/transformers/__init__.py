@@ -6,8 +6,8 @@
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="ring_dilated")
     logits = model(**shard_inputs(attention.ring, input_ids=input_ids)).logits  # this rank's rows
 
-Every rank has the whole model and its rows of the sequence. Layers that work row by row (projections, norms, rotary
-embedding by ``position_ids``) stay unchanged. The attention uses the ring. :func:`use_ring` lets a model take whole
+Every rank has the whole model and its rows of the sequence. Only the attention uses the ring; layers that work row by
+row (projections, norms, rotary embedding by ``position_ids``) stay unchanged. With :func:`use_ring` a model takes whole
 batches instead, and :func:`generate` continues a text.
 """
 

@@ -47,16 +47,16 @@ def shard_inputs(
         position_ids: int64 [batch, seq], where each packed document starts again at ``first_position``. Padding may
             have any others. None for one document per batch entry. DataCollatorWithFlattening makes them.
         first_position: position id of the first token; ``pad_token_id + 1`` for RoBERTa and similar models.
-        others: other tensors [batch, seq, …], such as token_type_ids; or other marks of packed documents:
+        others: other tensors [batch, seq, …], such as token_type_ids; or other arguments that mark packed documents:
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``, int [documents + 1], 0 and the end of each document; ``seq_idx``,
             int [batch, seq], the number of each token's document; ``max_length_q`` and ``max_length_k`` beside them.
 
     Returns:
         Keyword arguments: the local rows of these tensors, ``position_ids``, ``document_ids`` for packed sequences,
         ``row_numbers`` (the number of each row in its document), ``leading_padding`` if a sequence begins with padding,
-        ``has_padding`` (whether any token of the batch is padding), ``seq_len``, and marks by which the layers check
-        that the rows are those of their ring. A loss that the model itself computes is the mean over this rank's
-        labels. For the gradient of the mean over all labels pass a sum to ``state.loss``.
+        ``has_padding`` (whether any token of the batch is padding), ``seq_len``, and what the layers need to check that
+        the rows are those of their ring. A loss that the model itself computes is the mean over this rank's labels. For
+        the gradient of the mean over all labels pass a sum to ``state.loss``.
 
     Raises:
         ValueError: the length of a tensor differs from that of ``input_ids``; ``position_ids`` are not those of packed
@@ -158,7 +158,7 @@ def _positions_and_documents(batch: Mapping[str, Any], first_position: int) -> t
 
 
 def _is_real(batch: Mapping[str, Any]) -> Tensor:
-    """Where a token is no padding: bool [batch, seq]."""
+    """Where a token is not padding: bool [batch, seq]."""
     input_ids, mask = batch["input_ids"], batch.get("attention_mask")
     if isinstance(mask, Tensor) and mask.shape == input_ids.shape[:2]:
         return mask != 0
