@@ -413,15 +413,27 @@ None of them is stored or loaded in an innermost loop. Most are loaded once per 
 
 
 def compiled(capability: int, head_dim: int, variants: str) -> list[dict[str, Any]]:
-    """What each kernel uses. It runs in a process without the interpreter, which replaces Triton's compiler."""
+    """What each kernel uses."""
+    found: list[dict[str, Any]] = run_with_compiler("compile_triton.py", str(capability), str(head_dim), variants)
+    return found
+
+
+def run_with_compiler(script: str, *arguments: str) -> Any:
+    """Run a script of this folder without the interpreter, which replaces Triton's compiler, and return its JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as in later releases, where a launch has to ask for it
-    script = Path(__file__).with_name("compile_triton.py")
-    command = [sys.executable, str(script), str(capability), str(head_dim), variants]
+    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
-    found: list[dict[str, Any]] = json.loads(run.stdout.splitlines()[-1])
-    return found
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Triton's compiler for NVIDIA GPUs runs on Linux only")
+def test_a_launch_that_is_alike_finds_the_compiled_kernel() -> None:
+    """The second of two launches starts the same kernel with the same arguments, without Triton's lookup."""
+    report = run_with_compiler("launch_triton.py")
+    assert report.pop("alignment") == [True, True]
+    assert report == {"rows": [6, True], "plain": [3, True], "documents, dropout": [3, True], "soft cap": [3, True]}
 
 
 @pytest.mark.matrix(reason="compiles for minutes")

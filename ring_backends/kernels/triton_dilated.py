@@ -146,10 +146,12 @@ class TritonDilatedKernel(StepKernel):
         if not has_values(grad_out):
             return
         for launch in Launch.of_step(tiles, rows, arrived, passed_on):
-            of_both = {"grad_out": grad_out, "statistics": lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)}
-            launch.run("grad_query", rows, {**of_both, "out": out, "lse": lse, "grad_query": sums.query}, scale)
+            statistics = lse.new_empty(lse.shape[0], 2, launch.table.num_numbers)
+            results = {"grad_out": grad_out, "out": out, "lse": lse, "statistics": statistics}
+            launch.run("grad_query", rows, {**results, "grad_query": sums.query}, scale)
             grad_key, grad_value = launch.key_grads(sums, passed_on)
-            launch.run("grad_key_value", rows, {**of_both, "grad_key": grad_key, "grad_value": grad_value}, scale)
+            grads = {"grad_out": grad_out, "statistics": statistics, "grad_key": grad_key, "grad_value": grad_value}
+            launch.run("grad_key_value", rows, grads, scale)
 
 
 def _not_translated(score_mod: ScoreMod) -> list[str]:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -228,12 +229,14 @@ class Launch:
             yield cls(table, key, value, marks, words)
 
     def run(self, name: str, rows: StepRows, tensors: dict[str, Tensor], scale: float) -> None:
-        """Run the kernel called ``name``, a field of :class:`Kernels`, with ``tensors`` that others do not have."""
-        found = kernels()
-        kernel = getattr(found, name)
+        """Run the kernel called ``name``, a field of :class:`Kernels`.
+
+        Args:
+            tensors: those that other kernels do not have, in the order of the kernel's arguments.
+        """
         head_dim, value_dim = rows.query.shape[3], rows.value.shape[3]
         mod = rows.translation
-        blocks = block_sizes(name, rows, is_interpreted=found.is_interpreted)
+        blocks = block_sizes(name, rows, is_interpreted=kernels().is_interpreted)
         owns_keys = name == "grad_key_value"
         owners = self.table.by_key if owns_keys else self.table.by_query
         work = owners.work(blocks.keys if owns_keys else blocks.queries)
@@ -241,9 +244,9 @@ class Launch:
         of_queries = map(Source.of, (rows.query, rows.query_documents, query_words))
         of_keys = map(Source.of, (self.key, self.value, self.key_marks, self.key_words))
         arguments = {
-            **{argument: Source.of(tensor) for argument, tensor in tensors.items()},
             "queries": QuerySources(self.table.queries, *of_queries),
             "keys": KeySources(self.table.keys, *of_keys),
+            **{argument: Source.of(tensor) for argument, tensor in tensors.items()},
             "owners": OwnerTables(work, owners.bounds, owners.links),
             "num_programs": len(work),
             "scale": scale,
@@ -251,6 +254,8 @@ class Launch:
             "dropout_weight": 1.0 if rows.dropout is None else rows.dropout.weight,
             "first_head": rows.first_head,
             "captured": None if mod is None else mod.captured,
+        }
+        constants = {
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "VALUE_DIM": value_dim,
@@ -263,9 +268,9 @@ class Launch:
             "PACKED": self.table.is_packed,
             "BANDED": self.table.is_banded,
         }
-        with on_device(rows.query):
-            grid = (len(work) * rows.query.shape[0],)
-            kernel[grid](**arguments, num_warps=blocks.warps, num_stages=blocks.stages, **LAUNCH_OPTIONS)
+        options = {"num_warps": blocks.warps, "num_stages": blocks.stages}
+        num_programs = len(work) * rows.query.shape[0]
+        launch(getattr(kernels(), name), num_programs, rows.query.device, arguments, constants, options)
 
     def key_grads(self, sums: Grads, passed_on: PackedParcels | None) -> tuple[Tensor, Tensor]:
         """The tensors that take dK and dV."""
@@ -276,9 +281,52 @@ class Launch:
         return grads, grads
 
 
-def on_device(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Make the tensor's device the current one, on which Triton launches."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+def launch(
+    kernel: Any,
+    num_programs: int,
+    device: torch.device,
+    arguments: Mapping[str, Any],
+    constants: Mapping[str, Hashable],
+    options: Mapping[str, int] = MappingProxyType({}),
+) -> None:
+    """Launch a Triton kernel on ``device``.
+
+    Triton compiles a kernel for the constants and options, and for the dtypes, the alignment and some values of the
+    other arguments. It takes longer to look them up than to launch, so the compiled kernel is kept for arguments that
+    are alike.
+
+    Args:
+        arguments, constants: all arguments of the kernel, in its order. Its last ones are its constants.
+        options: Triton's options for this launch, besides :data:`LAUNCH_OPTIONS`.
+    """
+    with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        alike = map(_what_is_compiled, arguments.values())
+        key = (kernel, device, *constants.values(), *options.values(), *alike)
+        compiled = _compiled.get(key)
+        if compiled is not None:
+            compiled[num_programs, 1, 1](*arguments.values(), *constants.values())
+            return
+        compiled = kernel[(num_programs,)](**arguments, **constants, **options, **LAUNCH_OPTIONS)
+        if compiled is not None:  # the interpreter compiles nothing
+            if len(_compiled) >= MAX_COMPILED:
+                _compiled.clear()
+            _compiled[key] = compiled
+
+
+MAX_COMPILED = 8192
+_compiled: dict[Hashable, Any] = {}
+
+
+def _what_is_compiled(value: Any) -> Hashable:
+    """What Triton may compile into a kernel of the value of an argument. Numbers may be compiled by their value."""
+    if isinstance(value, Source):
+        pointer = value.pointer
+        return None if pointer is None else (pointer.dtype, pointer.data_ptr() % 16 == 0, value.strides)
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_what_is_compiled, value))
+    return float if isinstance(value, float) else value
 
 
 def has_words(rows: StepRows) -> bool:

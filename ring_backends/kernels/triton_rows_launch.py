@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ring_backends.kernels import triton_launch
 from ring_backends.kernels.constants import keep_if_captured
-from ring_backends.kernels.triton_launch import Source, on_device
+from ring_backends.kernels.triton_launch import Source
 from ring_backends.schedule.rows import DilatedRows
 from ring_backends.torch_internals import has_values, untraced
 
@@ -75,16 +75,15 @@ def _move_rows(moves: Sequence[tuple[Rows, int]], same_rows: bool) -> None:
     num_programs = tuple(
         _num_programs(part.tensor, part.rows, block) for (part, _), (*_, block, _) in zip(moves, blocks, strict=True)
     )
-    with on_device(moves[0][0].tensor):
-        triton_launch.kernels().move_rows[(sum(num_programs),)](
-            tuple(Source.of(part.tensor) for part, _ in moves),
-            tuple(Source.of(part.values) for part, _ in moves),
-            tuple(rows_table(part.rows, part.tensor.device) for part, _ in moves),
-            num_programs,
-            BLOCKS=tuple(blocks),
-            SAME_ROWS=same_rows,
-            **triton_launch.LAUNCH_OPTIONS,
-        )
+    arguments = {
+        "sources": tuple(Source.of(part.tensor) for part, _ in moves),
+        "values": tuple(Source.of(part.values) for part, _ in moves),
+        "tables": tuple(rows_table(part.rows, part.tensor.device) for part, _ in moves),
+        "num_programs": num_programs,
+    }
+    constants = {"BLOCKS": tuple(blocks), "SAME_ROWS": same_rows}
+    kernel = triton_launch.kernels().move_rows
+    triton_launch.launch(kernel, sum(num_programs), moves[0][0].tensor.device, arguments, constants)
 
 
 def merge_rows(
@@ -98,21 +97,24 @@ def merge_rows(
     head_dim, padded, block = _block(out)
     if not tile_lse.numel():
         return
-    with on_device(out):
-        triton_launch.kernels().merge_rows[(_num_programs(out, rows, block),)](
-            *map(Source.of, (out, lse, tile_out, tile_lse)),
-            rows_table(rows, out.device),
-            HEAD_DIM=head_dim,
-            BLOCK_D=padded,
-            BLOCK_ROWS=block,
-            SAME_ROWS=same_rows,
-            **triton_launch.LAUNCH_OPTIONS,
-        )
+    arguments = {
+        "out": Source.of(out),
+        "lse": Source.of(lse),
+        "tile_out": Source.of(tile_out),
+        "tile_lse": Source.of(tile_lse),
+        "table": rows_table(rows, out.device),
+    }
+    constants = {"HEAD_DIM": head_dim, "BLOCK_D": padded, "BLOCK_ROWS": block, "SAME_ROWS": same_rows}
+    kernel = triton_launch.kernels().merge_rows
+    triton_launch.launch(kernel, _num_programs(out, rows, block), out.device, arguments, constants)
 
 
 def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
     """The rows as int64 numbers, as :data:`HEADER` describes. Nobody may change the tensor."""
-    return keep_if_captured(_rows_table(rows, device), device)
+    table = rows.views.get(device)  # the hash of the rows would take longer than their launch
+    if not isinstance(table, Tensor):
+        table = rows.views[device] = _rows_table(rows, device)
+    return keep_if_captured(table, device)
 
 
 @lru_cache(maxsize=4096)

@@ -75,7 +75,7 @@ class DilatedRows:
 
     @cached_property
     def views(self) -> dict[object, object]:
-        """What kernels work out about these rows of a tensor, by its shape and strides."""
+        """What kernels work out about these rows: of a tensor by its shape and strides, on a device for Triton."""
         return {}
 
     def part_of_segments(self, segments: range) -> DilatedRows:

@@ -1,0 +1,113 @@
+"""Launches Triton kernels twice on a GPU that need not be there, and prints whether the launches are the same, as JSON.
+
+Run it without ``TRITON_INTERPRET``. Triton compiles for a GPU of compute capability 9.0. What would start a kernel
+records the compiled kernel and its arguments instead. The second launch of each pair finds the compiled kernel without
+Triton.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+from unittest import mock
+
+import compile_triton
+import torch
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+from ring_backends.kernels import gather_rows, triton_launch, triton_rows_launch
+from ring_backends.schedule.rows import DilatedRows, head_runs
+
+Started = list[tuple[Any, ...]]
+"""The function, the grid and the arguments of each start of a kernel; of tensors, their dtypes and shapes."""
+
+
+class Launcher:
+    started: ClassVar[Started] = []
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any) -> None:
+        *grid, _, function, _, _, _, _ = args[:9]
+        self.started.append((function, tuple(grid), _values(args[9:])))
+
+
+def _values(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_values, value))
+    return str((value.dtype, value.shape)) if isinstance(value, torch.Tensor) else getattr(value, "cache_key", value)
+
+
+class Driver:
+    """A driver without a GPU."""
+
+    launcher_cls = Launcher
+
+    def __init__(self) -> None:
+        self.utils, self.loaded = self, 0
+
+    def load_binary(self, *args: Any) -> tuple[int, int, int, int, int]:
+        self.loaded += 1
+        return 0, self.loaded, 32, 0, 1024
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": 232_448, "multiprocessor_count": 132, "warpSize": 32}
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+def launches(call: Any, *, finds_compiled: bool) -> Started:
+    """What ``call`` starts; with ``finds_compiled``, without Triton's lookup."""
+    before = len(Launcher.started)
+    with mock.patch.object(JITFunction, "run", side_effect=AssertionError) if finds_compiled else mock.MagicMock():
+        call()
+    return Launcher.started[before:]
+
+
+def main() -> None:
+    knobs.runtime.launch_enter_hook = None
+    driver.set_active(Driver())
+    rows = DilatedRows(0, 2, 256, 2, 128, head_runs(range(4), [0, 1, 0, 1]))
+    gathered = torch.zeros(4, 4, 128, 64, dtype=torch.bfloat16)
+    whole = torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16)
+    unaligned = torch.zeros(whole.numel() + 1, dtype=torch.bfloat16)[1:].view(whole.shape)
+
+    def gather(tensor: torch.Tensor) -> None:
+        gather_rows.gather_into(gathered, tensor, rows)
+
+    with (
+        mock.patch.object(triton_rows_launch, "can_launch", return_value=True),
+        mock.patch.object(triton_launch, "capability", return_value=(9, 0)),
+    ):
+        report: dict[str, Any] = {}
+        for name in ("rows", "plain", "documents, dropout", "soft cap"):
+
+            def call(name: str = name) -> None:
+                if name == "rows":
+                    compile_triton.move_and_merge_rows(64, torch.bfloat16)
+                else:
+                    compile_triton.attend(name, 64, torch.bfloat16)
+
+            first, second = launches(call, finds_compiled=False), launches(call, finds_compiled=True)
+            report[name] = [len(first), first == second]
+        aligned, other, again = (
+            launches(lambda tensor=tensor: gather(tensor), finds_compiled=found)[0]
+            for tensor, found in ((whole, False), (unaligned, False), (whole, True))
+        )
+        report["alignment"] = [aligned[0] != other[0], aligned == again]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()
