@@ -24,13 +24,12 @@ from torch import Tensor, nn
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.training.reducer import device_of, fill_missing_gradients, measure_divisor, probe, under_autocast
-from ring_backends.training.single_file import SingleFileTraining
-from ring_backends.training.state import MakeOptimizer
+from ring_backends.training.state import MakeOptimizer, TrainingState
 
 MakeFor = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-class FairScaleTraining(SingleFileTraining):
+class FairScaleTraining(TrainingState):
     """The base class of both strategies. It measures the divisor on a model of one weight, wrapped like the model."""
 
     def __init__(

@@ -131,10 +131,3 @@ def check_count(name: str, count: object) -> int | float:
             f"{name} = {value}: must be finite and at least 0; pass a number of tokens, or the sum of their weights."
         )
     return value
-
-
-def non_tensor_entries(state: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The entries of a model's state that are not tensors, such as extra states, in a form that can be loaded again."""
-    return {
-        key: as_loadable(value, f"{name}[{key!r}]") for key, value in state.items() if not isinstance(value, Tensor)
-    }

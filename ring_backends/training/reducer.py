@@ -7,6 +7,7 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -73,18 +74,9 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
     parameters of one node depends on that number; this function yields them in the node's own order. Operations that a
     backward recomputes, as in reentrant activation checkpointing, are not part of the graph.
     """
-    if loss.grad_fn is None:
-        return
-    waits_for: Counter[Node] = Counter()
-    left, seen = [loss.grad_fn], {loss.grad_fn}
-    while left:
-        for following in _following(left.pop()):
-            waits_for[following] += 1
-            if following not in seen:
-                seen.add(following)
-                left.append(following)
-    places = itertools.count()
-    ready = [(0, next(places), loss.grad_fn)]
+    nodes, places = _nodes_behind(loss), itertools.count()
+    waits_for = Counter(following for node in nodes for following in _following(node))
+    ready = [(0, next(places), root) for root in nodes[:1]]
     while ready:
         node = heapq.heappop(ready)[-1]
         yield node, len(ready)
@@ -92,6 +84,17 @@ def backward_order(loss: Tensor) -> Iterator[tuple[Node, int]]:
             waits_for[following] -= 1
             if not waits_for[following]:  # among ready nodes, the one made last runs first
                 heapq.heappush(ready, (-_sequence_number(following), next(places), following))
+
+
+def _nodes_behind(loss: Tensor) -> list[Node]:
+    """The nodes of the graph behind ``loss``, its own first."""
+    nodes = [] if loss.grad_fn is None else [loss.grad_fn]
+    seen = {*nodes}
+    for node in nodes:  # the list grows
+        new = {*_following(node)} - seen
+        seen |= new
+        nodes += new
+    return nodes
 
 
 def _following(node: Node) -> list[Node]:
@@ -128,19 +131,9 @@ def modules_in_backward(loss: Tensor) -> list[str]:
     That is the reverse order of the forward. A node with a higher number also has only nodes with higher numbers before
     it, and the engine runs the ready node with the highest number first.
     """
-    if loss.grad_fn is None:
-        return []
-    marked, left, seen = [], [loss.grad_fn], {loss.grad_fn}
-    while left:
-        node = left.pop()
-        names = cast(dict[Any, Any], node.metadata).get(_PART)
-        if names is not None:
-            marked.append((-_sequence_number(node), names))
-        for following in _following(node):
-            if following not in seen:
-                seen.add(following)
-                left.append(following)
-    found = (name for _, names in sorted(marked) for name in names)
+    marked = ((node, cast(dict[Any, Any], node.metadata).get(_PART, ())) for node in _nodes_behind(loss))
+    by_number = sorted((-_sequence_number(node), names) for node, names in marked if names)
+    found = (name for _, names in by_number for name in names)
     return [name or "the whole model" for name in dict.fromkeys(found)]
 
 
@@ -176,13 +169,10 @@ class UnusedParameters:
         # Hooks of the nodes, not of the tensors. Like the reducer's hooks they also run for an undefined gradient.
         self._nodes: list[Node] = [get_gradient_edge(parameter).node for parameter in self._parameters]
         for index, node in enumerate(self._nodes):
-            node.register_hook(self._hook(index))
+            node.register_hook(partial(self._reach, index))
 
-    def _hook(self, index: int) -> Callable[..., None]:
-        def reached(*_: object) -> None:
-            self._reached.add(index)
-
-        return reached
+    def _reach(self, index: int, *_: object) -> None:
+        self._reached.add(index)
 
     def begin(self) -> None:
         """Call this before a backward."""
@@ -223,41 +213,33 @@ def with_ordered_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> Tensor
     A parameter on which ``loss`` does not depend gets zeros. Some reducers process gradients in the order in which they
     arrive. If that order differs between ranks, such a reducer adds up gradients of different parameters.
     """
-    gradients = _Gradients(loss, parameters)
+    left: list[Tensor] = []
+
+    def next_gradient(grad: Tensor) -> Tensor:
+        if not left:
+            with hooks_disabled(parameters):  # the hooks run later, when these gradients are accumulated
+                found = torch.autograd.grad(loss, parameters, grad, allow_unused=True)
+            pairs = zip(reversed(found), reversed(parameters), strict=True)
+            left.extend(torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs)
+        return left.pop()
+
     copy = loss.detach().clone()
     for parameter in reversed(parameters):  # the node that is made last runs first
-        copy = _OneGradient.apply(copy, parameter, gradients)  # type: ignore[no-untyped-call]
+        copy = _OneGradient.apply(copy, parameter, next_gradient)  # type: ignore[no-untyped-call]
     return copy
-
-
-class _Gradients:
-    """The gradients of a loss, in the order of the parameters."""
-
-    def __init__(self, loss: Tensor, parameters: Sequence[Tensor]) -> None:
-        self._loss, self._parameters = loss, parameters
-        self._left: Iterator[Tensor] | None = None
-
-    def take(self, grad: Tensor) -> Tensor:
-        """The next gradient."""
-        if self._left is None:
-            with hooks_disabled(self._parameters):  # the hooks run later, when these gradients are accumulated
-                found = torch.autograd.grad(self._loss, self._parameters, grad, allow_unused=True)
-            pairs = zip(found, self._parameters, strict=True)
-            self._left = iter([torch.zeros_like(x) if gradient is None else gradient for gradient, x in pairs])
-        return next(self._left)
 
 
 class _OneGradient(torch.autograd.Function):
     """Gives a gradient to one parameter. The engine accumulates it before it runs the next node."""
 
     @staticmethod
-    def forward(ctx: Any, loss: Tensor, parameter: Tensor, gradients: _Gradients) -> Tensor:
-        ctx.gradients = gradients
+    def forward(ctx: Any, loss: Tensor, parameter: Tensor, next_gradient: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.next_gradient = next_gradient
         return loss.view_as(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return grads[0], ctx.gradients.take(grads[0]), None
+        return grads[0], ctx.next_gradient(grads[0]), None
 
 
 class Autocast(nn.Module):

@@ -21,11 +21,10 @@ from ring_backends.training.reducer import (
     sparse_parameters,
     under_autocast,
 )
-from ring_backends.training.single_file import SingleFileTraining
-from ring_backends.training.state import MakeOptimizer
+from ring_backends.training.state import MakeOptimizer, TrainingState
 
 
-class ReplicatedTraining(SingleFileTraining):
+class ReplicatedTraining(TrainingState):
     """Training with a whole replica of model and optimizer on every rank. A wrapper reduces the gradients.
 
     Args:
@@ -113,9 +112,6 @@ class ReplicatedTraining(SingleFileTraining):
         self.optimizer.step()
         self._module.zero_grad(set_to_none=True)
         return True
-
-    def _optimizer_state(self) -> Any:
-        return self.optimizer.state_dict()
 
 
 class _Calls:

@@ -13,7 +13,8 @@ comparison, and the other ranks wait in the framework's collective. All of them 
 Fields that change in each step, such as learning rates and numbers of tokens, are compared with the number of tokens
 of the step: the one exchange that a step needs.
 
-If one rank cannot read a checkpoint, all ranks raise. Each adapter defines the content and format of its checkpoints.
+If one rank cannot read a checkpoint, all ranks raise. A checkpoint is one file, which rank 0 writes, unless a framework
+saves shards into a folder.
 """
 
 from __future__ import annotations
@@ -48,7 +49,15 @@ from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.checks import check_integer
 from ring_backends.torch_internals import internal
-from ring_backends.training.checkpoint_files import CheckpointNotFoundError, StrPath, check_place, find_checkpoint
+from ring_backends.training.checkpoint_files import (
+    CheckpointNotFoundError,
+    StrPath,
+    as_loadable,
+    check_file,
+    check_place,
+    find_checkpoint,
+    save_file,
+)
 from ring_backends.training.describe import (
     check_count,
     describe_model,
@@ -59,7 +68,7 @@ from ring_backends.training.describe import (
     persistent_buffers,
 )
 from ring_backends.training.elementwise import check_elementwise
-from ring_backends.training.reducer import check_mixed_precision, is_eager_forward
+from ring_backends.training.reducer import check_mixed_precision, device_of, is_eager_forward
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -85,6 +94,9 @@ _ADVICE = {
 class TrainingState(ABC):
     """A model in training over data × ring. Its interface is the same for every framework.
 
+    A subclass runs the framework's backward and step. It sets ``_module``, the module whose state_dict has the model's
+    own names; or it overrides ``_save``, ``_check``, ``_load`` and ``_full_state_dict``.
+
     Attributes:
         model: the wrapped model, to be called in the forward.
         ring: the ring of the attention.
@@ -98,6 +110,7 @@ class TrainingState(ABC):
     model: nn.Module
     optimizer: torch.optim.Optimizer
     divisor: float
+    _module: nn.Module
 
     saves_a_folder: ClassVar[bool] = False
     """Whether :meth:`save` writes a folder instead of a file."""
@@ -500,21 +513,49 @@ class TrainingState(ABC):
         self._broadcast_buffers("full_state_dict")
         return self._full_state_dict()
 
-    @abstractmethod
     def _save(self, path: StrPath) -> None:
         """Write model, optimizer, its class and ``step_count``. Called on all ranks."""
+        model, optimizer = self._module.state_dict(), self._optimizer_state()
 
-    @abstractmethod
+        def content() -> dict[str, Any]:
+            for name, value in model.items():  # in place: the state_dict also has the versions of its modules
+                model[name] = as_loadable(value, f"the model's state_dict[{name!r}]")
+            return {
+                "model": model,
+                "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
+                "optimizer_class": self._optimizer_class.__name__,
+                "step": self.step_count,
+            }
+
+        save_file(self._world, content, path)
+
     def _check(self, path: Path) -> str:
         """Check, without the other ranks, that a checkpoint is whole and fits this state; return its digest."""
+        return check_file(path)
 
-    @abstractmethod
     def _load(self, path: Path) -> None:
         """Read model, optimizer and ``step_count``. Called on all ranks."""
+        state: dict[str, Any] = torch.load(path, map_location=self._load_device(), weights_only=True)
+        check_optimizer_class(state["optimizer_class"], self._optimizer_class)
+        self._module.load_state_dict(state["model"])
+        self._load_optimizer(state["optimizer"])
+        self.step_count = state["step"]
 
-    @abstractmethod
     def _full_state_dict(self) -> dict[str, Tensor]:
         """The state of the whole model. Called on all ranks, so it may use the framework's collectives."""
+        return {name: tensor.detach().cpu().clone() for name, tensor in self._module.state_dict().items()}
+
+    def _optimizer_state(self) -> Any:
+        """The state of the whole optimizer, at least on rank 0. Called on all ranks."""
+        return self.optimizer.state_dict()
+
+    def _load_optimizer(self, state: Any) -> None:
+        """Load what :meth:`_optimizer_state` returned on rank 0."""
+        self.optimizer.load_state_dict(state)
+
+    def _load_device(self) -> torch.device:
+        """The device on which a checkpoint's tensors are loaded."""
+        return device_of(self.model)
 
     @property
     def _optimizer_class(self) -> type:
