@@ -22,7 +22,7 @@ from case import Case
 from contestants import Call, inputs, prepare
 from torch import Tensor
 
-from ring_backends.comparison.timeline import Span, record_spans
+from ring_backends.comparison.rank import Span, record_spans
 from ring_backends.cost.machine import (
     device_name,
     peak_memory_bytes,

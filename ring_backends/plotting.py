@@ -13,7 +13,7 @@ _LABELS = {"tile": "computing a tile", "wait": "waiting for a hop", "call": "the
 _POSTED = "hop posted"
 
 Spans = Sequence[tuple[str, str, float, float]]
-"""The spans of one rank, as :mod:`ring_backends.comparison.timeline` records them."""
+"""The spans of one rank, as :func:`ring_backends.comparison.rank.record_spans` records them."""
 
 
 def check_plot(path: Path, argument: str = "plot") -> None:

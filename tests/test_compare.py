@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ring_backends import available_adapters, plotting
 from ring_backends.comparison import compare
+from ring_backends.comparison.compare import TENSORS
 from ring_backends.comparison.rank import local_inputs
-from ring_backends.comparison.setup import TENSORS
 from ring_backends.ring.launch import Failure, RankFailedError
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
@@ -124,10 +124,10 @@ def without_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the launch of ranks by fixed results. One adapter is unusable, and one fails."""
 
     def launch(target: Any, args: tuple[Any, ...], num_ranks: int) -> list[Any]:
-        if target is compare._prepare:
+        if args[0] == "prepare":
             adapters = {"native": None, "absent": "absent is not installed; pip install absent", "broken": None}
-            return [{"setup": args[0], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
-        if args[1] == "broken":
+            return [{"setup": args[1], "adapters": adapters, "versions": {"torch": "2"}, "device": "CPU"}]
+        if args[2] == "broken":
             raise RankFailedError(1, Failure(1, "Traceback\n  it\nRuntimeError: it broke"))
         slower = {**rank_result(), "forward_seconds": [0.5, 0.5, 2.5], "peak_memory_bytes": 5 * 2**20}
         return [rank_result(), slower][:num_ranks]

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from ring_backends import DilatedPattern, RingSchedule, SequenceLayout
 from ring_backends.cost.estimate import Estimate
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.model import RingCost
+from ring_backends.cost.model import RingCost, smallest_rings
 from ring_backends.cost.probe import slowest
-from ring_backends.cost.ring_sizes import smallest_rings
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.planner import rank_plan

@@ -12,7 +12,7 @@ import torch
 from command_line import refused, run, shown
 from test_cost_model import PLAIN, full
 
-from ring_backends.cli.parsing import parse_bytes, parse_hosts
+from ring_backends.cli.plan import parse_bytes, parse_hosts
 from ring_backends.cost.hardware import Hardware
 
 GIVEN = "--latency 1e-3 --bandwidth 1e9 --flops 1e9"

@@ -7,7 +7,8 @@ import torch, so ``--help`` is fast. Nothing imports this package.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Annotated, Any
 
 import typer
@@ -34,38 +35,29 @@ app = typer.Typer(
 )
 
 
-def _on_ranks(run: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Make a function that runs a command on this rank if a launcher started it, else on new ranks."""
-
-    def start(options: Any) -> None:
-        if under_launcher():
-            complete_environment()
-            run(options)
-        else:
-            launch(run, (options,), options.nproc_per_node)
-
-    return start
+def _run(module: str, options: Any) -> None:
+    """Run a command on this rank."""
+    import_module(f"ring_backends.cli.{module}").run(options)
 
 
-def _train(options: TrainOptions) -> None:
-    from ring_backends.cli.trainer import run
-
-    run(options)
-
-
-def _generate(options: GenerateOptions) -> None:
-    from ring_backends.cli.generator import run
-
-    run(options)
+def _start(module: str, options: Any) -> None:
+    """Run a command on this rank if a launcher started it, else on new ranks."""
+    if under_launcher():
+        complete_environment()
+        _run(module, options)
+    else:
+        launch(_run, (module, options), options.nproc_per_node)
 
 
 # The options at the end are those that most users need.
-add_command(app, "train", TrainOptions, _on_ranks(_train), ("seq_len", "nproc_per_node", "backend", "steps", "save"))
+add_command(
+    app, "train", TrainOptions, partial(_start, "trainer"), ("seq_len", "nproc_per_node", "backend", "steps", "save")
+)
 add_command(
     app,
     "generate",
     GenerateOptions,
-    _on_ranks(_generate),
+    partial(_start, "generator"),
     ("prompt", "max_new_tokens", "temperature", "nproc_per_node", "backend"),
 )
 _BRANCHES = ("segment_lengths", "dilation_rates")

@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import Options, check_kv_heads, files, ranks
-from ring_backends.cli.output import wide_console
-from ring_backends.cli.parsing import describe_branches
-from ring_backends.comparison.compare import compare
-from ring_backends.comparison.setup import TENSORS, Setup
+from ring_backends.cli.options import BranchOptions, check_kv_heads, files, ranks
+from ring_backends.cli.output import describe_branches, wide_console
+from ring_backends.comparison.compare import TENSORS, Setup, compare
 from ring_backends.plotting import draw_comparison
-from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 
-@dataclass(frozen=True)
-class CompareOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class CompareOptions(BranchOptions):
     """Measure one attention call with every adapter, with all-gather and on one rank.
 
     Each method runs in its own processes. All methods get the same inputs.
@@ -61,25 +58,19 @@ class CompareOptions(Options):
     """
 
     seq_len: int = options.seq_len(65536)
-    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
-    dilation_rates: tuple[int, ...] = options.dilation_rates()
-    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
     num_heads: int = options.num_heads(8)
     num_kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
     dtype: options.Dtype = options.dtype("fp32")
     causal: bool = options.causal()
     nproc_per_node: int = ranks(2, min=1, help="Ranks of the ring, all on this machine.")
-    layout: options.Layout = options.layout()
-    device: options.Device = options.device()
     repeats: int = ranks(3, min=1, help="Timed calls, after one warm-up call.")
-    json: Path | None = options.json()
     plot: Path | None = files(
         None, metavar="FILE", help="Draw time, memory and a timeline into this file (needs matplotlib)."
     )
 
     def check(self) -> None:
-        self.setup().pattern.check(seq_len=self.seq_len, num_heads=self.num_heads)
+        self.pattern().check(seq_len=self.seq_len, num_heads=self.num_heads)
         check_kv_heads("num_kv_heads", self.num_kv_heads, self.num_heads)
         super().check()
 
@@ -87,7 +78,7 @@ class CompareOptions(Options):
         return Setup(
             seq_len=self.seq_len,
             ring_size=self.nproc_per_node,
-            pattern=DilatedPattern(self.segment_lengths, self.dilation_rates, window_lengths=self.window_lengths),
+            pattern=self.pattern(),
             num_heads=self.num_heads,
             num_kv_heads=self.num_heads if self.num_kv_heads is None else self.num_kv_heads,
             head_dim=self.head_dim,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ring_backends.cli.options import Options, argument, check_directory, option
-from ring_backends.cli.output import print_table
-from ring_backends.cli.parsing import describe_branches, parse_branches
+from ring_backends.cli.options import Options, argument, check_directory, option, parse_branches
+from ring_backends.cli.output import describe_branches, print_table
 from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_ROWS = 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ConvertOptions(Options):
     """Rewrite a torchscale LongNet checkpoint for LongNetEncoder.from_checkpoint or LongNetDecoder.from_checkpoint."""
 

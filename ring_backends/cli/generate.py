@@ -15,7 +15,7 @@ from ring_backends.cli.options import Options, argument, check_positive, option,
 _text = partial(option, panel="Text")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerateOptions(Options):
     """Continue a text with a model that train has saved.
 

@@ -29,7 +29,7 @@ HOPS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class InfoOptions(Options):
     """Show versions, devices, adapters, kernels, dtype advice, and how hops are transported."""
 

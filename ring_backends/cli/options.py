@@ -1,13 +1,22 @@
 """The options that several commands share, and what turns a dataclass of options into a command.
 
-The class of a command declares each option once: its type, its default and its help. This module imports no torch.
+The class of a command declares each option once: its type, its default and its help. If a command fails, its error is
+one message on stderr and an exit status: 2 if an argument or the installation cannot work, 1 if the command failed
+while it ran, and 130 after Ctrl-C. This module imports no torch.
 """
+
+# ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import itertools
 import math
-from collections.abc import Callable, Sequence
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields
 from functools import partial
@@ -15,16 +24,24 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
+from typer.core import TyperCommand
 from typer.models import OptionInfo
 
-from ring_backends.cli.parsing import BranchesCommand, parse_branches, parse_lengths
-from ring_backends.cli.report import reported_errors
 from ring_backends.cost.branches import default_branches
 from ring_backends.plotting import check_plot
+from ring_backends.ring.launch import RankFailedError, describe
+from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 Dtype = Literal["auto", "fp32", "bf16", "fp16", "fp64"]
 Layout = Literal["contiguous", "zigzag"]
 Device = Literal["auto", "cpu", "cuda"]
+Branches = tuple[tuple[int | None, ...], tuple[int, ...]]
+"""The segment lengths and the dilation rates of the branches."""
+
+INTERRUPTED = 130
+
+_LISTS = ("--segment-lengths", "--dilation-rates", "--window-lengths")
+_ENTRY = r"(?:-?\d+|none)"
 
 
 def option(default: Any = MISSING, *, panel: str | None = None, **details: Any) -> Any:
@@ -51,35 +68,6 @@ def argument(*, is_named: bool = False, **details: Any) -> Any:
 
 attention, ranks, files = (partial(option, panel=panel) for panel in ("Attention", "Ranks", "Files"))
 
-segment_lengths = partial(
-    attention,
-    (),
-    metavar="N,N,…",
-    help="Segment length of each branch, in tokens, or none for the whole sequence. Default: three branches whose cost "
-    "is nearly linear in the sequence length. For 131,072 tokens they are 256,4096,131072 with the rates 1,8,64.",
-)
-dilation_rates = partial(attention, (), metavar="N,N,…", help="Dilation rate of each branch.")
-window_lengths = partial(
-    attention,
-    None,
-    metavar="N,N,…",
-    help="Window of each branch, in tokens, or none. In a branch with a window, a query sees only keys at a distance "
-    "below N. Default: no windows.",
-)
-head_mode = partial(
-    attention, "all", help="all: every head runs every branch. grouped: each branch has its own group of heads."
-)
-offset = partial(
-    attention,
-    None,
-    help="Offset of head j in branch i: j % r, j // ceil(H / r), i % r, or every offset. Default: mod, or branch when "
-    "grouped.",
-)
-padding = partial(
-    attention,
-    "masked",
-    help="masked: no query sees the padding of the last segment. zeros: queries see it as zero keys, as in torchscale.",
-)
 seq_len = partial(attention, min=1, help="Length of the whole sequence, in tokens.")
 num_heads = partial(attention, min=1, help="Query heads.")
 num_kv_heads = partial(attention, None, min=1, help="Key and value heads. Default: as many as query heads.")
@@ -94,7 +82,7 @@ started_ranks = partial(ranks, 1, min=1, help="Ranks to start on this machine. I
 json = partial(files, None, metavar="FILE", help="Write all results to this file.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The base of a command's options: plain values that can be sent to the ranks.
 
@@ -108,11 +96,6 @@ class Options:
         Raises:
             ValueError: an option cannot be parsed. The message names it.
         """
-        if "segment_lengths" in given:
-            parsed = parse_branches(given["segment_lengths"], given["dilation_rates"])
-            lengths, rates = parsed or default_branches(given["seq_len"])
-            windows = parse_lengths("window_lengths", given["window_lengths"])
-            given = {**given, "segment_lengths": lengths, "dilation_rates": rates, "window_lengths": windows}
         return cls(**given)
 
     def check(self) -> None:
@@ -132,6 +115,114 @@ class Options:
 
 
 _Options = TypeVar("_Options", bound=Options)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BranchOptions(Options):
+    """The options that every command with an attention has."""
+
+    seq_len: int = seq_len()
+    segment_lengths: tuple[int | None, ...] = attention(
+        (),
+        metavar="N,N,…",
+        help="Segment length of each branch, in tokens, or none for the whole sequence. Default: three branches whose "
+        "cost is nearly linear in the sequence length. For 131,072 tokens they are 256,4096,131072 with the rates "
+        "1,8,64.",
+    )
+    dilation_rates: tuple[int, ...] = attention((), metavar="N,N,…", help="Dilation rate of each branch.")
+    window_lengths: tuple[int | None, ...] | None = attention(
+        None,
+        metavar="N,N,…",
+        help="Window of each branch, in tokens, or none. In a branch with a window, a query sees only keys at a "
+        "distance below N. Default: no windows.",
+    )
+    layout: Layout = layout()
+    device: Device = device()
+    json: Path | None = json()
+
+    @classmethod
+    def of(cls: type[_Options], given: dict[str, Any]) -> _Options:
+        parsed = parse_branches(given["segment_lengths"], given["dilation_rates"])
+        lengths, rates = parsed or default_branches(given["seq_len"])
+        windows = parse_lengths("window_lengths", given["window_lengths"])
+        return cls(**{**given, "segment_lengths": lengths, "dilation_rates": rates, "window_lengths": windows})
+
+    def pattern(self) -> DilatedPattern:
+        names = {declared.name for declared in fields(self)}
+        return DilatedPattern(**{x.name: getattr(self, x.name) for x in fields(DilatedPattern) if x.name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatternOptions(BranchOptions):
+    """The options of a command that takes any pattern."""
+
+    head_mode: HeadMode = attention(
+        "all", help="all: every head runs every branch. grouped: each branch has its own group of heads."
+    )
+    offset: Offset | None = attention(
+        None,
+        help="Offset of head j in branch i: j % r, j // ceil(H / r), i % r, or every offset. Default: mod, or branch "
+        "when grouped.",
+    )
+    padding: Padding = attention(
+        "masked",
+        help="masked: no query sees the padding of the last segment. zeros: queries see it as zero keys, as in "
+        "torchscale.",
+    )
+
+
+class BranchesCommand(TyperCommand):
+    """A command that accepts lists with commas, lists with spaces and repeated options.
+
+    ``--segment-lengths 2048,8192``, ``--segment-lengths 2048 8192`` and ``--segment-lengths 2048 --segment-lengths
+    8192`` are equivalent. An entry may be ``none``.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        joined: list[str] = []
+        rest = list(args)
+        while rest:
+            joined.append(rest.pop(0))
+            if joined[-1] in _LISTS:
+                numbers = list(itertools.takewhile(re.compile(rf"{_ENTRY}(?:[,\s]+{_ENTRY})*[,\s]*").fullmatch, rest))
+                del rest[: len(numbers)]
+                joined += [",".join(numbers)] if numbers else []
+        return super().parse_args(ctx, joined)
+
+
+def parse_branches(segment_lengths: list[str] | None, dilation_rates: list[str] | None) -> Branches | None:
+    """Parse ``--segment-lengths`` and ``--dilation-rates``. Returns None if neither is given.
+
+    Raises:
+        ValueError: only one of them is given, or a value is neither an integer nor ``none``.
+    """
+    lengths = parse_lengths("segment_lengths", segment_lengths)
+    rates = None if dilation_rates is None else _integers("dilation_rates", dilation_rates)
+    if lengths is None and rates is None:
+        return None
+    if lengths is None or rates is None:
+        name, other = ("dilation_rates", "segment_lengths")[:: 1 if rates is None else -1]
+        raise ValueError(f"{name} is missing beside {other}: each branch needs both; give both options, or neither.")
+    return lengths, rates
+
+
+def parse_lengths(name: str, values: list[str] | None) -> tuple[int | None, ...] | None:
+    """Parse ``--segment-lengths`` or ``--window-lengths``, whose entries may be ``none``.
+
+    Raises:
+        ValueError: an entry is neither an integer nor ``none``. The message names the option.
+    """
+    return None if values is None else _integers(name, values, may_be_none=True)
+
+
+def _integers(name: str, values: list[str], *, may_be_none: bool = False) -> tuple[Any, ...]:
+    """Parse ``["2048,8192", "16384"]`` into ``(2048, 8192, 16384)``."""
+    parts = re.split(r"[,\s]+", ",".join(values).strip(", "))
+    for part in parts:
+        if not re.fullmatch(_ENTRY if may_be_none else r"-?\d+", part):
+            expected, example = ("an integer or none", "2048,none") if may_be_none else ("an integer", "2048,8192")
+            raise ValueError(f"{name} = {','.join(values)!r}: {part!r} is not {expected}; write for example {example}.")
+    return tuple(None if part == "none" else int(part) for part in parts)
 
 
 def add_command(
@@ -210,3 +301,45 @@ def check_directory(name: str, path: Path) -> None:
         raise ValueError(
             f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it, or give another path."
         )
+
+
+@contextlib.contextmanager
+def reported_errors(command: str, options: Iterable[str] = ()) -> Iterator[None]:
+    """Turn an exception in the ``with`` block into a message on stderr and a ``typer.Exit``.
+
+    Args:
+        command: name of the command, for the message.
+        options: Python names of the command's parameters. If the message of the exception begins with one of them, the
+            report begins with the option: ``--seq-len`` for ``seq_len``.
+    """
+    try:
+        yield
+    except typer.Exit:
+        raise
+    except KeyboardInterrupt:
+        _print_error("ring-backends: interrupted.")
+        raise typer.Exit(INTERRUPTED) from None
+    except Exception as error:
+        if isinstance(error, RankFailedError):
+            failure, is_named, rank = error.failure, error.failure.status != 2, str(error.rank)
+        else:
+            failure, rank = describe(error), os.environ.get("RANK", "0")
+            is_named = rank != "0"
+        prefix = f"rank {rank}: " if is_named else ""
+        _print_error(f"ring-backends {command}: error: {prefix}{_with_option(failure.text, options)}")
+        raise typer.Exit(failure.status) from None
+
+
+def _print_error(text: str) -> None:
+    sys.stdout.flush()
+    if sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h\r\x1b[K")  # an interrupted progress bar leaves the cursor hidden
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _with_option(text: str, options: Iterable[str]) -> str:
+    name = re.split(r"\W", text, maxsplit=1)[0]
+    if name not in set(options):
+        return text
+    return f"--{name.replace('_', '-')}: {text.removeprefix(name + ': ')}"

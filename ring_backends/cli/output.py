@@ -1,10 +1,12 @@
-"""Consoles and tables of the commands. This module imports no torch."""
+"""Consoles, tables and texts of the commands. This module imports no torch."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
+
+from ring_backends.schedule.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,3 +34,11 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[ob
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     Console(highlight=False).print(table)
+
+
+def describe_branches(pattern: DilatedPattern) -> str:
+    windows = pattern.window_lengths or (None,) * pattern.num_branches
+    return ", ".join(
+        f"({w or 'whole sequence'}, {r}{f', window {window}' if window else ''})"
+        for w, r, window in zip(pattern.segment_lengths, pattern.dilation_rates, windows, strict=True)
+    )

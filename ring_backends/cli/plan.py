@@ -9,20 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import Options, attention, check_kv_heads, check_positive, files, option, ranks
+from ring_backends.cli.options import PatternOptions, attention, check_kv_heads, check_positive, files, option, ranks
 from ring_backends.cli.output import wide_console
-from ring_backends.cli.parsing import parse_bytes, parse_hosts
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
 from ring_backends.ring.launch import num_cores
-from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 if TYPE_CHECKING:
     import torch
@@ -30,13 +29,18 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ring_backends.cost.estimate import Estimate
-    from ring_backends.cost.model import RingCost
+
+_UNITS = {
+    "": 1,
+    **{f"{prefix}b": 1000**power for power, prefix in enumerate(("", "k", "m", "g", "t"))},
+    **{f"{prefix}ib": 1024**power for power, prefix in enumerate(("k", "m", "g", "t"), 1)},
+}
 
 _constant = partial(option, panel="Constants of the estimate")
 
 
-@dataclass(frozen=True)
-class PlanOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions(PatternOptions):
     """Estimate the cost of a ring, and whether it is faster than one device.
 
     Memory, bytes and FLOPs per rank are counted from the schedule. Counting
@@ -51,21 +55,13 @@ class PlanOptions(Options):
     command measures them on local ranks in a few seconds.
     """
 
-    seq_len: int = options.seq_len()
     ring_size: int = ranks(min=1, help="Ranks of the ring.")
     heads: int = options.num_heads(8)
     kv_heads: int | None = options.num_kv_heads()
     head_dim: int = options.head_dim()
     batch: int = attention(1, min=1, help="Sequences per call.")
     dtype: options.Dtype = options.dtype("auto")
-    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
-    dilation_rates: tuple[int, ...] = options.dilation_rates()
-    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
-    head_mode: HeadMode = options.head_mode()
-    offset: Offset | None = options.offset()
-    padding: Padding = options.padding()
     causal: bool = options.causal()
-    layout: options.Layout = options.layout()
     memory: str | None = ranks(
         None,
         metavar="SIZE",
@@ -107,8 +103,6 @@ class PlanOptions(Options):
         help="Local ranks that measure. Default: the ring size, or 2 if the ring size is 1 or is more than the "
         "machine's GPUs or cores.",
     )
-    device: options.Device = options.device()
-    json: Path | None = options.json()
     plot: Path | None = files(
         None,
         metavar="FILE",
@@ -136,10 +130,6 @@ class PlanOptions(Options):
             raise ValueError(
                 "nproc_per_node: has no effect with --probe, which replaces the measurement; leave one of the two out."
             )
-
-    def pattern(self) -> DilatedPattern:
-        branches = self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding
-        return DilatedPattern(*branches, self.window_lengths)
 
     def memory_bytes(self) -> int | None:
         return parse_bytes("memory", self.memory)
@@ -239,33 +229,73 @@ def _table(estimate: Estimate) -> Table:
     table.add_column("")
     table.add_column(f"ring of {estimate.ring.ring_size:,}", justify="right")
     table.add_column("one device", justify="right")
-    ring, alone = _column(estimate.ring, estimate.seconds["ring"]), _column(estimate.alone, estimate.seconds["alone"])
+    ring, alone = map(_column, estimate.largest.values())
     for label in ring:
         table.add_row(label, ring[label], alone[label])
     return table
 
 
-def _column(cost: RingCost, seconds: dict[str, float]) -> dict[str, str]:
+def _column(cost: dict[str, Any]) -> dict[str, str]:
     from rich.filesize import decimal
 
     from ring_backends.cost.estimate import format_seconds
 
-    sizes: dict[str, Any] = {
-        "query, key, value, out and their gradients": cost.tensor_bytes.max(),
-        "LSE": cost.lse_bytes.max(),
-        "wire buffers, at most": cost.communication_bytes,
-        "rows and sums of the largest tiles": cost.tile_bytes.max(),
-        "total memory": cost.memory_bytes.max(),
-        "sent forward": cost.sent_bytes().max(),
-        "sent backward": cost.sent_bytes(backward=True).max(),
+    sizes = {
+        "query, key, value, out and their gradients": cost["tensor_bytes"],
+        "LSE": cost["lse_bytes"],
+        "wire buffers, at most": cost["communication_bytes"],
+        "rows and sums of the largest tiles": cost["tile_bytes"],
+        "total memory": cost["memory_bytes"],
+        **{f"sent {direction}": size for direction, size in cost["bytes_sent"].items()},
     }
-    flops = {"forward": cost.flops().max(), "backward": cost.flops(backward=True).max()}
     return {
-        **{label: decimal(int(size)) for label, size in sizes.items()},
-        **{f"GFLOP {direction}": f"{float(number) / 1e9:,.2f}" for direction, number in flops.items()},
-        **{f"{direction}, estimated": format_seconds(seconds[direction]) for direction in flops},
+        **{label: decimal(size) for label, size in sizes.items()},
+        **{f"GFLOP {direction}": f"{flops / 1e9:,.2f}" for direction, flops in cost["flops"].items()},
+        **{f"{direction}, estimated": format_seconds(seconds) for direction, seconds in cost["seconds"].items()},
     }
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def parse_bytes(name: str, text: str | None) -> int | None:
+    """Parse ``"80GB"``, ``"40 GiB"`` or ``"1000000"`` into a number of bytes.
+
+    Raises:
+        ValueError: the text is not a size of at least one byte. The message names the option.
+    """
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([A-Za-z]*)", text.strip())
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError(
+            f"{name} = {text!r}: not a size in bytes; write a number and a unit, for example 80GB or 40GiB."
+        )
+    size = int(float(found[1]) * _UNITS[found[2].lower()])
+    if size < 1:
+        raise ValueError(f"{name} = {text!r}: must be at least one byte; give a larger size.")
+    return size
+
+
+def parse_hosts(hosts: str | None, ranks_per_host: int | None, ring_size: int) -> tuple[str, ...] | None:
+    """Return the host of every rank, or None if neither option is given.
+
+    ``hosts`` may name the hosts of several rings. ``ranks_per_host`` describes one ring.
+
+    Raises:
+        ValueError: both options are given, or the number of hosts is not a multiple of the ring size.
+    """
+    if hosts is not None and ranks_per_host is not None:
+        raise ValueError("hosts: ranks_per_host is given too; give only one of the two options.")
+    if hosts is None:
+        if ranks_per_host is None:
+            return None
+        return tuple(str(rank // ranks_per_host) for rank in range(ring_size))
+    names = tuple(name for name in re.split(r"[,\s]+", hosts.strip()) if name)
+    if not names or len(names) % ring_size:
+        raise ValueError(
+            f"hosts = {hosts!r}: has {len(names)} names, and a ring has {ring_size} ranks; name one host per rank, for "
+            "one ring or for several whole rings."
+        )
+    return names

@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import os
 import sysconfig
-from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -84,18 +83,12 @@ class Document:
 
     def _read(self, start: int, stop: int) -> bytes:
         parts = []
-        position = start
-        while position < stop:
-            index = bisect_right(self._starts, position) - 1
-            within = position - self._starts[index]
-            size = min(stop, self._starts[index + 1]) - position
-            with self._paths[index].open("rb") as file:
-                file.seek(within)
-                part = file.read(size)
-            if len(part) != size:
-                raise ValueError(
-                    f"text = {str(self._paths[index])!r}: the file became shorter during the run; do not change it."
-                )
-            parts.append(part)
-            position += size
+        for path, (begin, end) in zip(self._paths, itertools.pairwise(self._starts), strict=True):
+            first, size = max(start, begin), min(stop, end) - max(start, begin)
+            if size > 0:
+                with path.open("rb") as file:
+                    file.seek(first - begin)
+                    parts.append(file.read(size))
+                if len(parts[-1]) != size:
+                    raise ValueError(f"text = {str(path)!r}: the file became shorter during the run; do not change it.")
         return b"".join(parts)

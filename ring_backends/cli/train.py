@@ -10,17 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ring_backends.cli import options
-from ring_backends.cli.options import Options, check_positive, files, option, ranks
+from ring_backends.cli.options import PatternOptions, check_positive, files, option, ranks
 from ring_backends.cli.text import Document, standard_library_sources
-from ring_backends.schedule.pattern import DilatedPattern, HeadMode, Offset, Padding
 
 _LONGEST_TIMEOUT = 365 * 24 * 3600
 
 _model, _training = (partial(option, panel=panel) for panel in ("Model", "Text and training"))
 
 
-@dataclass(frozen=True)
-class TrainOptions(Options):
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(PatternOptions):
     """Train a small byte-level LongNet language model on a real document.
 
     Each sequence is sharded over the ring. Step k trains on window k of the
@@ -31,16 +30,8 @@ class TrainOptions(Options):
     backend: str = ranks("native", metavar="NAME", help="Adapter: native, fsdp, deepspeed, fairscale.")
     nproc_per_node: int = options.started_ranks()
     ring_size: int | None = ranks(None, min=1, help="Ranks that share one sequence. Default: all ranks.")
-    layout: options.Layout = options.layout()
-    device: options.Device = options.device()
     timeout: float = ranks(300.0, metavar="SECONDS", help="Longest time that a rank waits for a hop.")
     seq_len: int = options.seq_len(131072)
-    segment_lengths: tuple[int | None, ...] = options.segment_lengths()
-    dilation_rates: tuple[int, ...] = options.dilation_rates()
-    window_lengths: tuple[int | None, ...] | None = options.window_lengths()
-    head_mode: HeadMode = options.head_mode()
-    offset: Offset | None = options.offset()
-    padding: Padding = options.padding()
     num_heads: int = options.num_heads(4)
     num_kv_heads: int | None = options.num_kv_heads()
     dtype: options.Dtype = options.dtype("auto")
@@ -65,7 +56,6 @@ class TrainOptions(Options):
     save: Path | None = files(None, metavar="PATH", help="Write a checkpoint here at the end.")
     save_every: int | None = files(None, min=1, metavar="N", help="Also save every N steps.")
     resume: bool = files(False, help="Continue from the checkpoint at --save if there is one.")
-    json: Path | None = options.json()
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> TrainOptions:
@@ -82,10 +72,6 @@ class TrainOptions(Options):
         if self.save is None and (self.resume or self.save_every is not None):
             name = "resume" if self.resume else "save_every"
             raise ValueError(f"{name}: there is no checkpoint without --save; add --save PATH.")
-
-    def pattern(self) -> DilatedPattern:
-        branches = self.segment_lengths, self.dilation_rates, self.head_mode, self.offset, self.padding
-        return DilatedPattern(*branches, self.window_lengths)
 
     def document(self) -> Document:
         return Document(self.text or standard_library_sources(), self.seq_len)

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
-from ring_backends.cli.parsing import describe_branches
+from ring_backends.cli.output import describe_branches
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import auto_dtype

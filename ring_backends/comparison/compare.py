@@ -10,11 +10,50 @@ import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ring_backends.comparison.setup import ALL_GATHER, ONE_RANK, TENSORS, Setup
 from ring_backends.ring.launch import Failure, RankFailedError, launch, refuse_launcher
+from ring_backends.schedule.pattern import DilatedPattern
+
+if TYPE_CHECKING:
+    from ring_backends.schedule.layout import LayoutKind
+
+ALL_GATHER = "all-gather"
+ONE_RANK = "one rank"
+TENSORS = ("out", "dq", "dk", "dv")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One attention call with batch 1, and how to measure it.
+
+    Attributes:
+        seq_len: length of the global sequence.
+        ring_size: ranks of the ring, all on this machine.
+        pattern: the dilated pattern, with head mode "all", offset "mod" and masked padding.
+        num_heads, num_kv_heads, head_dim: sizes of the inputs.
+        dtype: ``"auto"``, ``"fp32"``, ``"bf16"``, ``"fp16"`` or ``"fp64"``.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        is_causal: whether a query sees only keys up to its position.
+        repeats: number of timed calls. The first call, which measures the memory, is not timed.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        timeline: whether to record when each rank computes and waits, in one more call.
+    """
+
+    seq_len: int
+    ring_size: int
+    pattern: DilatedPattern
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    layout: LayoutKind
+    is_causal: bool
+    repeats: int
+    device: str
+    timeline: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +93,7 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
     refuse_launcher("the comparison")
     rows, failures = [], []
     with tempfile.TemporaryDirectory() as directory:
-        found = launch(_prepare, (setup, Path(directory)), 1)[0]
+        found = launch(_on_rank, ("prepare", setup, Path(directory)), 1)[0]
         adapters: dict[str, str | None] = found["adapters"]
         for name in (*adapters, ALL_GATHER, ONE_RANK):
             row: dict[str, Any] = {"name": name, "unusable": adapters.get(name), "failed": None}
@@ -62,7 +101,7 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
                 on_method(name)
                 num_ranks = 1 if name == ONE_RANK else setup.ring_size
                 try:
-                    row |= _summarize(launch(_measure, (found["setup"], name, Path(directory)), num_ranks))
+                    row |= _summarize(launch(_on_rank, ("measure", found["setup"], name, Path(directory)), num_ranks))
                 except RankFailedError as error:
                     failure = Failure(error.failure.status, f"{name}: {error.failure.text}")
                     failures.append(RankFailedError(error.rank, failure))
@@ -71,19 +110,10 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
     return Comparison(found["setup"], found["device"], found["versions"], rows, failures)
 
 
-# The functions below run in the ranks, which import torch.
-
-
-def _prepare(setup: Setup, directory: Path) -> dict[str, Any]:
-    from ring_backends.comparison.rank import prepare
-
-    return prepare(setup, directory)
-
-
-def _measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
-    from ring_backends.comparison.rank import measure
-
-    return measure(setup, name, directory)
+def _on_rank(function: str, *arguments: Any) -> dict[str, Any]:
+    """Call a function of :mod:`ring_backends.comparison.rank`, which imports torch, in a rank."""
+    result: dict[str, Any] = getattr(import_module("ring_backends.comparison.rank"), function)(*arguments)
+    return result
 
 
 def _summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -18,9 +18,8 @@ import torch
 
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import available_memory_bytes, device_of_this_rank
-from ring_backends.cost.model import RingCost
+from ring_backends.cost.model import RingCost, smallest_rings
 from ring_backends.cost.probe import RankProbe, slowest
-from ring_backends.cost.ring_sizes import smallest_rings
 from ring_backends.errors import RingMismatchError
 from ring_backends.kernels import resolve_dtype
 from ring_backends.ring.decision import decide_on_rank0

@@ -11,8 +11,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from ring_backends.cost.hardware import Hardware
-from ring_backends.cost.model import RingCost
-from ring_backends.cost.ring_sizes import RingChoice, smallest_rings
+from ring_backends.cost.model import RingChoice, RingCost, smallest_rings
 from ring_backends.ring.topology import topology_order
 from ring_backends.schedule.ring_schedule import RingSchedule
 
@@ -50,6 +49,11 @@ class Estimate:
     def seconds(self) -> dict[str, dict[str, float]]:
         """Estimated seconds of the ``"ring"`` and of one device (``"alone"``), in ``"forward"`` and ``"backward"``."""
         return {"ring": self._seconds(self.ring), "alone": self._seconds(self.alone)}
+
+    @property
+    def largest(self) -> dict[str, dict[str, Any]]:
+        """Each quantity of the cost of the ``"ring"`` and of ``"one_device"``, as the largest value over all ranks."""
+        return {"ring": self._largest(self.ring), "one_device": self._largest(self.alone)}
 
     @property
     def speedup(self) -> float:
@@ -118,8 +122,7 @@ class Estimate:
         cost, choice = self.ring, self.smallest_rings
         return {
             "hardware": dataclasses.asdict(self.hardware),
-            "ring": _largest(cost) | {"seconds": self.seconds["ring"]},
-            "one_device": _largest(self.alone) | {"seconds": self.seconds["alone"]},
+            **self.largest,
             "per_rank": {
                 "tokens": cost.tokens.tolist(),
                 "memory_bytes": cost.memory_bytes.tolist(),
@@ -156,19 +159,18 @@ class Estimate:
     def _seconds(self, cost: RingCost) -> dict[str, float]:
         return _both(lambda backward: cost.call_seconds(self.hardware, backward=backward))
 
-
-def _largest(cost: RingCost) -> dict[str, Any]:
-    """Return each quantity of the cost, as the largest value over all ranks."""
-    return {
-        "ring_size": cost.ring_size,
-        "tensor_bytes": int(cost.tensor_bytes.max()),
-        "lse_bytes": int(cost.lse_bytes.max()),
-        "communication_bytes": cost.communication_bytes,
-        "tile_bytes": int(cost.tile_bytes.max()),
-        "memory_bytes": int(cost.memory_bytes.max()),
-        "bytes_sent": _both(lambda backward: int(cost.sent_bytes(backward=backward).max())),
-        "flops": _both(lambda backward: float(cost.flops(backward=backward).max())),
-    }
+    def _largest(self, cost: RingCost) -> dict[str, Any]:
+        return {
+            "ring_size": cost.ring_size,
+            "tensor_bytes": int(cost.tensor_bytes.max()),
+            "lse_bytes": int(cost.lse_bytes.max()),
+            "communication_bytes": cost.communication_bytes,
+            "tile_bytes": int(cost.tile_bytes.max()),
+            "memory_bytes": int(cost.memory_bytes.max()),
+            "bytes_sent": _both(lambda backward: int(cost.sent_bytes(backward=backward).max())),
+            "flops": _both(lambda backward: float(cost.flops(backward=backward).max())),
+            "seconds": self._seconds(cost),
+        }
 
 
 def _both(value: Callable[[bool], Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ Memory, bytes and FLOPs are counted. Seconds are estimated by this model. Its co
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -44,6 +45,10 @@ _QUERY_MOVES = {False: _COPY + _ADD, True: 3 * _COPY + _ADD}
 _LOCAL_KEY_MOVES = {False: 2 * _COPY, True: 2 * _COPY + 2 * _ADD}
 # forward: none, since the kernel reads k and v in the wire buffer; backward: add dk and dv
 _REMOTE_KEY_MOVES = {False: 0, True: 2 * _ADD}
+
+
+MAX_RING_SIZE = 65_536
+"""The largest ring size that a search tries."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +221,10 @@ class RingCost:
         """Estimated seconds of the slowest rank."""
         return float(self.seconds(hardware, backward=backward).max())
 
+    def step_seconds(self, hardware: Hardware) -> float:
+        """Estimated seconds of forward and backward."""
+        return self.call_seconds(hardware) + self.call_seconds(hardware, backward=True)
+
     def _compute_seconds(self, hardware: Hardware, *, backward: bool) -> tuple[Tensor, Tensor]:
         """Seconds of all tiles, and seconds of the tiles after the last hop: float64 [ring size] each."""
         rows = self.tiles.rows
@@ -245,3 +254,63 @@ class RingCost:
         moves = (rows.own + rows.other) * _QUERY_MOVES[backward] + rows.own_keys * _LOCAL_KEY_MOVES[backward]
         moves = moves + self.schedule.rows_received * _REMOTE_KEY_MOVES[backward]
         return moves.double() * (self.batch * self.head_dim * (self._statistics_itemsize + self.itemsize) / 2)
+
+
+@dataclass(frozen=True)
+class RingChoice:
+    """The result of a search over ring sizes. A value is None if the search finds no such ring.
+
+    Attributes:
+        fits: the smallest ring that fits into the memory of its ranks.
+        fits_and_pays: the smallest ring of several ranks that fits and takes less time than one device.
+    """
+
+    fits: int | None
+    fits_and_pays: int | None
+
+
+def smallest_rings(
+    cost: RingCost, memory_bytes: float, hardware: Hardware | None, *, sizes: list[int] | None = None
+) -> RingChoice:
+    """Find the smallest ring that fits into ``memory_bytes`` per rank, and the smallest that fits and pays.
+
+    A ring *pays* if forward and backward take less time than on one device.
+
+    Args:
+        cost: the attention call, on a ring of any size.
+        memory_bytes: memory of one rank.
+        hardware: constants for the seconds. None: search only for a ring that fits.
+        sizes: ring sizes to choose from, in ascending order. None: all sizes up to ``MAX_RING_SIZE``. The search is
+            then a bisection. It assumes that memory per rank falls as the ring grows, and that all rings from the
+            smallest that pays to the fastest pay.
+    """
+    largest = min(MAX_RING_SIZE, cost.schedule.layout.seq_len)
+
+    def smallest(holds: Callable[[RingCost], bool], first: int) -> int | None:
+        if sizes is None:
+            return _smallest(lambda size: holds(cost.on_ring(size)), first, largest)
+        return next((size for size in sizes if size >= first and holds(cost.on_ring(size))), None)
+
+    def fits(ring: RingCost) -> bool:
+        return int(ring.memory_bytes.max()) <= memory_bytes
+
+    found = smallest(fits, 1)
+    if found is None or hardware is None:
+        return RingChoice(found, None)
+    alone = cost.on_ring(1).step_seconds(hardware)
+    return RingChoice(found, smallest(lambda ring: fits(ring) and ring.step_seconds(hardware) < alone, max(found, 2)))
+
+
+def _smallest(holds: Callable[[int], bool], first: int, largest: int) -> int | None:
+    """Find the smallest number from ``first`` to ``largest`` that ``holds`` accepts, by doubling and bisection."""
+    fails, size = first - 1, first
+    while size <= largest:
+        if holds(size):
+            while size - fails > 1:
+                middle = (fails + size) // 2
+                fails, size = (fails, middle) if holds(middle) else (middle, size)
+            return size
+        if size == largest:
+            return None
+        fails, size = size, min(2 * size, largest)
+    return None
