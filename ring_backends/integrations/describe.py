@@ -16,22 +16,26 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(value: Any) -> str:
-    """Return a text that differs if two arguments differ. For a tensor it holds dtype, shape and a checksum.
-
-    The checksum depends on the order of the elements along the first two dimensions. It adds the elements of all other
-    dimensions, so that large tensors need little extra memory.
-    """
+    """Return a text that differs if two arguments differ. For a tensor it holds dtype, shape and a checksum."""
     if hasattr(value, "to_dict"):  # a configuration of transformers
         value = str(value.to_dict())
     if not isinstance(value, Tensor):
         return str(value) if isinstance(value, (bool, int, float, str, list, tuple)) else type(value).__name__
-    bits = value.detach().contiguous()
-    if value.dtype != torch.bool:
-        bits = bits.view(-1).view(_INTEGERS[value.element_size()]).view(value.shape)
-    sums = bits.sum([*range(2, value.dim())], dtype=torch.int64) if value.dim() > 2 else bits.long()
-    weights = torch.arange(1, 2 * sums.numel() + 1, 2, device=value.device).mul_(0x9E3779B1)
-    checksum = int((sums.reshape(-1) * weights).sum()) & (2**64 - 1)
-    return f"{value.dtype} {[*value.shape]} checksum {checksum:016x}"
+    return f"{value.dtype} {[*value.shape]} checksum {int(checksum(value)) & (2**64 - 1):016x}"
+
+
+def checksum(tensor: Tensor) -> Tensor:
+    """A checksum of a tensor's bits: int64, on the tensor's device.
+
+    It depends on the order of the elements along the first two dimensions. It adds the elements of all other
+    dimensions, so that large tensors need little extra memory.
+    """
+    bits = tensor.detach().contiguous()
+    if tensor.dtype != torch.bool:
+        bits = bits.view(-1).view(_INTEGERS[tensor.element_size()]).view(tensor.shape)
+    sums = bits.sum([*range(2, tensor.dim())], dtype=torch.int64) if tensor.dim() > 2 else bits.long()
+    weights = torch.arange(1, 2 * sums.numel() + 1, 2, device=tensor.device).mul_(0x9E3779B1)
+    return (sums.reshape(-1) * weights).sum()
 
 
 def agree_on_parameters(ring: Ring, model: nn.Module, name: str) -> None:

@@ -13,7 +13,6 @@ are those of the published class. This module does not import ``gigapath``.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,8 @@ def pattern_of(slide_encoder: nn.Module) -> DilatedPattern:
         raise TypeError(
             f"slide_encoder = {type(slide_encoder).__name__}: expected a LongNetViT of gigapath.slide_encoder; {what}."
         )
-    for change in _changes_of_release(slide_encoder):
-        raise other_release(change, "gigapath")
+    torchscale.check_release(slide_encoder, "slide_encoder", "gigapath", _ATTRIBUTES, _PARAMETERS)
+    torchscale.check_layers_of_release(slide_encoder.encoder, "slide_encoder.encoder", "gigapath")
     return torchscale.pattern_of_args(slide_encoder.encoder)
 
 
@@ -448,12 +447,6 @@ _ATTRIBUTES = {
 
 _PARAMETERS = {"forward": ("x coords all_layer_embed", True), "coords_to_pos": ("coords tile_size", True)}
 """The parameters of the methods that a ring calls or replaces, and whether these are all parameters."""
-
-
-def _changes_of_release(slide_encoder: Any) -> Iterator[str]:
-    """The attributes and parameters that a ring needs and that are missing, and those that a ring does not know."""
-    yield from torchscale.changes_of_release(slide_encoder, "slide_encoder", "gigapath", _ATTRIBUTES, _PARAMETERS)
-    yield from torchscale.changes_of_layers(slide_encoder.encoder, "slide_encoder.encoder", "gigapath")
 
 
 @torch.no_grad()

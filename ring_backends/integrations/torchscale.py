@@ -17,6 +17,7 @@ import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -51,8 +52,7 @@ def pattern_of(model: nn.Module) -> DilatedPattern:
     """
     patterns = {}
     for name, part in _parts_of(model).items():
-        for change in changes_of_layers(part, name, "torchscale"):
-            raise other_release(change, "torchscale")
+        check_layers_of_release(part, name, "torchscale")
         patterns[name] = pattern_of_args(part)
     if len({*patterns.values()}) > 1:
         listed = "; ".join(f"{name} has {pattern}" for name, pattern in patterns.items())
@@ -191,8 +191,7 @@ class _OnRing:
         device = next(value.device for value in rows.values() if value is not None)
         numbers = [] if embeddings is None or ring.size == 1 else _fingerprint(embeddings)
         with same_call(ring, f"a call of {self.name}", arguments, self.part, device, numbers) as of_ranks:
-            if numbers:
-                self._check_fingerprints(of_ranks)
+            self._check_fingerprints(of_ranks)
             return self._compute(ring, rows, flags, sequences)
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -207,9 +206,7 @@ class _OnRing:
         found = {name: value for name, value in [*bound.arguments.items()][1:] if name != "kwargs"}
         per_token = (self.tokens_name, self.mask_name, "token_embeddings", "positions")
         rows = {name: found.pop(name, None) for name in per_token}
-        flags: dict[str, Any] = {
-            name: bool(found.pop(name)) for name in ("features_only", "return_all_hiddens") if name in found
-        }
+        flags = {name: bool(found.pop(name)) for name in [*found] if name in ("features_only", "return_all_hiddens")}
         for name, value in (found | bound.arguments.get("kwargs", {})).items():
             if value is not None:
                 why = _NOT_SUPPORTED.get(name, "a ring does not know it")
@@ -279,18 +276,22 @@ class _OnRing:
         if self.is_decoder or self.ignore_padding:
             own[self.mask_name] = None
         # The class passes one element of incremental_state to each layer. Activation checkpointing keeps it.
-        layers = range(len(part.layers))
-        state: Any = [sequences.lengths for _ in layers]
+        state: Any = [sequences.lengths] * len(part.layers)
         if own["positions"] is None:
             del own["positions"]  # a decoder has no such argument
         if self.is_decoder:
             state = {"is_first_step": True, **dict(enumerate(state))}  # all tokens are new ones
-        with self._positions(ring, sequences, own.get("positions")):
+        table = None if part.embed_positions is None else part.embed_positions.forward
+        try:
+            if table is not None and "positions" not in own:
+                numbers = [ring.positions(length) + _FIRST_POSITION for length in sequences.lengths]
+                table.positions = nn.utils.rnn.pad_sequence(numbers, batch_first=True)
             found = type(part).forward(part, **own, **flags, incremental_state=state)
+        finally:
+            if table is not None:
+                table.positions = None
 
-        def whole(rows: Tensor) -> Tensor:
-            return sequences.unshard(ring, rows)
-
+        whole = partial(sequences.unshard, ring)
         if self.is_decoder:
             out, extra = found
             states = extra["inner_states"] if flags["return_all_hiddens"] else []
@@ -306,21 +307,6 @@ class _OnRing:
             "encoder_padding_mask": mask,
             "encoder_states": [whole(rows) for rows in found["encoder_states"]],
         }
-
-    @contextlib.contextmanager
-    def _positions(self, ring: Ring, sequences: Sequences, given: Tensor | None) -> Iterator[None]:
-        """Within it, ``embed_positions`` adds those of this rank's rows, unless positions are ``given``."""
-        if self.part.embed_positions is None:
-            yield
-            return
-        table: _Positions = self.part.embed_positions.forward
-        if given is None:
-            own = [ring.positions(length) + _FIRST_POSITION for length in sequences.lengths]
-            table.positions = nn.utils.rnn.pad_sequence(own, batch_first=True)
-        try:
-            yield
-        finally:
-            table.positions = None
 
     def _check_fingerprints(self, of_ranks: list[list[float]]) -> None:
         """Raise RingMismatchError if the ranks' embeddings differ by more than rounding."""
@@ -651,10 +637,8 @@ def _generator_states(devices: list[torch.device]) -> list[Tensor]:
 
 _CLASSES = ("LongNetEncoder", "LongNetDecoder")
 
-_FORWARDS = {
-    "": ("Encoder", "Decoder", *_CLASSES),
-    "layers": ("EncoderLayer", "DecoderLayer", "LongNetEncoderLayer", "LongNetDecoderLayer"),
-}
+_FORWARDS = ("Encoder", "Decoder", *_CLASSES, "CheckpointWrapper")
+_LAYER_FORWARDS = ("EncoderLayer", "DecoderLayer", *(f"{name}Layer" for name in _CLASSES), "CheckpointWrapper")
 """The classes whose forward works on a rank's rows."""
 
 _ATTRIBUTES = {
@@ -666,21 +650,10 @@ _ATTRIBUTES = {
 """The attributes of an encoder or decoder that a ring reads."""
 
 _ATTENTION = "query key value incremental_state key_padding_mask attn_mask rel_pos is_first_step is_causal"
+"""All parameters of the forward of a layer's attention."""
 
-_PARAMETERS = {
-    False: {
-        "forward": ("src_tokens encoder_padding_mask token_embeddings return_all_hiddens incremental_state", False),
-        "layers[0].self_attn.forward": (_ATTENTION, True),
-    },
-    True: {
-        "forward": (
-            "prev_output_tokens self_attn_padding_mask token_embeddings return_all_hiddens incremental_state",
-            False,
-        ),
-        "layers[0].self_attn.forward": (_ATTENTION, True),
-    },
-}
-"""The parameters of the methods that a ring calls or replaces, and whether these are all, for encoders and decoders."""
+_PARAMETERS = "token_embeddings return_all_hiddens incremental_state"
+"""The parameters of an encoder's or decoder's forward that a ring passes, besides those with tokens and mask."""
 
 _OPTIONS = {
     "xpos_rel_pos": "xPos counts positions within a shard",
@@ -727,42 +700,49 @@ def pattern_of_args(encoder: Any) -> DilatedPattern:
 
 
 def other_release(change: str, library: str) -> AdapterUnavailableError:
-    page = {"gigapath": "docs/gigapath.md", "torchscale": "docs/torchscale.md"}[library]
-    return AdapterUnavailableError(f"{change}; use a release that {page} lists.")
+    return AdapterUnavailableError(f"{change}; use a release that docs/{library}.md lists.")
 
 
-def changes_of_layers(encoder: Any, name: str, library: str) -> Iterator[str]:
-    """What a ring needs of an encoder or decoder and is missing, and what a ring does not know.
+def check_layers_of_release(encoder: Any, name: str, library: str) -> None:
+    """Check that an encoder or decoder has what a ring needs, and nothing in its attention that a ring does not know.
 
     Args:
         name: the encoder's name in error messages.
         library: the package of its class.
+
+    Raises:
+        AdapterUnavailableError: the message names the attribute, parameter or module.
     """
-    yield from changes_of_release(encoder, name, library, _ATTRIBUTES, _PARAMETERS[_is_decoder(encoder)])
+    parameters = {
+        "forward": (" ".join((*_PER_TOKEN[_is_decoder(encoder)], _PARAMETERS)), False),
+        "layers[0].self_attn.forward": (_ATTENTION, True),
+    }
+    check_release(encoder, name, library, _ATTRIBUTES, parameters)
     for index, layer in enumerate(encoder.layers):
         for child, _ in layer.self_attn.named_children():
             if child not in _CHILDREN:
-                yield f"{name}.layers[{index}].self_attn.{child}: a module that a ring does not know"
+                what = f"{name}.layers[{index}].self_attn.{child}: a module that a ring does not know"
+                raise other_release(what, library)
 
 
-def changes_of_release(
-    module: Any,
-    name: str,
-    library: str,
-    attributes: Mapping[str, str],
-    parameters: Mapping[str, tuple[str, bool]],
-) -> Iterator[str]:
-    """The attributes and parameters that a ring needs and that are missing, and those that a ring does not know.
+def check_release(
+    module: Any, name: str, library: str, attributes: Mapping[str, str], parameters: Mapping[str, tuple[str, bool]]
+) -> None:
+    """Check that a module has the attributes and parameters that a ring needs, and no parameter that it does not know.
 
     Args:
         attributes: names by the path of their owner in ``module``.
         parameters: the names of a method's parameters, and whether these are all, by the path of the method.
+
+    Raises:
+        AdapterUnavailableError: the message names the attribute or parameter.
     """
     for path, names in attributes.items():
         owner = _find(module, path)
         for attribute in names.split():
             if not hasattr(owner, attribute):
-                yield f"{_join(name, path)}.{attribute}: this release of {library} has no such attribute"
+                place = ".".join(filter(None, (name, path, attribute)))
+                raise other_release(f"{place}: this release of {library} has no such attribute", library)
     for path, (names, is_all) in parameters.items():
         owner_path, _, method_name = path.rpartition(".")
         method = getattr(type(_find(module, owner_path)), method_name)
@@ -770,11 +750,7 @@ def changes_of_release(
         missing, unknown = expected - found, found - expected if is_all else set()
         if missing or unknown:
             what = f"has no parameter {min(missing)!r}" if missing else f"has a new parameter {min(unknown)!r}"
-            yield f"{_join(name, path)} {what} in this release of {library}"
-
-
-def _join(name: str, path: str) -> str:
-    return f"{name}.{path}" if path else name
+            raise other_release(f"{name}.{path} {what} in this release of {library}", library)
 
 
 def _find(module: Any, path: str) -> Any:
@@ -848,14 +824,9 @@ def _check_forwards(part: Any, name: str) -> None:
         raise ValueError(f"{name}.forward was replaced; call use_ring before any other function that does so.")
     if hasattr(part.layers[0].self_attn, "ring_attention") and not is_on_ring(part, _OnRing):
         raise ValueError(f"{name} is on a ring by gigapath.use_ring; call gigapath.remove_ring first.")
-    named = [
-        (name, part, _FORWARDS[""]),
-        *((f"{name}.layers[{i}]", x, _FORWARDS["layers"]) for i, x in enumerate(part.layers)),
-    ]
-    for path, module, expected in named:
-        classes = type(module).__mro__
-        owner = next(base.__name__ for base in classes if "forward" in vars(base))
-        if owner not in (*expected, "CheckpointWrapper"):
+    for path, module in {name: part, **{f"{name}.layers[{i}]": x for i, x in enumerate(part.layers)}}.items():
+        owner = next(base.__name__ for base in type(module).__mro__ if "forward" in vars(base))
+        if owner not in (_FORWARDS if module is part else _LAYER_FORWARDS):
             raise ValueError(
                 f"{path} is a {type(module).__name__}, and {owner} overrides the forward of torchscale: a ring cannot "
                 "know whether it works row by row; move what it adds to the model that calls it."

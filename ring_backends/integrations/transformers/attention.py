@@ -32,12 +32,10 @@ from ring_backends.integrations.transformers.layers import (
 )
 from ring_backends.ring.ring import Ring
 
-_POSITIONS_AFTER_PADDING = frozenset(
-    (
-        *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
-        *("ibert", "longformer", "luke", "mpnet", "esm"),
-    )
-)
+_POSITIONS_AFTER_PADDING = {
+    *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
+    *("ibert", "longformer", "luke", "mpnet", "esm"),
+}
 """Model types whose first position is ``pad_token_id + 1``."""
 
 
@@ -175,20 +173,19 @@ def register_as(name: str, registration: Registration) -> None:
         """Return the layer's own copy. If ranks call layers in different orders, they then raise an error."""
         index: Any = getattr(layer, "layer_idx", None)
         kind = index, what.window, what.chunk, what.scale
-        if kind in copies:
-            return copies[kind]
         has_own = what.pattern is not None or what.scale is not None
-        if not has_own and (index is None or torch.compiler.is_compiling()):
-            return attention
-        own: RingDilatedAttention = make_copy(kind, what, "" if index is None else f"layer {index}", has_own=has_own)
-        return own
+        if kind not in copies:
+            if not has_own and (index is None or torch.compiler.is_compiling()):
+                return attention
+            name = "" if index is None else f"layer {index}"
+            make_copy(kind, what, f"{name}, {what}" if has_own else name)
+        return copies[kind]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def make_copy(kind: Any, what: LayerAttention, name: str, *, has_own: bool) -> RingDilatedAttention:
-        own = copies[kind] = attention._copy_for(f"{name}, {what}" if has_own else name)
+    def make_copy(kind: Any, what: LayerAttention, name: str) -> None:
+        own = copies[kind] = attention._copy_for(name)
         own.pattern = what.pattern or own.pattern
         own.scale = own.scale if what.scale is None else what.scale
-        return own
 
     def forward(
         module: nn.Module,

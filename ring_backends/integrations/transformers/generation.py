@@ -201,7 +201,6 @@ class _RingLayer(CacheLayerMixin):
     """What transformers' loop needs to know of the caches of one layer. The attention itself uses the caches."""
 
     is_sliding = False
-    is_croppable = True
 
     def __init__(self, caches: list[KeyValueCache]) -> None:
         super().__init__()
@@ -226,21 +225,6 @@ class _RingLayer(CacheLayerMixin):
 
     get_max_length = get_max_cache_shape
 
-    def reset(self) -> None:
-        self.crop(0)
-
-    def crop(self, max_length: int) -> None:
-        """Keep ``max_length`` tokens, or remove the last ``-max_length``."""
-        for cache in self.caches:
-            cache.truncate(max_length if max_length >= 0 else cache.seq_len + max_length)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         for cache in self.caches:
             cache.select_batch(beam_idx)
-
-    batch_select_indices = reorder_cache
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        for cache in self.caches:
-            assert cache.key is not None
-            cache.select_batch(torch.arange(len(cache.key)).repeat_interleave(repeats))

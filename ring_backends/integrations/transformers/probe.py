@@ -377,7 +377,7 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
     was_training = [(module, module.training) for module in model.modules()]
     buffers = [
         (module, name, buffer, buffer.clone())
-        for module in model.modules()
+        for module, _ in was_training
         for name, buffer in module.named_buffers(recurse=False)
     ]
     token = is_probing.set(True)
@@ -412,8 +412,7 @@ def _without_constants(model: nn.Module) -> Iterator[None]:
                 few = parameter.flatten()[:64] if parameter.is_contiguous() else parameter
                 if bool((few == few.flatten()[0]).all()) and bool((parameter == parameter.flatten()[0]).all()):
                     saved.append((parameter, parameter.detach().clone()))
-                    values = torch.rand(parameter.shape, generator=generator) + 0.5
-                    parameter.copy_(values)
+                    parameter.copy_(torch.rand(parameter.shape, generator=generator) + 0.5)
         yield
     finally:
         for parameter, value in saved:
@@ -439,13 +438,11 @@ class _LargeNumbers(Tensor):
         return result if is_index or not isinstance(result, cls) else result.as_subclass(Tensor)
 
 
-_INDEXING = frozenset(
-    (
-        *("__setitem__", "embedding", "gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
-        *("index_add_", "index_copy_", "index_fill_", "index_put_", "one_hot", "scatter", "scatter_", "scatter_add"),
-        *("scatter_add_", "take", "take_along_dim"),
-    )
-)
+_INDEXING = {
+    *("__setitem__", "embedding", "gather", "index_add", "index_copy", "index_fill", "index_put", "index_select"),
+    *("index_add_", "index_copy_", "index_fill_", "index_put_", "one_hot", "scatter", "scatter_", "scatter_add"),
+    *("scatter_add_", "take", "take_along_dim"),
+}
 
 
 class _Renumbered(TorchFunctionMode):

@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
 
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.errors import AdapterUnavailableError, RingMismatchError
-from ring_backends.integrations.describe import agree_on_parameters, describe
+from ring_backends.errors import RingMismatchError
+from ring_backends.integrations.describe import agree_on_parameters, checksum, describe
 from ring_backends.integrations.transformers.attention import (
     Registration,
     attention_on,
@@ -52,14 +54,6 @@ from ring_backends.ring.collectives import agree, broadcast
 from ring_backends.ring.pooling import sum_of_ranks
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
-
-try:
-    from transformers import PreTrainedModel
-    from transformers.models.auto import modeling_auto
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 _PREDICT_NEXT = frozenset(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 _PREDICT_OWN = frozenset(modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.values()) | frozenset(
@@ -506,13 +500,6 @@ class ComparedBatches:
 
 def is_on_gpu(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_cuda
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """A checksum of a tensor's bits in their order, as int64 on the tensor's device."""
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().flatten().view(integers).long()
-    return (bits * torch.arange(1, 2 * bits.numel(), 2, device=tensor.device).mul_(0x9E3779B1)).sum()
 
 
 def labels_of_rows(batch: Mapping[str, Any], label_of: LabelOf | None) -> Tensor | None:
