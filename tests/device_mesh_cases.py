@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn import functional as F
 
-from ring_backends.integrations.device_mesh import RingDilated, axis, context_parallel
+from ring_backends.integrations import device_mesh
+from ring_backends.integrations.device_mesh import RingDilated, context_parallel
 
 N, VOCABULARY, WIDTH, HEADS, BATCH, STEPS = 45, 23, 32, 4, 4, 10
 IGNORED = -100
@@ -151,7 +152,7 @@ def run(
         data_size, data_rank, world = 1, 0, 1
     else:
         mesh = mesh_of(shape)
-        axis._axes.clear()  # for a ring with this layout
+        device_mesh._axes.clear()  # for a ring with this layout
         data_size, data_rank, world = shape[0], mesh.get_local_rank("data"), dist.get_world_size()
         parallelize_module(model, mesh["ring"], {PLANS[kind]: RingDilated([N], [1], layout=layout)})
         if strategy == "ddp":
@@ -201,6 +202,6 @@ def whole(parameter: Tensor) -> Tensor:
 
 def put(module: Any, style: RingDilated, name: str | None = None) -> Any:
     """The module, or its parts of this name, on a ring of the whole world."""
-    axis._axes.clear()
+    device_mesh._axes.clear()
     shape = 1, dist.get_world_size()
     return parallelize_module(module, mesh_of(shape)["ring"], style if name is None else {name: style})
