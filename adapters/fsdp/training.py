@@ -35,16 +35,17 @@ from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
 from ring_backends.torch_internals import internal
-from ring_backends.training.checkpoint_files import StrPath, as_loadable, check_folder, read_manifest, replace_folder
+from ring_backends.training.checkpoint_files import (
+    StrPath,
+    as_loadable,
+    check_folder,
+    is_not_caused_by_content,
+    read_manifest,
+    replace_folder,
+)
 from ring_backends.training.describe import describe_model
 from ring_backends.training.reducer import device_of, mark_outputs, measure_divisor, modules_in_backward, probe
-from ring_backends.training.state import (
-    PARTS_BEHIND_LOSS,
-    MakeOptimizer,
-    TrainingState,
-    check_optimizer_class,
-    is_not_caused_by_content,
-)
+from ring_backends.training.state import PARTS_BEHIND_LOSS, MakeOptimizer, TrainingState, check_optimizer_class
 
 
 class ShardedTraining(TrainingState):

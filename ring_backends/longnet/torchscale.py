@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from collections.abc import Mapping
@@ -10,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ring_backends.training.checkpoint_files import is_not_caused_by_content
 
 _NOT_SUPPORTED = (
     (r"flat_param", "parameters that FSDP flattened"),
@@ -118,10 +119,8 @@ def load_tensors(path: str | os.PathLike[str]) -> Any:
     """
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
     except Exception as error:  # of many types, depending on the file
-        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # torch raises EINVAL for a file that is cut off
+        if is_not_caused_by_content(error):
             raise
         raise ValueError(
             f"path = {os.fspath(path)!r}: not a whole file of tensors and plain values from torch.save; save "

@@ -9,6 +9,7 @@ A folder is replaced by renaming, so that the frameworks' own tools find its fil
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.ring.collectives import FILE_TIMEOUT, agree, do_on_all, do_on_rank0, gather_texts
@@ -264,6 +266,16 @@ def as_loadable(value: object, name: str) -> Any:
         f"{name} is a {type(value).__module__}.{type(value).__qualname__}: it could be saved, but not loaded again; "
         "make it a number, a string, a tensor, or a list, tuple or dict of these."
     )
+
+
+def is_not_caused_by_content(error: BaseException) -> bool:
+    """Whether reading failed for a reason other than the content of the file.
+
+    torch raises an OSError with EINVAL for a file that was cut off.
+    """
+    if isinstance(error, OSError):
+        return error.errno != errno.EINVAL
+    return not isinstance(error, Exception) or isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
 
 
 def _files_in(folder: Path) -> list[str]:

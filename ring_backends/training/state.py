@@ -20,7 +20,6 @@ saves shards into a folder.
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 from abc import ABC, abstractmethod
@@ -31,7 +30,6 @@ from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError, RingPeerError
@@ -56,6 +54,7 @@ from ring_backends.training.checkpoint_files import (
     check_file,
     check_place,
     find_checkpoint,
+    is_not_caused_by_content,
     save_file,
 )
 from ring_backends.training.describe import (
@@ -725,13 +724,3 @@ def check_optimizer_class(saved: str, wanted: type) -> None:
     """
     if saved != wanted.__name__:
         raise ValueError(f"it holds the state of optimizer {saved}, but make_optimizer returned {wanted.__name__}")
-
-
-def is_not_caused_by_content(error: BaseException) -> bool:
-    """Whether reading failed for a reason other than the content of the file.
-
-    torch raises an OSError with EINVAL for a file that was cut off.
-    """
-    if isinstance(error, OSError):
-        return error.errno != errno.EINVAL
-    return not isinstance(error, Exception) or isinstance(error, (MemoryError, torch.OutOfMemoryError, dist.DistError))
