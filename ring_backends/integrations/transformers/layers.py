@@ -14,8 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import masking_utils
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_overlay,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
+)
 
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.score_mods import softcap
@@ -67,16 +73,11 @@ def _closure_of(function: Any) -> dict[str, Any]:
     return dict(inspect.getclosurevars(function).nonlocals)
 
 
-def _code_of(name: str, *arguments: Any) -> Any:
-    """The code of the functions that a function of transformers makes; None if the release lacks it."""
-    make = getattr(masking_utils, name, None)
-    return None if make is None else make(*arguments).__code__
-
-
-_BOTH = _code_of("and_masks", causal_mask_function)
-_WINDOW = _code_of("sliding_window_overlay", 1)
-_TWO_SIDED_WINDOW = _code_of("sliding_window_bidirectional_overlay", 1)
-_CHUNK = _code_of("chunked_overlay", 1, torch.zeros(1))
+_BOTH = and_masks(causal_mask_function).__code__
+_WINDOW = sliding_window_overlay(1).__code__
+_TWO_SIDED_WINDOW = sliding_window_bidirectional_overlay(1).__code__
+_CHUNK = chunked_overlay(1, torch.zeros(1)).__code__
+"""The code of the functions of which transformers makes masks."""
 
 
 def read_mask(function: MaskFunction, padding: Tensor | None) -> RingMask:
@@ -93,11 +94,11 @@ def _read_overlays(function: MaskFunction, padding: Tensor | None) -> RingMask:
     mask = RingMask(padding, causal_mask_function in parts)
     for part in parts:
         code = getattr(part, "__code__", None)
-        if code == _WINDOW is not None and mask.is_causal:
+        if code == _WINDOW and mask.is_causal:
             mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"]))
-        elif code == _TWO_SIDED_WINDOW is not None:
+        elif code == _TWO_SIDED_WINDOW:
             mask = replace(mask, window=_smaller(mask.window, _closure_of(part)["sliding_window"] + 1))
-        elif code == _CHUNK is not None:
+        elif code == _CHUNK:
             mask = replace(mask, chunk=_closure_of(part)["chunk_size"])
         elif part not in (causal_mask_function, bidirectional_mask_function):
             return replace(mask, refusal=_OTHER_MASK)

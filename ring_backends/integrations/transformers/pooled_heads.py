@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ring_backends.ring.pooling import How
 from ring_backends.ring.ring import Ring
@@ -52,7 +53,7 @@ class PooledHead:
         self.names = [*inspect.signature(self.body.forward).parameters]
         self.call: _Call | None = None
         self.pooler: nn.Module | None = getattr(self.body, "pooler", None)
-        self.hooks = []
+        self.hooks: list[RemovableHandle] = []
         if self.pooler is not None:
             self.hooks.append(self.pooler.register_forward_pre_hook(self._before_pooler))
         if self.is_classifier:
@@ -121,11 +122,6 @@ class PooledHead:
                 f"{how!r}, whatever the mask; pad on the {'right' if how == 'first' else 'left'}, or give sequences of "
                 "one length."
             )
-
-    def remove(self) -> None:
-        """Take the hooks off the model."""
-        for hook in self.hooks:
-            hook.remove()
 
     def _pooled(self, rows: Tensor) -> Tensor:
         """[batch, 1, …] from [batch, rows, …]."""

@@ -156,14 +156,10 @@ def put_on_ring(
                 sharded.use(probe_model(sharded.head.body, needed, ignored=("pooler_output",)))
                 probe_pooling(sharded.head, needed, model)
     except Exception:
-        inner.set_attn_implementation(sharded.own_implementation)
-        if sharded.head is not None:
-            sharded.head.remove()
+        sharded.remove()
         raise
-    sharded.handles = [
-        model.register_forward_pre_hook(sharded.before, with_kwargs=True),
-        model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True),
-    ]
+    sharded.hooks.append(model.register_forward_pre_hook(sharded.before, with_kwargs=True))
+    sharded.hooks.append(model.register_forward_hook(sharded.after, with_kwargs=True, always_call=True))
     return sharded
 
 
@@ -181,11 +177,7 @@ def remove_ring(model: nn.Module) -> None:
     if not hooks:
         raise ValueError(f"model = {type(inner).__name__}: is not on a ring; give the model that was put on one.")
     for sharded in hooks:
-        for handle in sharded.handles:
-            handle.remove()
-        if sharded.head is not None:
-            sharded.head.remove()
-    inner.set_attn_implementation(hooks[0].own_implementation)
+        sharded.remove()
 
 
 def _hooks_of(model: nn.Module) -> list[ShardedForward]:
@@ -246,7 +238,13 @@ class ShardedForward:
         self.fused_len: int | None = None
         self.own_implementation = inner.config._attn_implementation
         self.loss_function = getattr(inner, "loss_function", None)
-        self.handles: list[RemovableHandle] = []
+        self.hooks: list[RemovableHandle] = [] if self.head is None else self.head.hooks
+
+    def remove(self) -> None:
+        """Take the hooks off the model, and give it its own attention back."""
+        for hook in self.hooks:
+            hook.remove()
+        self.inner.set_attn_implementation(self.own_implementation)
 
     def use(self, findings: Findings) -> None:
         """Replace what the class of the model suggests by what a probe has found."""
@@ -260,13 +258,9 @@ class ShardedForward:
 
         It could differ if only some ranks probe: those on which the parameters have values.
         """
-        findings: dict[str, object] = {
-            "labels": self.label_of,
-            "skips_padding": self.skips_padding,
-            "num_items": self.takes_num_items,
-            "pooling": None if self.head is None else self.head.way,
-        }
-        return {f"{name} (as use_ring() found them)": value for name, value in findings.items()}
+        names = (f"{name} (as use_ring() found them)" for name in ("labels", "skips_padding", "num_items", "pooling"))
+        pooling = None if self.head is None else self.head.way
+        return dict(zip(names, (self.label_of, self.skips_padding, self.takes_num_items, pooling), strict=True))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedForward:
         copied = type(self).__new__(type(self))
