@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,23 +37,6 @@ _POSITIONS_AFTER_PADDING = {
     *("ibert", "longformer", "luke", "mpnet", "esm"),
 }
 """Model types whose first position is ``pad_token_id + 1``."""
-
-
-@dataclass(frozen=True)
-class Registration:
-    """What is registered under one name.
-
-    Attributes:
-        attention: the attention of which every layer gets a copy, with the layer's own pattern where it has one.
-        probes: whether a model is probed before its first call.
-        takes_whole_batches: whether hooks of the model cut its arguments, as those of ``use_ring`` do.
-        layers: what each layer has computed in its first call, in words.
-    """
-
-    attention: RingDilatedAttention
-    probes: bool = True
-    takes_whole_batches: bool = False
-    layers: WeakKeyDictionary[nn.Module, str] = field(default_factory=WeakKeyDictionary, compare=False)
 
 
 registered: dict[str, Registration] = {}
@@ -121,73 +104,60 @@ class Step:
         return attention.decode(*arguments, **options)
 
 
-def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated", *, probe: bool = True) -> None:
-    """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
-
-    Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
-    scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
-    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. The forward
-    raises an error that names the option for other masks, biases of scores, returned attention weights, cross-attention
-    and key/value caches. On a ring of several ranks, it also raises an error for layers that mix positions in other
-    ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length (dynamic,
-    longrope).
+class Registration:
+    """An attention that is registered under one name: what transformers calls for each layer, and for its mask.
 
     Args:
-        attention: a RingDilatedAttention of any adapter; or a ring, and full attention stays as it is. Every layer of a
-            model gets a copy of the attention.
-        name: value of ``attn_implementation``. An existing name is replaced.
-        probe: whether a model is tried before its first call on a ring of several ranks
-            (:mod:`ring_backends.integrations.transformers.probe`).
+        attention: the attention of which every layer gets a copy, with the layer's own pattern where it has one.
+        probes: whether a model is probed before its first call.
+        takes_whole_batches: whether hooks of the model cut its arguments, as those of ``use_ring`` do.
 
     Raises:
-        TypeError: ``attention`` is not a RingDilatedAttention or a ring, or ``name`` is not a string.
-        ValueError: ``attention`` has dropout. The model's configuration decides about it.
+        TypeError, ValueError: as in :func:`register`.
+
+    Attributes:
+        layers: what each layer has computed in its first call, in words.
     """
-    register_as(name, Registration(attention_on(attention), probe))
 
+    def __init__(
+        self, attention: RingDilatedAttention, *, probes: bool = True, takes_whole_batches: bool = False
+    ) -> None:
+        if not isinstance(attention, RingDilatedAttention):
+            raise TypeError(
+                f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter, or a ring; "
+                "make one with backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring)."
+            )
+        if attention.dropout_p:
+            raise ValueError(
+                f"dropout_p = {attention.dropout_p}: the model's configuration decides about dropout; make the "
+                "attention with dropout_p=0, and set the model's attention_dropout (BERT: "
+                "attention_probs_dropout_prob)."
+            )
+        self.attention, self.ring = attention, attention.ring
+        self.probes, self.takes_whole_batches = probes, takes_whole_batches
+        self.layers: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._copies: dict[Any, RingDilatedAttention] = {}
 
-def attention_on(attention: RingDilatedAttention | Ring) -> RingDilatedAttention:
-    """The attention itself, or full attention on a ring."""
-    return native.RingDilatedAttention([None], [1], ring=attention) if isinstance(attention, Ring) else attention
-
-
-def register_as(name: str, registration: Registration) -> None:
-    """Register an attention. For the errors, see :func:`register`."""
-    attention = registration.attention
-    if not isinstance(attention, RingDilatedAttention):
-        raise TypeError(
-            f"attention = {type(attention).__name__}: expected a RingDilatedAttention of an adapter, or a ring; make "
-            "one with backend.RingDilatedAttention(segment_lengths, dilation_rates, ring=ring)."
-        )
-    if not isinstance(name, str):
-        raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
-    if attention.dropout_p:
-        raise ValueError(
-            f"dropout_p = {attention.dropout_p}: the model's configuration decides about dropout; make the attention "
-            "with dropout_p=0, and set the model's attention_dropout (BERT: attention_probs_dropout_prob)."
-        )
-    ring = attention.ring
-    copies: dict[Any, RingDilatedAttention] = {}
-
-    def attention_of(layer: nn.Module, what: LayerAttention) -> RingDilatedAttention:
+    def _attention_of(self, layer: nn.Module, what: LayerAttention) -> RingDilatedAttention:
         """Return the layer's own copy. If ranks call layers in different orders, they then raise an error."""
         index: Any = getattr(layer, "layer_idx", None)
         kind = index, what.window, what.chunk, what.scale
         has_own = what.pattern is not None or what.scale is not None
-        if kind not in copies:
+        if kind not in self._copies:
             if not has_own and (index is None or torch.compiler.is_compiling()):
-                return attention
+                return self.attention
             name = "" if index is None else f"layer {index}"
-            make_copy(kind, what, f"{name}, {what}" if has_own else name)
-        return copies[kind]
+            self._make_copy(kind, what, f"{name}, {what}" if has_own else name)
+        return self._copies[kind]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def make_copy(kind: Any, what: LayerAttention, name: str) -> None:
-        own = copies[kind] = attention._copy_for(name)
+    def _make_copy(self, kind: Any, what: LayerAttention, name: str) -> None:
+        own = self._copies[kind] = self.attention._copy_for(name)
         own.pattern = what.pattern or own.pattern
         own.scale = own.scale if what.scale is None else what.scale
 
     def forward(
+        self,
         module: nn.Module,
         query: Tensor,
         key: Tensor,
@@ -206,10 +176,10 @@ def register_as(name: str, registration: Registration) -> None:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, …]; out is [batch, local seq, heads, …], as wide as v."""
-        step = current_step.get()
+        step, ring = current_step.get(), self.ring
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
-            what = read_layer(module, query, key, mask, scaling, attention.scale, options)
+            what = read_layer(module, query, key, mask, scaling, self.attention.scale, options)
             if step is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
             if step is not None and step.is_padded and what.chunk is not None:
@@ -218,12 +188,12 @@ def register_as(name: str, registration: Registration) -> None:
                     "after it, and those of a cache begin with the sequence; generate from texts of one length."
                 )
         query = with_temperatures(module, query, row_numbers)
-        if not torch.compiler.is_compiling() and module not in registration.layers:
-            is_replaced = what.pattern is None and attention.pattern != FULL_ATTENTION
-            registration.layers[module] = f"{what}{f', replaced by {attention.pattern}' if is_replaced else ''}"
+        if not torch.compiler.is_compiling() and module not in self.layers:
+            is_replaced = what.pattern is None and self.attention.pattern != FULL_ATTENTION
+            self.layers[module] = f"{what}{f', replaced by {self.attention.pattern}' if is_replaced else ''}"
         rows = [tensor.transpose(1, 2) for tensor in (query, key, value)]
         if is_probing.get():
-            attention_of(module, what)  # made here, since a graph cannot make it
+            self._attention_of(module, what)  # made here, since a graph cannot make it
             query, key, value = map(autocast, rows)
             check_tensors(query, key, value, None)
             if seq_len is None:
@@ -238,7 +208,7 @@ def register_as(name: str, registration: Registration) -> None:
             row_numbers = torch.arange(seq_len, device=query.device).expand_as(mask.padding)
             leading_padding = leading_padding_of(mask.padding)
         has_parts = has_chunks and (document_ids is not None or leading_padding is not None)
-        own = attention_of(module, replace(what, chunk=ANY_LENGTH) if has_parts else what)
+        own = self._attention_of(module, replace(what, chunk=ANY_LENGTH) if has_parts else what)
         if own.dropout_p != dropout:  # the model passes 0 after its eval()
             own.dropout_p = dropout
             own.train()
@@ -248,7 +218,7 @@ def register_as(name: str, registration: Registration) -> None:
             config = getattr(module, "config", None)
             if ring.size > 1:
                 if seq_len is None:
-                    how_to_call = _HOW_TO_CALL[registration.takes_whole_batches]
+                    how_to_call = _HOW_TO_CALL[self.takes_whole_batches]
                     raise ValueError(
                         "seq_len is not given, so the attention does not know the length of the sequence; "
                         f"{how_to_call}."
@@ -275,6 +245,7 @@ def register_as(name: str, registration: Registration) -> None:
         return out, None
 
     def make_mask(
+        self,
         batch_size: int,
         *,
         kv_length: int,
@@ -285,6 +256,7 @@ def register_as(name: str, registration: Registration) -> None:
         attention_mask: Tensor | None = None,
         **_: Any,
     ) -> RingMask:
+        ring = self.ring
         # Some releases of transformers pass the positions of the queries, others their number.
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
@@ -301,9 +273,44 @@ def register_as(name: str, registration: Registration) -> None:
                 padding = None
         return read_mask(mask_function, padding)
 
+
+def register(attention: RingDilatedAttention | Ring, name: str = "ring_dilated", *, probe: bool = True) -> None:
+    """Register ``attention`` under ``attn_implementation=name``, for all layers and their masks.
+
+    Every layer computes its own attention as the model configures it: causal or not, with a sliding window, chunks, a
+    scale, a soft cap, sinks, grouped key/value heads, values of another width and attention dropout. The pattern of
+    ``attention`` takes the place of full attention only. Padding masks and packed sequences are supported. The forward
+    raises an error that names the option for other masks, biases of scores, returned attention weights, cross-attention
+    and key/value caches. On a ring of several ranks, it also raises an error for layers that mix positions in other
+    ways (convolutions, states), for encoder-decoders, and for rotary embeddings that depend on the length (dynamic,
+    longrope).
+
+    Args:
+        attention: a RingDilatedAttention of any adapter; or a ring, and full attention stays as it is. Every layer of a
+            model gets a copy of the attention.
+        name: value of ``attn_implementation``. An existing name is replaced.
+        probe: whether a model is tried before its first call on a ring of several ranks
+            (:mod:`ring_backends.integrations.transformers.probe`).
+
+    Raises:
+        TypeError: ``attention`` is not a RingDilatedAttention or a ring, or ``name`` is not a string.
+        ValueError: ``attention`` has dropout. The model's configuration decides about it.
+    """
+    register_as(name, Registration(attention_on(attention), probes=probe))
+
+
+def attention_on(attention: RingDilatedAttention | Ring) -> RingDilatedAttention:
+    """The attention itself, or full attention on a ring."""
+    return native.RingDilatedAttention([None], [1], ring=attention) if isinstance(attention, Ring) else attention
+
+
+def register_as(name: str, registration: Registration) -> None:
+    """Register an attention. For the errors, see :func:`register`."""
+    if not isinstance(name, str):
+        raise TypeError(f"name = {name!r}: expected a str, such as 'ring_dilated'.")
     registered[name] = registration
-    AttentionInterface.register(name, forward)
-    AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(name, registration.forward)
+    AttentionMaskInterface.register(name, registration.make_mask)
 
 
 def _attend_alone(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
