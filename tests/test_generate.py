@@ -93,7 +93,7 @@ import torch
 from pathlib import Path
 from ring_backends.adapters import native
 from ring_backends.cli.generator import load_model, read_options
-from ring_backends.cli.trainer import parameters_sha256
+from ring_backends.cli.training_run import parameters_sha256
 
 path = Path("model")
 model = load_model(path, read_options(path), native, native.initialize(), torch.device("cpu"))

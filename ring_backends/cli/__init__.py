@@ -50,16 +50,10 @@ def _start(module: str, options: Any) -> None:
 
 
 # The options at the end are those that most users need.
-add_command(
-    app, "train", TrainOptions, partial(_start, "trainer"), ("seq_len", "nproc_per_node", "backend", "steps", "save")
-)
-add_command(
-    app,
-    "generate",
-    GenerateOptions,
-    partial(_start, "generator"),
-    ("prompt", "max_new_tokens", "temperature", "nproc_per_node", "backend"),
-)
+_train, _generate = partial(_start, "training_run"), partial(_start, "generator")
+_PROMPT = ("prompt", "max_new_tokens", "temperature", "nproc_per_node", "backend")
+add_command(app, "train", TrainOptions, _train, ("seq_len", "nproc_per_node", "backend", "steps", "save"))
+add_command(app, "generate", GenerateOptions, _generate, _PROMPT)
 _BRANCHES = ("segment_lengths", "dilation_rates")
 add_command(app, "compare", compare.CompareOptions, compare.run, ("seq_len", "nproc_per_node", *_BRANCHES, "plot"))
 add_command(app, "plan", plan.PlanOptions, plan.run, ("seq_len", "ring_size", "heads", *_BRANCHES))

@@ -8,7 +8,6 @@ This module imports no torch. The measurement is in :mod:`ring_backends.comparis
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import BranchOptions, check_kv_heads, files, ranks
-from ring_backends.cli.output import describe_branches, wide_console
+from ring_backends.cli.output import describe_branches, wide_console, write_json
 from ring_backends.comparison.compare import TENSORS, Setup, compare
 from ring_backends.plotting import draw_comparison
 
@@ -98,13 +97,9 @@ def run(chosen: CompareOptions) -> None:
     console.print(_heading(found.setup), soft_wrap=True)
     console.print(_table(found.rows))
     if chosen.json is not None:
-        result = {
-            "rows": found.rows,
-            "versions": found.versions,
-            "device": found.device,
-            "options": {**dataclasses.asdict(chosen), "device": found.setup.device, "dtype": found.setup.dtype},
-        }
-        chosen.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+        used = {**dataclasses.asdict(chosen), "device": found.setup.device, "dtype": found.setup.dtype}
+        result = {"rows": found.rows, "versions": found.versions, "device": found.device, "options": used}
+        write_json(chosen.json, result)
     if chosen.plot is not None:
         draw_comparison(chosen.plot, [row for row in found.rows if not row["unusable"] and not row["failed"]])
     if found.failures:

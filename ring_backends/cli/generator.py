@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import codecs
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from ring_backends.cli.generate import GenerateOptions
 from ring_backends.cli.language_model import LongNetLM, make_model, make_optimizer, training_dtype
+from ring_backends.cli.output import write_json
 from ring_backends.cli.train import TrainOptions
-from ring_backends.cli.trainer import options_path, read_saved
+from ring_backends.cli.training_run import options_path, read_saved
 from ring_backends.cost.machine import device_name, select_device
 from ring_backends.registry import load_adapter
 from ring_backends.releases import versions
@@ -69,7 +69,7 @@ def run(options: GenerateOptions) -> None:
                 "versions": versions(),
                 "options": dataclasses.asdict(options),
             }
-            options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+            write_json(options.json, result)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -4,14 +4,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import Options, option
-from ring_backends.cli.output import print_table
+from ring_backends.cli.output import print_table, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import Hardware
 
@@ -55,7 +54,7 @@ def run(chosen: InfoOptions) -> None:
             found["kernel_times"] = kernel_times
     _show(found)
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(found, indent=2) + "\n")
+        write_json(chosen.json, found)
 
 
 def _kernel_times(device: str) -> dict[str, Any] | None:

@@ -1,10 +1,12 @@
-"""Consoles, tables and texts of the commands. This module imports no torch."""
+"""Consoles, tables, texts and files of the commands. This module imports no torch."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ring_backends.schedule.pattern import DilatedPattern
 
@@ -34,6 +36,11 @@ def print_table(title: str, columns: tuple[str, ...], rows: Iterable[Iterable[ob
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
     Console(highlight=False).print(table)
+
+
+def write_json(path: Path, result: Mapping[str, Any]) -> None:
+    """Write results to a file. Values that JSON does not have become text."""
+    path.write_text(json.dumps(result, indent=2, default=str) + "\n")
 
 
 def describe_branches(pattern: DilatedPattern) -> str:

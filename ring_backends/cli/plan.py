@@ -8,7 +8,6 @@ This module imports torch only when the command runs. The numbers come from :mod
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ring_backends.cli import options
 from ring_backends.cli.options import PatternOptions, attention, check_kv_heads, check_positive, files, option, ranks
-from ring_backends.cli.output import wide_console
+from ring_backends.cli.output import wide_console, write_json
 from ring_backends.cost import local_probe
 from ring_backends.cost.hardware import DEFAULT_TILE_SECONDS, Hardware
 from ring_backends.plotting import draw_ring_sizes
@@ -180,7 +179,7 @@ def run(chosen: PlanOptions) -> None:
             "bytes_between_hosts": between_hosts,
             **estimate.as_dict(),
         }
-        chosen.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+        write_json(chosen.json, result)
     if chosen.plot is not None:
         title = f"{chosen.seq_len:,} tokens, {chosen.heads} heads of {chosen.head_dim}, {_name(dtype)}"
         draw_ring_sizes(chosen.plot, title, estimate.over_ring_sizes, estimate.memory_bytes)

@@ -1,4 +1,4 @@
-"""The options of ``train``. This module imports no torch. The training loop is in :mod:`ring_backends.cli.trainer`."""
+"""The options of ``train``. This module imports no torch. :mod:`ring_backends.cli.training_run` trains."""
 
 # ruff: noqa: RUF009 (the functions that declare options call dataclasses.field)
 

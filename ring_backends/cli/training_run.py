@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ring_backends.cli.language_model import make_model, make_optimizer, training_dtype
-from ring_backends.cli.output import describe_branches
+from ring_backends.cli.output import describe_branches, write_json
 from ring_backends.cli.train import TrainOptions
 from ring_backends.cost.machine import device_name, peak_memory_bytes, select_device
 from ring_backends.kernels import auto_dtype
@@ -60,14 +60,13 @@ def run(options: TrainOptions) -> None:
     ring = backend.initialize(
         ring_size=options.ring_size, layout=options.layout, timeout=timedelta(seconds=options.timeout)
     )
-    trainer = Trainer(options, backend, ring, device)
-    trainer.train()
+    TrainingRun(options, backend, ring, device).train()
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-class Trainer:
-    """One rank of one training run."""
+class TrainingRun:
+    """One rank of a training run."""
 
     def __init__(self, options: TrainOptions, backend: Any, ring: Any, device: torch.device) -> None:
         self.options, self.ring, self.device = options, ring, device
@@ -126,7 +125,7 @@ class Trainer:
             "options": self._plain_options(),
         }
         if options.json is not None and self.is_first:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
+            write_json(options.json, result)
         self._print_summary(result)
 
     def _check_documents_are_equal(self) -> None:
