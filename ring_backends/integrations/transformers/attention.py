@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -16,7 +16,6 @@ from transformers.masking_utils import causal_mask_function
 
 from ring_backends.adapters import native
 from ring_backends.attention import RingDilatedAttention
-from ring_backends.engine.cache import KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_tensors
 from ring_backends.integrations.transformers.inputs import leading_padding_of
@@ -31,6 +30,9 @@ from ring_backends.integrations.transformers.layers import (
     with_temperatures,
 )
 from ring_backends.ring.ring import Ring
+
+if TYPE_CHECKING:
+    from ring_backends.integrations.transformers.generation import Generation
 
 _POSITIONS_AFTER_PADDING = {
     *("roberta", "xlm-roberta", "xlm-roberta-xl", "camembert", "roberta-prelayernorm", "data2vec-text", "xmod"),
@@ -55,53 +57,8 @@ _HOW_TO_CALL = {
 }
 """What to do if the layers are called without the arguments of a shard, by ``takes_whole_batches``."""
 
-current_step: ContextVar[Step | None] = ContextVar("current_step", default=None)
-"""What the layers compute while :func:`~ring_backends.integrations.transformers.generate` runs; None at other times."""
-
-
-@dataclass
-class Step:
-    """One call of a model with caches of keys and values.
-
-    Attributes:
-        max_len: as in :meth:`~ring_backends.RingDilatedAttention.new_cache`.
-        caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
-            of the model. Each of these calls has a cache of its own.
-        is_padded: whether the prompt has padding.
-        seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
-            tokens, the same on every rank.
-    """
-
-    max_len: int | None
-    caches: list[list[KeyValueCache]]
-    is_padded: bool = False
-    seq_len: int | None = None
-
-    def begin(self) -> None:
-        """Begin a call of the model."""
-        self._num_calls = [0] * len(self.caches)
-
-    def attend(
-        self,
-        attention: RingDilatedAttention,
-        layer: nn.Module,
-        tensors: list[Tensor],
-        padding: Tensor | None,
-        options: dict[str, Any],
-    ) -> Any:
-        """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, …]."""
-        index: Any = getattr(layer, "layer_idx", None)
-        if index is None or index >= len(self.caches):
-            raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
-        caches, call = self.caches[index], self._num_calls[index]
-        self._num_calls[index] += 1
-        if call == len(caches):
-            caches.append(attention.new_cache(self.max_len))
-        options = {"key_padding_mask": None if padding is None else ~padding, **options}
-        arguments = *tensors, caches[call]
-        if self.seq_len is not None:
-            return attention.prefill(*arguments, seq_len=self.seq_len, **options)
-        return attention.decode(*arguments, **options)
+current_generation: ContextVar[Generation | None] = ContextVar("current_generation", default=None)
+"""The call of :func:`~ring_backends.integrations.transformers.generate` that runs; None at other times."""
 
 
 class Registration:
@@ -176,13 +133,13 @@ class Registration:
         **options: Any,
     ) -> tuple[Tensor, None]:
         """q, k and v are [batch, heads, local seq, …]; out is [batch, local seq, heads, …], as wide as v."""
-        step, ring = current_step.get(), self.ring
+        generation, ring = current_generation.get(), self.ring
         with ring.report_refusals():
             mask = _check_mask(attention_mask, is_causal)
             what = read_layer(module, query, key, mask, scaling, self.attention.scale, options)
-            if step is not None and not mask.is_causal:
+            if generation is not None and not mask.is_causal:
                 raise ValueError("the model is not causal: it cannot generate; use a causal language model.")
-            if step is not None and step.is_padded and what.chunk is not None:
+            if generation is not None and generation.is_padded and what.chunk is not None:
                 raise ValueError(
                     f"attention_mask has padding: {type(module).__name__} has chunks of {what.chunk} tokens that begin "
                     "after it, and those of a cache begin with the sequence; generate from texts of one length."
@@ -202,7 +159,7 @@ class Registration:
                     "attention cannot know the length of the sequence (seq_len)."
                 )
             return _attend_alone(query, key, value), None
-        has_chunks = what.chunk is not None and step is None  # those of a cache begin with the sequence
+        has_chunks = what.chunk is not None and generation is None  # those of a cache begin with the sequence
         if has_chunks and ring.size == 1 and row_numbers is None and mask.padding is not None:
             seq_len = query.shape[2]
             row_numbers = torch.arange(seq_len, device=query.device).expand_as(mask.padding)
@@ -212,8 +169,8 @@ class Registration:
         if own.dropout_p != dropout:  # the model passes 0 after its eval()
             own.dropout_p = dropout
             own.train()
-        if step is not None:
-            return step.attend(own, module, rows, mask.padding, what.options), None
+        if generation is not None:
+            return generation.attend(own, module, rows, mask.padding, what.options), None
         with ring.report_refusals():
             config = getattr(module, "config", None)
             if ring.size > 1:
@@ -261,9 +218,9 @@ class Registration:
         num_queries = q_length if cache_position is None else len(cache_position)
         with ring.report_refusals():
             assert num_queries is not None
-            if current_step.get() is not None and attention_mask is not None:
+            if current_generation.get() is not None and attention_mask is not None:
                 attention_mask = attention_mask[:, -num_queries:]  # that of the cached keys is in the cache
-            elif current_step.get() is None and (num_queries != kv_length or kv_offset):
+            elif current_generation.get() is None and (num_queries != kv_length or kv_offset):
                 raise ValueError(
                     f"a mask of {num_queries} queries and {kv_length} keys: key/value caches and cross-attention are "
                     "not supported by a ring; call the model on whole sequences, with use_cache=False."

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from ring_backends.attention import RingDilatedAttention
 from ring_backends.engine.cache import KeyValueCache
 from ring_backends.integrations.describe import describe
-from ring_backends.integrations.transformers.attention import Step, check_config, current_step, registered
+from ring_backends.integrations.transformers.attention import check_config, current_generation, registered
 from ring_backends.integrations.transformers.probe import probe_once
 from ring_backends.integrations.transformers.whole_batches import inner_model
 from ring_backends.ring.collectives import agree
@@ -73,10 +74,9 @@ def generate(
     agree(ring, "generate", {name: describe(value) for name, value in given.items()})
     max_new = generation_options.get("max_new_tokens")
     max_len = input_ids.shape[1] + max_new if isinstance(max_new, int) else None
-    caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
-    generation = _Generation(inner, ring, Step(max_len, caches))
+    generation = Generation(inner, ring, max_len)
     hook = inner.register_forward_pre_hook(generation.before, with_kwargs=True)
-    token = current_step.set(generation.step)
+    token = current_generation.set(generation)
     generating: Any = model
     options = {"attention_mask": attention_mask, **generation.cache, **generation_options}
     options["use_cache"] = True  # the model's configuration may say otherwise
@@ -84,7 +84,7 @@ def generate(
         with torch.no_grad():
             return generating.generate(input_ids=input_ids, **options)
     finally:
-        current_step.reset(token)
+        current_generation.reset(token)
         hook.remove()
 
 
@@ -126,26 +126,67 @@ def _check(model: nn.Module, ring: Ring, input_ids: object, mask: object, option
     return inner
 
 
-class _Generation:
-    """The caches of one call of :func:`generate`, and the hook that distributes the prompt."""
+class Generation:
+    """One call of :func:`generate`: its caches, and the hook that distributes the prompt.
 
-    def __init__(self, inner: Any, ring: Ring, step: Step) -> None:
-        self.ring, self.step = ring, step
+    Args:
+        max_len: as in :meth:`~ring_backends.RingDilatedAttention.new_cache`.
+
+    Attributes:
+        caches: the caches of each layer, by its ``layer_idx``. A layer may call the attention several times in one call
+            of the model. Each of these calls has a cache of its own.
+        cache: the model's argument that tells transformers of the caches, by its name.
+        is_padded: whether the prompt has padding.
+        seq_len: the length of the prompt, while the model gets this rank's rows of it. None while the model gets new
+            tokens, the same on every rank.
+    """
+
+    def __init__(self, inner: Any, ring: Ring, max_len: int | None) -> None:
+        self.ring, self.max_len = ring, max_len
+        self.caches: list[list[KeyValueCache]] = [[] for _ in range(inner.config.get_text_config().num_hidden_layers)]
         # transformers 5.24 has renamed the argument.
         name = "cache" if "cache" in inspect.signature(inner.forward).parameters else "past_key_values"
-        self.cache = {name: _RingCache(layers=[_RingLayer(caches) for caches in step.caches])}
+        self.cache = {name: _RingCache(layers=[_RingLayer(caches) for caches in self.caches])}
+        self.is_padded = False
+        self.seq_len: int | None = None
+
+    def _begin(self) -> None:
+        """Begin a call of the model."""
+        self._num_calls = [0] * len(self.caches)
+
+    def attend(
+        self,
+        attention: RingDilatedAttention,
+        layer: nn.Module,
+        tensors: list[Tensor],
+        padding: Tensor | None,
+        options: dict[str, Any],
+    ) -> Any:
+        """out of one layer; ``tensors`` are query, key and value, [batch, seq, heads, …]."""
+        index: Any = getattr(layer, "layer_idx", None)
+        if index is None or index >= len(self.caches):
+            raise ValueError(f"{type(layer).__name__} has layer_idx = {index}: expected 0 … {len(self.caches) - 1}.")
+        caches, call = self.caches[index], self._num_calls[index]
+        self._num_calls[index] += 1
+        if call == len(caches):
+            caches.append(attention.new_cache(self.max_len))
+        options = {"key_padding_mask": None if padding is None else ~padding, **options}
+        arguments = *tensors, caches[call]
+        if self.seq_len is not None:
+            return attention.prefill(*arguments, seq_len=self.seq_len, **options)
+        return attention.decode(*arguments, **options)
 
     def before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute all tokens of the prompt but the last on all ranks. The model then gets the last, on every rank."""
-        if self.step.seq_len is not None:  # base_model of a model without a head is the model itself
+        if self.seq_len is not None:  # base_model of a model without a head is the model itself
             return args, kwargs
         input_ids: Any = kwargs.get("input_ids")
-        num_cached = max((cache.seq_len for caches in self.step.caches for cache in caches), default=0)
+        num_cached = max((cache.seq_len for caches in self.caches for cache in caches), default=0)
         self._check(input_ids, kwargs, num_cached)
-        self.step.begin()
+        self._begin()
         mask = kwargs.get("attention_mask")  # transformers makes one of the padding tokens
         if not num_cached and isinstance(mask, Tensor):
-            self.step.is_padded = not bool(mask.all())
+            self.is_padded = not bool(mask.all())
         if num_cached or input_ids.shape[1] <= _MIN_ROWS * self.ring.size:
             return args, kwargs
         length = input_ids.shape[1] - 1
@@ -157,12 +198,12 @@ class _Generation:
             local["row_numbers"] = row_numbers
         if local.get("attention_mask") is None:
             local["attention_mask"] = torch.ones_like(local["input_ids"])
-        self.step.seq_len = length
+        self.seq_len = length
         try:
             module.base_model(**local, **self.cache, use_cache=True)
         finally:
-            self.step.seq_len = None
-        self.step.begin()
+            self.seq_len = None
+        self._begin()
         last = {name: value[:, length:] for name, value in rows.items() if name != "attention_mask"}
         if kwargs.get("cache_position") is not None:
             last["cache_position"] = kwargs["cache_position"][length:]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal, cast
 
 import torch
@@ -29,15 +28,6 @@ WAYS: tuple[tuple[How, Counted], ...] = (
 """The ways to pool that a probe tries, the usual ones first."""
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call of the model that has begun: the arguments of its body, and which of these rows count (None: all)."""
-
-    ring: Ring
-    arguments: Mapping[str, Any]
-    counts: Tensor | None
-
-
 class PooledHead:
     """The hooks of a model whose head pools rows.
 
@@ -45,13 +35,15 @@ class PooledHead:
         model: the model.
         body: the part of it that computes rows; the model itself if it has no head but a pooler.
         way: how the head pools rows; None while it gets all rows, for a probe.
+        call: of a call of the model that has begun, the ring, the arguments of the body, and which of its rows count
+            (None: all).
     """
 
     def __init__(self, model: Any) -> None:
         self.model, self.body = model, model.base_model
         self.way: tuple[How, Counted] | None = None
         self.names = [*inspect.signature(self.body.forward).parameters]
-        self.call: _Call | None = None
+        self.call: tuple[Ring, Mapping[str, Any], Tensor | None] | None = None
         self.pooler: nn.Module | None = getattr(self.body, "pooler", None)
         self.hooks: list[RemovableHandle] = []
         if self.pooler is not None:
@@ -77,7 +69,7 @@ class PooledHead:
         """
         input_ids, mask, counts = batch["input_ids"], batch.get("attention_mask"), self._counts(batch)
         padding = self.model.config.get_text_config().pad_token_id
-        self.call = _Call(ring, local, None if counts is None else ring.shard(counts))
+        self.call = ring, local, None if counts is None else ring.shard(counts)
         if not self.is_classifier:
             return dict(local)
         labels = {"labels": batch["labels"]} if "labels" in batch else {}
@@ -125,15 +117,15 @@ class PooledHead:
 
     def _pooled(self, rows: Tensor) -> Tensor:
         """[batch, 1, …] from [batch, rows, …]."""
-        call, way = self.call, self.way
-        if call is None or way is None:
+        if self.call is None or self.way is None:
             return rows
+        ring, arguments, counts = self.call
         if rows.dim() != 3:
             raise ValueError(
                 f"model = {type(self.model).__name__}: its pooler gets one row, and not the rows to pool; use the "
                 "model without a head, and pool its rows with ring.pool()."
             )
-        return call.ring.pool(rows, call.counts, way[0], seq_len=call.arguments["seq_len"]).unsqueeze(1)
+        return ring.pool(rows, counts, self.way[0], seq_len=arguments["seq_len"]).unsqueeze(1)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_body(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -141,7 +133,7 @@ class PooledHead:
             return None
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
         options = {name: value for name, value in given.items() if not (value is None or isinstance(value, Tensor))}
-        return (), {**options, **self.call.arguments}
+        return (), {**options, **self.call[1]}
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _after_body(self, module: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:

@@ -29,7 +29,7 @@ from ring_backends.integrations.transformers.attention import (
     attention_on,
     check_config,
     check_layerdrop,
-    current_step,
+    current_generation,
     first_position_of,
     register_as,
 )
@@ -287,7 +287,7 @@ class ShardedForward:
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Cut a whole batch into this rank's rows."""
         self.end()
-        if current_step.get() is not None:  # generate() cuts the prompt itself
+        if current_generation.get() is not None:  # generate() cuts the prompt itself
             return args, kwargs
         names = [*inspect.signature(self.inner.forward).parameters]  # train() may put Liger's forward in its place
         by_place = names
