@@ -151,18 +151,19 @@ def join(accelerator: Any, ring_size: int | None, layout: LayoutKind, timeout: t
     return ring
 
 
-def replace_method(owner: Any, name: str, function: Any) -> None:
-    """Replace a method of one object.
+def replace_methods(owner: Any, **functions: Any) -> None:
+    """Replace methods of one object, by their names.
 
     Raises:
         AdapterUnavailableError: the object has no such method.
     """
-    if not callable(getattr(owner, name, None)):
-        raise AdapterUnavailableError(
-            f"{type(owner).__name__}.{name}: this release of its library has no such method, which a ring replaces; "
-            "use a release that docs/trainer.md lists."
-        )
-    setattr(owner, name, function)
+    for name, function in functions.items():
+        if not callable(getattr(owner, name, None)):
+            raise AdapterUnavailableError(
+                f"{type(owner).__name__}.{name}: this release of its library has no such method, which a ring "
+                "replaces; use a release that docs/trainer.md lists."
+            )
+        setattr(owner, name, function)
 
 
 def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
@@ -191,7 +192,6 @@ def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
             sampler.generator = torch.Generator().manual_seed(int(seeds[0][0]))
         return prepare(data_loader, *args, **kwargs)
 
-    replace_method(accelerator, "prepare_data_loader", prepare_data_loader)
     prepare_scheduler = accelerator.prepare_scheduler
 
     def prepare_by_ring(scheduler: Any) -> Any:
@@ -200,7 +200,7 @@ def _read_the_same_batches(accelerator: Any, ring: Ring) -> None:
             prepared.__class__, prepared.split_batches, prepared.num_steps = _SchedulerOfRings, True, ring.data_size
         return prepared
 
-    replace_method(accelerator, "prepare_scheduler", prepare_by_ring)
+    replace_methods(accelerator, prepare_data_loader=prepare_data_loader, prepare_scheduler=prepare_by_ring)
 
 
 class _SchedulerOfRings(AcceleratedScheduler):  # type: ignore[misc]
@@ -238,9 +238,7 @@ def _gather_once_per_ring(accelerator: Any, ring: Ring) -> None:
 
         return recursively_apply(reduced, tensor)
 
-    replacements = {"gather": gather_once, "gather_for_metrics": gather_tensors, "reduce": reduce_once}
-    for name, function in replacements.items():
-        replace_method(accelerator, name, function)
+    replace_methods(accelerator, gather=gather_once, gather_for_metrics=gather_tensors, reduce=reduce_once)
 
 
 def _check(accelerator: Any, ring: Ring) -> None:

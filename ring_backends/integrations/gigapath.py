@@ -408,14 +408,11 @@ class _SlideEncoder:
             raise ValueError(
                 f"padding_mask is {[*padding_mask.shape]} and x is {[*x.shape]}: expected one element per tile of x."
             )
-        kept = kept_columns(padding_mask.to(x.device))
-        for index, tiles in enumerate(kept):
-            if len(tiles) == 0:
-                raise ValueError(
-                    f"padding_mask is True at all tiles of slide {index}: a slide needs at least one tile. True marks "
-                    "padding; of the pad_mask of GigaPath's loader, which marks tiles, give ~pad_mask."
-                )
-        return kept
+        return kept_columns(
+            padding_mask.to(x.device),
+            "padding_mask is True at all tiles of slide %d: a slide needs at least one tile. True marks padding; of "
+            "the pad_mask of GigaPath's loader, which marks tiles, give ~pad_mask.",
+        )
 
     def _check_places(self, index: int, coords: Tensor, places: Tensor) -> None:
         """Check the coordinates [tiles, 2] of slide number ``index``, and their places in ``pos_embed``, [tiles]."""

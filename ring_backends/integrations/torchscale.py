@@ -241,13 +241,8 @@ class _OnRing:
             )
         kept = None
         if self.ignore_padding and mask is not None:
-            kept = kept_columns(mask != 0)
-            for index, columns in enumerate(kept):
-                if len(columns) == 0:
-                    raise ValueError(
-                        f"{mask_name} of {self.name} is True at all tokens of sequence {index}: a sequence needs at "
-                        "least one token. True marks padding."
-                    )
+            all_padding = f"{mask_name} of {self.name} is True at all tokens of sequence %d"
+            kept = kept_columns(mask != 0, f"{all_padding}: a sequence needs at least one token. True marks padding.")
         sequences = Sequences.of(shape, kept)
         for length in {*sequences.lengths}:
             ring_attention = self.part.layers[0].self_attn.ring_attention
@@ -499,9 +494,17 @@ class Sequences:
         return (positions[positions >= self.num_leading] - self.num_leading).to(device)
 
 
-def kept_columns(is_padding: Tensor) -> list[Tensor]:
-    """The columns of each sequence that are not padding, int64, from a mask [batch, n]."""
-    return [row.nonzero()[:, 0] for row in ~is_padding]
+def kept_columns(is_padding: Tensor, all_padding: str) -> list[Tensor]:
+    """The columns of each sequence that are not padding, int64, from a mask [batch, n].
+
+    Raises:
+        ValueError: a sequence has none; ``all_padding`` is the message, with ``%d`` for the sequence's number.
+    """
+    kept = [row.nonzero()[:, 0] for row in ~is_padding]
+    for index, columns in enumerate(kept):
+        if len(columns) == 0:
+            raise ValueError(all_padding % index)
+    return kept
 
 
 class _SelfAttention:

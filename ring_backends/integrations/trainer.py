@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.errors import AdapterUnavailableError
-from ring_backends.integrations.accelerate import join, make_attention, replace_method
+from ring_backends.integrations.accelerate import join, make_attention, replace_methods
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
 from ring_backends.integrations.transformers.whole_batches import (
     LABELS,
@@ -117,14 +117,13 @@ def attach(
         put_on_ring(reference, attention, 0.0, probe)
     attached = _Attached(trainer, ring, sharded)
     batch_size, num_flops = trainer.get_total_train_batch_size, trainer.floating_point_ops
-    replacements = {
-        "compute_loss": attached.compute_loss,
-        "prediction_step": attached.prediction_step,
-        "get_total_train_batch_size": lambda args: batch_size(args) // ring.size,
-        "floating_point_ops": lambda inputs: num_flops(inputs) // ring.size,
-    }
-    for name, function in replacements.items():
-        replace_method(trainer, name, function)
+    replace_methods(
+        trainer,
+        compute_loss=attached.compute_loss,
+        prediction_step=attached.prediction_step,
+        get_total_train_batch_size=lambda args: batch_size(args) // ring.size,
+        floating_point_ops=lambda inputs: num_flops(inputs) // ring.size,
+    )
     attached.check()
     return ring
 
