@@ -11,7 +11,7 @@ import typer
 def _check_directory(path: Path | None) -> Path | None:
     """Check that the directory of the file exists, before the measurement starts."""
     if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{path.absolute().parent} is no directory; create it, or give another path.")
+        raise typer.BadParameter(f"{path.absolute().parent} is not a directory; create it, or give another path.")
     return path
 
 

@@ -39,7 +39,7 @@ def make_model(options: TrainOptions, backend: Any, ring: Ring) -> LongNetLM:
 
 
 def make_optimizer(options: TrainOptions, dtype: torch.dtype) -> Callable[[Iterable[nn.Parameter]], torch.optim.AdamW]:
-    """What makes the optimizer of a training run from the parameters."""
+    """Return ``make_optimizer`` of a training run."""
     eps = max(1e-8, torch.finfo(dtype).tiny)  # 1e-8 is 0 in fp16
     return lambda parameters: torch.optim.AdamW(parameters, lr=options.lr, betas=(0.9, 0.95), eps=eps)
 

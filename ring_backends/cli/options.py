@@ -1,4 +1,4 @@
-"""The options that several commands share, and what turns a dataclass of options into a command.
+"""The options that several commands share, and the function that makes a command of a dataclass of options.
 
 The class of a command declares each option once: its type, its default and its help. If a command fails, its error is
 one message on stderr and an exit status: 2 if an argument or the installation cannot work, 1 if the command failed
@@ -299,7 +299,7 @@ def check_directory(name: str, path: Path) -> None:
     """
     if not path.absolute().parent.is_dir():
         raise ValueError(
-            f"{name} = {str(path)!r}: {path.absolute().parent} is no directory; create it, or give another path."
+            f"{name} = {str(path)!r}: {path.absolute().parent} is not a directory; create it, or give another path."
         )
 
 

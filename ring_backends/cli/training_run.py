@@ -298,7 +298,7 @@ def read_saved(checkpoint: Path, name: str, advice: str) -> dict[str, Any]:
         name, advice: the option that names the checkpoint, and what to do if ``train`` did not write it.
 
     Raises:
-        ValueError: the file with the options is missing or is no JSON.
+        ValueError: the file with the options is missing or is not JSON.
     """
     path = options_path(checkpoint)
     try:
@@ -308,7 +308,9 @@ def read_saved(checkpoint: Path, name: str, advice: str) -> dict[str, Any]:
             f"{name} = {str(checkpoint)!r}: {path} is missing, so `train` did not write this checkpoint; {advice}."
         ) from None
     except json.JSONDecodeError as error:
-        raise ValueError(f"{name} = {str(checkpoint)!r}: {path} is no JSON ({error}); train the model again.") from None
+        raise ValueError(
+            f"{name} = {str(checkpoint)!r}: {path} is not valid JSON ({error}); train the model again."
+        ) from None
     return saved
 
 

@@ -1,4 +1,4 @@
-"""Finds optimizers whose step is another one if a framework gives them flat parts of the parameters."""
+"""Finds optimizers that would compute another step on flat parts of the parameters."""
 
 from __future__ import annotations
 
@@ -45,6 +45,6 @@ def check_elementwise(optimizer: torch.optim.Optimizer, what_to_do: str) -> None
     if not is_same:
         name = type(optimizer).__name__
         raise ValueError(
-            f"make_optimizer returned {name}: its step of an element depends on other elements of the parameter, and "
+            f"make_optimizer returned {name}: it updates an element of a parameter by looking at other elements, and "
             f"{what_to_do}, or use an optimizer such as AdamW."
         )

@@ -24,7 +24,7 @@ def chunked_cross_entropy(
     The backward computes the logits of each chunk again. It costs one more product with the weight of the head.
 
     Args:
-        rows: [batch, local seq, features], the model's rows before its head.
+        rows: [batch, local seq, features], the rows that enter the model's head.
         head: maps rows [n, features] to logits [n, vocabulary], such as ``model.lm_head``.
         labels: int64 [batch, local seq].
         chunk_rows: number of rows whose logits exist at a time.

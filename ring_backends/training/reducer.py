@@ -62,7 +62,7 @@ def fill_missing_gradients(parameters: Iterable[Tensor], sparse: Collection[int]
 
 
 def sparse_parameters(model: nn.Module) -> set[int]:
-    """The ``id`` of each parameter whose gradient is sparse, found in the way of DistributedDataParallel."""
+    """The ``id`` of each parameter whose gradient is sparse, as DistributedDataParallel finds them."""
     embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag))]
     return {id(part.weight) for part in embeddings if part.sparse}
 
