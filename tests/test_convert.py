@@ -164,7 +164,7 @@ def test_convert_refuses_unusable_files(saved: Any, options: str, text: str, tmp
 def test_convert_refuses_paths(slide_encoder: Path, tmp_path: Path) -> None:
     for source, target, text in (
         (tmp_path / "none", tmp_path / "to.pt", "--source: source = .*: not a file"),
-        (slide_encoder, tmp_path / "none" / "to.pt", "--target: target = .*none is no directory"),
+        (slide_encoder, tmp_path / "none" / "to.pt", "--target: target = .*none is not a directory"),
         (slide_encoder, tmp_path, "--target: target = .*: is a directory"),
         (slide_encoder, slide_encoder, "SOURCE itself"),
     ):

@@ -13,7 +13,7 @@ def check_elementwise(optimizer: torch.optim.Optimizer, what_to_do: str) -> None
     """Check that an optimizer changes each element of a parameter by itself, as Adam does and Adafactor does not.
 
     A new optimizer of its class and defaults makes two steps of a small matrix, and of its two halves as vectors. An
-    optimizer that cannot be made so, or makes no step of the matrix, is not checked.
+    optimizer that cannot be built this way, or does not change the matrix, is not checked.
 
     Args:
         what_to_do: what the framework does to parameters, and the way out, for the error.

@@ -5,10 +5,10 @@ the valid tokens. :meth:`TrainingState.loss` avoids both. It divides each rank's
 tokens of the whole step, and multiplies it by the number by which the framework's reducer divides. That divisor is
 measured once, with the framework's own reducer.
 
-A gradient reducer assumes that all ranks make the same calls in the same order. The ranks check this assumption. Before
-a rank calls a collective of the framework, it knows that all ranks call it: either this call followed the same one the
-last time, or the rank compares it with the other ranks. So a rank that leaves the usual sequence waits for a
-comparison, and the other ranks wait in the framework's collective. All of them then raise RingMismatchError.
+A gradient reducer assumes that all ranks make the same calls in the same order, so the ranks check it before each
+collective of the framework. If the call comes after the same one as in the step before, nothing is compared; otherwise
+the rank compares it with the other ranks first. So a rank that leaves the usual sequence waits for a comparison while
+the others wait in the framework's collective, and all of them raise RingMismatchError.
 
 Fields that change in each step, such as learning rates and numbers of tokens, are compared with the number of tokens
 of the step: the one exchange that a step needs.
