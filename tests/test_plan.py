@@ -151,7 +151,7 @@ def test_without_constants_the_command_measures_them(tmp_path: Path) -> None:
         ("--hosts a,b --ranks-per-host 1", "--hosts", "ranks_per_host is given too"),
         ("--segment-lengths 64", "--dilation-rates", "missing"),
         ("--window-lengths 8", "--window-lengths", "1 entries and segment_lengths has 3"),
-        ("--json no/where/plan.json", "--json", "no directory"),
+        ("--json no/where/plan.json", "--json", "not a directory"),
     ],
 )
 def test_wrong_arguments_are_refused_by_name(arguments: str, option: str, message: str) -> None:
