@@ -1,6 +1,6 @@
 """The releases of Python, torch and the frameworks: those installed here, and those of the recorded test runs.
 
-``tests/record_run.py`` writes the record, ``tested_runs.json``.
+``tests/packaging/record_run.py`` writes the record, ``tested_runs.json``.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import pytest
 
 # This has to precede the import of the plugin, so that pytest rewrites the assertions of the harness.
 pytest.register_assert_rewrite("ring_backends.testing")
+
+# pytest adds this folder to sys.path. With it, kernels/ and adapters/ would be importable, and a library that looks for
+# an optional package of that name would find one. `pythonpath` in setup.cfg adds the folders of the tests themselves.
+sys.path[:] = [folder for folder in sys.path if folder != str(Path(__file__).parent)]
 
 pytest_plugins = ["ring_backends.testing.plugin", "pytester"]
 

@@ -97,7 +97,7 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/test_cli.py also tests the command")
+_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/cli/test_cli.py also tests the command")
 
 
 @core

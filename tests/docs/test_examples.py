@@ -8,11 +8,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from command_line import output_of
+from command_line import ROOT, output_of
 
 from ring_backends import available_adapters
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 FRAMEWORKS = ("native", "fsdp", "deepspeed", "fairscale")
 IMPORT = "from ring_backends.adapters import native as backend\n"
 WITH_OPTION = ("language_model",)

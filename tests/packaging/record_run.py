@@ -1,8 +1,8 @@
 """Record a passed run of the tests in ring_backends/tested_runs.json: when it ran, on which releases, and how many.
 
-``python tests/record_run.py FOLDER`` reads the JUnit files of pytest in FOLDER. The environments ``torch211``,
-``torch213`` and ``torch-newest`` of tox.ini call it. A new run replaces the earlier run with the same releases of
-torch and Python.
+``python tests/packaging/record_run.py FOLDER`` reads the JUnit files of pytest in FOLDER. The environments
+``torch211``, ``torch213`` and ``torch-newest`` of tox.ini call it. A new run replaces the earlier run with the same
+releases of torch and Python.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from xml.etree import ElementTree
 from ring_backends.releases import TESTED, versions
 
 RELEASES = ("torch", "python")
-RECORD = Path(__file__).resolve().parent.parent / "ring_backends" / "tested_runs.json"
+RECORD = Path(__file__).resolve().parents[2] / "ring_backends" / "tested_runs.json"
 
 
 def count(folder: Path) -> Counter[str]:

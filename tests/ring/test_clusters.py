@@ -21,11 +21,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from command_line import environment, output_of, start
+from command_line import ROOT, environment, output_of, start
 from slurm_cluster import NoSlurmError, SlurmCluster
 from test_launcher import POD
 
-PAGES = Path(__file__).resolve().parent.parent / "docs"
+PAGES = ROOT / "docs"
 NEEDED = os.environ.get("RING_BACKENDS_NEEDS_CLUSTERS", "").split(",")
 RANKS = ["rank 0 of 2 has 8,192 rows and sent 1,048,576 bytes", "rank 1 of 2 has 8,192 rows and sent 0 bytes"]
 """What ring.py prints on a ring of two."""

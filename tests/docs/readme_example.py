@@ -1,6 +1,6 @@
 """Run the first example of README.md, on 131,072 tokens, and compare the output with one device.
 
-``python -m torch.distributed.run --standalone --nproc-per-node 4 tests/readme_example.py``
+``python -m torch.distributed.run --standalone --nproc-per-node 4 tests/docs/readme_example.py``
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from ring_backends import dilated_attention
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 def main() -> None:

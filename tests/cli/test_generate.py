@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from command_line import check_refusal, output_of, run
+from command_line import ROOT, check_refusal, output_of, run
 from native_ranks import on_ring
 
 from ring_backends import Ring, available_adapters
@@ -116,7 +116,7 @@ def test_checkpoints_of_other_adapters(tmp_path: Path, backend: str) -> None:
 
 @pytest.mark.matrix(reason="trains until the model knows a document")
 def test_the_commands_of_the_documentation(tmp_path: Path) -> None:
-    page = Path(__file__).resolve().parent.parent / "docs" / "decoding.md"
+    page = ROOT / "docs" / "decoding.md"
     if not page.exists():
         pytest.skip("this tree has no docs/")
     block = page.read_text().partition("```console\n")[2].partition("```")[0]

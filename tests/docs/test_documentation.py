@@ -21,12 +21,11 @@ from typing import Any
 
 import pytest
 import typer
-from command_line import environment, output_of
+from command_line import ROOT, environment, output_of
 
 import ring_backends
 from ring_backends.cli import app
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = Path(ring_backends.__file__).parent
 _GUIDES = "README.md ADAPTERS.md CONTRIBUTING.md SECURITY.md bench/README.md bench/NOTES.md"
 GUIDES = [ROOT / name for name in _GUIDES.split()]
@@ -73,7 +72,7 @@ def programs() -> list[Any]:
     for page in [*GUIDES, *PAGES]:
         for _, text in blocks(page, "python"):
             head = PROGRAM.match(text)
-            if head and head["command"].startswith("torchrun"):  # tests/test_clusters.py runs the others
+            if head and head["command"].startswith("torchrun"):  # tests/ring/test_clusters.py runs the others
                 found.append(pytest.param(head["name"], head["command"], text, id=f"{name_of(page)}-{head['name']}"))
     return found
 
@@ -135,14 +134,14 @@ def test_programs(name: str, command: str, text: str, tmp_path: Path) -> None:
         assert without_rounding(line) in without_rounding(printed), f"{line}\nis not in\n{printed}"
 
 
-def stand_ins(folder: Path) -> tuple[Path, Path]:
+def stand_ins(folder: Path) -> list[Path]:
     """Folders in which gigapath and torchscale are the tests' stand-ins, which need no GPU and no network."""
     modules = {"gigapath/slide_encoder.py": "gigapath_reference"}
     modules |= {f"torchscale/{name}.py": "torchscale_modules" for name in ("architecture/config", "model/LongNet")}
     for path, name in modules.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(f"from {name} import *\n")
-    return folder, ROOT / "tests"
+    return [folder, ROOT / "tests" / "integrations", ROOT / "tests" / "longnet"]
 
 
 def without_rounding(text: str) -> str:

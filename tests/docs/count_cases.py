@@ -1,7 +1,8 @@
 """Count the test cases of each file, for tables in the documentation.
 
-``python tests/count_cases.py tests/test_native.py -k "lost or late"`` accepts the arguments of pytest. The table
-has a column for the cases of the quick command, and columns for the marks ``matrix``, ``slow`` and ``soak``.
+``python tests/docs/count_cases.py tests/adapters/test_native.py -k "lost or late"`` accepts the arguments of
+pytest. The table has a column for the cases of the quick command, and columns for the marks ``matrix``, ``slow`` and
+``soak``.
 """
 
 from __future__ import annotations

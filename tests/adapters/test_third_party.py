@@ -11,10 +11,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command_line import environment, output_of
+from command_line import ROOT, environment, output_of
 
-ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "tests" / "third_party_adapter"
+SOURCE = Path(__file__).with_name("third_party_adapter")
 
 pytestmark = pytest.mark.matrix(reason="builds and installs a distribution, and runs a suite in it")
 

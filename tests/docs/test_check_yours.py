@@ -6,15 +6,14 @@ import os
 import re
 import runpy
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-from command_line import output_of
+from command_line import ROOT, output_of
 
 from ring_backends import dilated_attention
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+DOCS = ROOT / "docs"
 PROGRAM = DOCS / "check_yours.py"
 PACKAGES = ("torchscale", "dilated_attention_pytorch")
 

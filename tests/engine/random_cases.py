@@ -1,7 +1,7 @@
 """Compare random calls of one kind with the dense fp64 reference, on rings of several sizes.
 
-`python tests/random_cases.py windows fsdp 210 --sizes 2,3,4,5,6,7,8` runs 30 cases on each size of ring, half in each
-layout. The kinds are windows, sinks, score_mods and value_dim.
+`python tests/engine/random_cases.py windows fsdp 210 --sizes 2,3,4,5,6,7,8` runs 30 cases on each size of ring, half in
+each layout. The kinds are windows, sinks, score_mods and value_dim.
 """
 
 from __future__ import annotations

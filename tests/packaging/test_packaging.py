@@ -22,12 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import output_of, run
+from command_line import ROOT, output_of, run
 from packaging.requirements import Requirement
 
 import ring_backends
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGE_DIRS = {
     "ring_backends": "ring_backends",
     "adapters": "ring_backends/adapters",
@@ -113,7 +112,7 @@ def test_the_sdist_builds_the_same_wheel(sdist: Path, wheel: Path, tmp_path: Pat
         archive.extraction_filter = getattr(tarfile, "data_filter", lambda member, path: member)
         archive.extractall(tmp_path)
     (tree,) = tmp_path.iterdir()
-    assert (tree / "tests" / Path(__file__).name).is_file()
+    assert (tree / Path(__file__).relative_to(ROOT)).is_file()
     assert names_in(build("wheel", tree, tmp_path / "out")) == names_in(wheel)
 
 
@@ -211,7 +210,7 @@ def test_tox_tests_the_wheel_and_not_the_checkout() -> None:
     held = {path.relative_to(installed.parent).as_posix() for path in installed.rglob("*") if path.is_file()}
     files = tree_files()
     assert {name for name in held if not name.endswith(".pyc")} == set(files)
-    # This detects a wheel that was built before the last edit. tests/record_run.py may have edited the record since.
+    # This detects a wheel that was built before the last edit. record_run.py may have edited the record since.
     copies = {name: installed.parent / name for name in files if name.endswith(".py")}
     assert [name for name, copy in copies.items() if files[name].read_bytes() != copy.read_bytes()] == []
 

@@ -1,6 +1,6 @@
 """What ``initialize`` reads from the environment variables of torchrun, Slurm and Kubernetes.
 
-tests/test_clusters.py starts ranks with the launchers themselves.
+tests/ring/test_clusters.py starts ranks with the launchers themselves.
 """
 
 from __future__ import annotations

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from command_line import ROOT
 from torch import Tensor
 
 from ring_backends import dilated_attention
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "patterns.md"
+PAGE = ROOT / "docs" / "patterns.md"
 SEQ_LEN, HEADS = 46, 8
 LENGTHS, RATES = [8, 16, 46], [1, 4, 6]
 w, d, stride, W, S, C, k, left = 8, 3, 6, 7, 5, 12, 7, 4

@@ -1,6 +1,6 @@
 """Runs the checks of transformers_checks.py on all classes, prints a table, and writes a page of the documentation::
 
-    python tests/transformers_sweep.py [--write docs/hugging-face-models.md] [KIND or class ...]
+    python tests/integrations/transformers_sweep.py [--write docs/hugging-face-models.md] [KIND or class ...]
 
 The kinds are causal, masked, token, sequence and base. Without names, the command runs all text models of transformers.
 """
@@ -82,7 +82,7 @@ training mode, with six layers, with [`shard_inputs`](hugging-face.md#a-forward-
 and models without a head got the first, if a language model has the same layers. What one process could not run is not
 tested.
 """
-COMMAND = "python tests/transformers_sweep.py --write docs/hugging-face-models.md"
+COMMAND = "python tests/integrations/transformers_sweep.py --write docs/hugging-face-models.md"
 
 
 def section(row: Row) -> str:

@@ -191,7 +191,7 @@ def test_a_launchers_world_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "run the command without torchrun" in refused("compare")
 
 
-@pytest.mark.matrix(reason="tests/test_cli.py interrupts a run of train in the same way")
+@pytest.mark.matrix(reason="tests/cli/test_cli.py interrupts a run of train in the same way")
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="reads /proc")
 def test_ctrl_c_ends_every_rank_with_one_message_and_leaves_no_file(tmp_path: Path) -> None:
     command = "compare --seq-len 1048576 --nproc-per-node 2"

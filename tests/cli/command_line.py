@@ -18,6 +18,8 @@ from typer.testing import CliRunner
 import ring_backends
 from ring_backends.cli import app
 
+ROOT = Path(__file__).resolve().parents[2]
+"""The root of the source tree."""
 PACKAGE_ROOT = Path(ring_backends.__file__).absolute().parent.parent
 """The folder from which started processes import the package under test."""
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
 
 import transformers
+from command_line import ROOT
 from tiny_models import Kind, TinyModel, models
 from transformers_checks import FIRST, alone, compare, make_batch, on_ring
 from transformers_sweep import COMMAND, counts, make_ranks, section, sections_of, sweep_models, table
 
 from ring_backends.testing.world import World
 
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "hugging-face-models.md"
+PAGE = ROOT / "docs" / "hugging-face-models.md"
 PARTS: dict[Kind, int] = {"causal": 4, "masked": 1, "token": 2, "sequence": 2, "base": 4}
 """The number of tests per kind, which pytest-xdist distributes."""
 

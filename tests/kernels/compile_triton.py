@@ -1,6 +1,7 @@
 """Compiles the Triton kernels for GPUs that need not be there, and prints what each one uses, as JSON.
 
-Run it without ``TRITON_INTERPRET``: ``python tests/compile_triton.py CAPABILITY HEAD_DIM full|window|others [DTYPE]``.
+Run it without ``TRITON_INTERPRET``:
+``python tests/kernels/compile_triton.py CAPABILITY HEAD_DIM full|window|others [DTYPE]``.
 The launches of a forward and a backward are recorded instead of run, so that the kernels are compiled as a launch would
 compile them.
 """
