@@ -137,7 +137,7 @@ def all_command(
     repeats: Repeats = 5,
     minutes: Minutes = 9,
 ) -> None:
-    """Run the tests marked `gpu`, then all parts. If one fails, the others still run.
+    """Run the tests that need a GPU, then all parts. If one fails, the others still run.
 
     Each runs in a process of its own, since no call succeeds in a process after an illegal memory access on the GPU.
     """
@@ -163,8 +163,8 @@ def all_command(
 
 
 def _tests_command(directory: Path | None) -> list[str]:
-    """Run the tests marked `gpu`. Triton compiles kernels for them on the CPU, so several run at a time."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "8", str(TESTS)]
+    """Run the tests that need a GPU. Triton compiles kernels for them on the CPU, so several run at a time."""
+    command = [sys.executable, "-m", "pytest", "--gpu", "-n", "8", str(TESTS)]
     return command if directory is None else [*command, f"--junitxml={directory.absolute() / 'gpu-tests.xml'}"]
 
 

@@ -45,7 +45,7 @@ class AtenCudaKernel(Kernel):
     device_types = ("cuda",)
     reads_ignored_keys = True
     unverified = (
-        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest -m gpu"
+        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
     )
     min_capability: tuple[int, int]
 

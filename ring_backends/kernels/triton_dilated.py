@@ -39,7 +39,7 @@ class TritonDilatedKernel(StepKernel):
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
     unverified = (
-        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest -m gpu"
+        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
     )
     has_dropout = True
     has_score_mod = True

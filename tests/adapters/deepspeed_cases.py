@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -44,14 +44,6 @@ WITHOUT = MappingProxyType(
 
 SMALL_BUFFERS = {"reduce_bucket_size": 10_000, "stage3_prefetch_bucket_size": 10_000, "sub_group_size": 100_000}
 """Small buffers for ZeRO. The default buffers take gigabytes."""
-
-
-slow = pytest.mark.slow
-
-
-def slow_but(*quick: Any, of: Iterable[Any] = range(4)) -> list[Any]:
-    """Values for ``parametrize``, by default the ZeRO stages. All values except ``quick`` are marked slow."""
-    return [value if value in quick else pytest.param(value, marks=slow) for value in of]
 
 
 def zero(stage: int, **options: Any) -> dict[str, Any]:

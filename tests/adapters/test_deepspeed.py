@@ -1,6 +1,6 @@
 """The DeepSpeed adapter passes the shared suites. comms_logger counts its hops. Checkpoints run no code.
 
-Tests marked slow complete long parameter matrices. The others run every ZeRO stage, set-up and feature once.
+The quick command runs every ZeRO stage, set-up and feature once, and the matrix the whole suites with every stage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.checkpoint_errors import Intruder, sign
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import FOUR, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
@@ -27,7 +28,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cases import ADAPTER, HOPS, WITHOUT, parallelize_here, slow, zero
+from deepspeed_cases import ADAPTER, HOPS, WITHOUT, parallelize_here, zero
 
 
 class TestDeepSpeed(AdapterTests):
@@ -36,21 +37,21 @@ class TestDeepSpeed(AdapterTests):
     without = WITHOUT
 
 
-@slow
+@MORE_CASES
 class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
 
 
-@slow
+@MORE_CASES
 class TestZeRO2(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(2))
 
 
-@slow
+@MORE_CASES
 class TestZeRO3(AllTrainingTests):
     adapter = ADAPTER
     without = MappingProxyType(
@@ -141,8 +142,7 @@ def load_checkpoint_with_code(path: str, stage: int, files: str, mark: str) -> E
 
 class TestCheckpoints:
     @pytest.mark.parametrize(
-        ("stage", "files"),
-        [pytest.param(0, "*model_states.pt", marks=pytest.mark.matrix(reason="another file")), (2, "*optim_states.pt")],
+        ("stage", "files"), [pytest.param(0, "*model_states.pt", marks=MORE_CASES), (2, "*optim_states.pt")]
     )
     def test_code_in_a_checkpoint_is_not_run(self, world: World, stage: int, files: str, tmp_path: Path) -> None:
         """DeepSpeed's own loader would run this code."""

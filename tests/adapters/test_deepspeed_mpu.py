@@ -14,13 +14,14 @@ import torch.distributed as dist
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import TWO, RingSpec, ring_here
 from ring_backends.testing.training_runs import Recipe, State, train
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cases import ADAPTER, HOPS, NEEDS, check_stage, parallelize_here, slow, slow_but, zero
+from deepspeed_cases import ADAPTER, HOPS, NEEDS, check_stage, parallelize_here, zero
 
 from ring_backends.adapters import deepspeed as backend
 
@@ -91,11 +92,11 @@ class TestMpu:
             first = rank // 2 * 2
             assert seen == [((first, first + 1), 2, rank // 2, 1, False)] * 3
 
-    @pytest.mark.parametrize("stage", slow_but(2, 3))
+    @pytest.mark.parametrize("stage", matrix_but(2, 3, of=range(4)))
     def test_gradients_are_those_of_the_whole_batch(self, mpu_world: World, stage: int) -> None:
         check_stage(mpu_world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6, train_with_mpu)
 
-    @slow
+    @MORE_CASES
     @pytest.mark.parametrize("stage", [0, 1, 2, 3])
     def test_clipping_and_micro_batches(self, mpu_world: World, stage: int) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, max_grad_norm=0.01)
@@ -105,7 +106,7 @@ class TestMpu:
     def test_the_reducer_divides_by_data_or_by_all_ranks(self, mpu_world: World, stage: int, divisor: int) -> None:
         assert mpu_world.run(divisor_with_mpu, zero(stage)) == pytest.approx([divisor] * 4)
 
-    @slow
+    @MORE_CASES
     def test_zero_3_reduces_over_all_ranks_of_a_mesh(self, mpu_world: World) -> None:
         """ZeRO 3 is therefore accepted with a mesh. The other stages would let replicas drift apart."""
         check_stage(mpu_world, TWO, zero(3, mesh_param=(2, 2)), Recipe(dtype=torch.float32, steps=3, rate=0.02), 1e-4)

@@ -19,6 +19,7 @@ from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_results, expected, local_call, whole
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import BY_HOSTS, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.training_runs import State, check_moves
@@ -26,7 +27,7 @@ from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
 
-from deepspeed_cases import ADAPTER, NEEDS, SmallModel, one_step, one_step_alone, sgd, slow, slow_but, zero
+from deepspeed_cases import ADAPTER, NEEDS, SmallModel, one_step, one_step_alone, sgd, zero
 
 from ring_backends.adapters import deepspeed as backend
 
@@ -38,7 +39,7 @@ def ulysses_ring(ring_size: int, ulysses_size: int) -> Any:
 
 every_group_size = pytest.mark.parametrize(
     ("ring_size", "ulysses_size"),
-    [(4, 2), pytest.param(4, 4, marks=slow), pytest.param(2, 2, marks=slow)],
+    [(4, 2), pytest.param(4, 4, marks=MORE_CASES), pytest.param(2, 2, marks=MORE_CASES)],
     ids=["ring 2 x 2", "ring 1 x 4", "data 2 x ring 1 x 2"],
 )
 
@@ -154,7 +155,7 @@ def copies_with_ulysses() -> tuple[list[bool], Ended]:
 
 class TestUlysses:
     @pytest.mark.parametrize("name", CASE_CHANGES)
-    @pytest.mark.parametrize("layout", slow_but("zigzag", of=("contiguous", "zigzag")))
+    @pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
     @every_group_size
     def test_output_and_gradients_are_those_of_one_process(
         self, world: World, ring_size: int, ulysses_size: int, layout: LayoutKind, name: str
@@ -184,7 +185,7 @@ class TestUlysses:
             hop_ring = tuple(range(first + rank % ulysses_size, first + ring_size, ulysses_size))
             assert seen == (ring_size, rank - first, 4 // ring_size, rank // ring_size, hop_ring, hop_ring_size - 1)
 
-    @pytest.mark.parametrize("stage", slow_but(3))
+    @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     def test_training(self, world: World, stage: int) -> None:
         for states in world.run(train_with_ulysses, zero(stage)):
             check_moves(states, one_step_alone(), 1e-6, f"ZeRO {stage}")

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import TwoLayers, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
@@ -43,8 +44,6 @@ from deepspeed_cases import (
     one_step_alone,
     parallelize_here,
     rename,
-    slow,
-    slow_but,
     train_checkpointed,
     zero,
 )
@@ -55,9 +54,6 @@ from ring_backends.adapters import deepspeed as backend
 @pytest.fixture(autouse=True)
 def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from renew_closed_worlds(request)
-
-
-OTHER_STAGES = pytest.mark.matrix(reason="stage 3 does more")
 
 
 def _stage_and_device(options: Any) -> str:
@@ -71,12 +67,12 @@ class TestZeRO:
     def test_gradients_are_those_of_the_whole_batch(self, world: World, stage: int) -> None:
         check_stage(world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6)
 
-    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=OTHER_STAGES) for stage in (1, 2)), 3])
+    @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
     def test_replicas_stay_the_same(self, world: World, stage: int) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=3)
         check_stage(world, FOUR, zero(stage), recipe, 1e-4)
 
-    @pytest.mark.parametrize("stage", [pytest.param(2, marks=OTHER_STAGES), 3])
+    @pytest.mark.parametrize("stage", matrix_but(3, of=(2, 3)))
     def test_clipped_micro_batches(self, world: World, stage: int) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
@@ -130,7 +126,7 @@ class TestZeRO:
         for ended in world.run(train_through_another_model, stage, False):
             ended.check(RuntimeError, "came from a backward other than state.backward()")
 
-    @pytest.mark.parametrize("stage", [pytest.param(1, marks=OTHER_STAGES), pytest.param(2, marks=OTHER_STAGES), 3])
+    @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
     def test_optimizers_that_zero_changes_are_refused_by_name(self, world: World, stage: int) -> None:
         for adafactor, adagrad in world.run(use_other_optimizers, stage):
             adafactor.check(ValueError, "Adafactor: its step of an element depends on other elements", "zero_stage=0")
@@ -140,7 +136,7 @@ class TestZeRO:
         for ended in world.run(transpose_a_parameter):
             ended.check(ValueError, "parameter layers.0.weight of model has strides (1, 4)")
 
-    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=OTHER_STAGES) for stage in (1, 2)), 0, 3])
+    @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))
     def test_a_step_with_nan_is_counted_or_skipped(self, world: World, stage: int) -> None:
         for before, counts, warned, after in world.run(step_with_nan, zero(stage)):
             if stage == 0:  # ZeRO 0 takes the step, like the other adapters
@@ -153,8 +149,8 @@ class TestZeRO:
                 assert warned in ([], [SKIPPED])
         assert stage == 0 or world.run(step_with_nan, zero(stage))[0][2] == [SKIPPED]
 
-    @pytest.mark.parametrize("offloads", [False, pytest.param(True, marks=slow)], ids=["", "offloaded"])
-    @pytest.mark.parametrize("stage", slow_but(3, of=(1, 2, 3)))
+    @pytest.mark.parametrize("offloads", matrix_but(False, of=(False, True)), ids=["", "offloaded"])
+    @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
     def test_a_step_after_a_skipped_one_uses_other_parameters(self, world: World, stage: int, offloads: bool) -> None:
         options = offloaded(stage) if offloads else zero(stage)
         for counts, before, after in world.run(leave_out_after_nan, options):
@@ -163,7 +159,7 @@ class TestZeRO:
             for name, tensor in after.items():
                 assert torch.equal(tensor, before[name]) == ("layers.1" in name), name
 
-    @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=OTHER_STAGES) for stage in range(3)), 3])
+    @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
     def test_another_default_dtype(self, world: World, stage: int, dtype: torch.dtype) -> None:
         for moved, default in world.run(train_under_default_dtype, zero(stage), dtype):
@@ -177,13 +173,13 @@ class TestZeRO:
         for uninterrupted, resumed in world.run(save_and_load, ADAPTER, TWO, recipe, path, zero(3)):
             assert resumed.losses == uninterrupted.losses
 
-    @slow
+    @MORE_CASES
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_offloaded_optimizer_states(self, world: World, stage: int) -> None:
         check_stage(world, TWO, offloaded(stage), Recipe(dtype=torch.float32), 1e-6)
 
-    @pytest.mark.parametrize("name", slow_but("full steps", of=WINDOWS))
-    @pytest.mark.parametrize("options", [zero(3), *slow_but(of=map(offloaded, (1, 2, 3)))], ids=_stage_and_device)
+    @pytest.mark.parametrize("name", matrix_but("full steps", of=WINDOWS))
+    @pytest.mark.parametrize("options", [zero(3), *matrix_but(of=map(offloaded, (1, 2, 3)))], ids=_stage_and_device)
     def test_no_rank_uses_a_parameter(self, world: World, name: str, options: Mapping[str, Any]) -> None:
         by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], dict(options))
         check_experts(by_rank, WIDTHS, WINDOWS[name])
@@ -192,7 +188,7 @@ class TestZeRO:
         ("stage", "zero_options"),
         [
             (1, {"overlap_comm": True}),
-            *(pytest.param(stage, {"offload_optimizer": {"device": "cpu"}}, marks=slow) for stage in (2, 3)),
+            *(pytest.param(stage, {"offload_optimizer": {"device": "cpu"}}, marks=MORE_CASES) for stage in (2, 3)),
         ],
         ids=["overlapped", "offloaded-2", "offloaded-3"],
     )
@@ -205,7 +201,7 @@ class TestZeRO:
         recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True, max_grad_norm=0.01)
         check_stage(world, TWO, options, recipe, 1e-5)
 
-    @pytest.mark.parametrize("stage", slow_but(1))
+    @pytest.mark.parametrize("stage", matrix_but(1, of=range(4)))
     def test_an_early_step_in_bf16(self, world: World, stage: int) -> None:
         options = zero(stage)
         options["config"]["bf16"] = {"enabled": True}
@@ -216,8 +212,8 @@ class TestZeRO:
         for states, _ in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
             check_moves(states, rounded, 0.05, f"ZeRO {stage}")
 
-    @pytest.mark.parametrize("stage", slow_but(0, 3))
-    @pytest.mark.parametrize("how", slow_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
+    @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))
+    @pytest.mark.parametrize("how", matrix_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
     def test_activation_checkpointing(self, world: World, stage: int, how: str) -> None:
         for states in world.run(train_checkpointed, how, zero(stage)):
             wanted = [{rename(name): tensor for name, tensor in state.items()} for state in one_step_alone()]
@@ -236,8 +232,8 @@ class TestZeRO:
                 again = 0 if "remembered" in how else forward
                 assert sent == [forward, messages + again], (how, rank)
 
-    @pytest.mark.parametrize("set_by", slow_but("model", of=("config", "model")))
-    @pytest.mark.parametrize("stage", slow_but(2))
+    @pytest.mark.parametrize("set_by", matrix_but("model", of=("config", "model")))
+    @pytest.mark.parametrize("stage", matrix_but(2, of=range(4)))
     def test_bf16_parameters(self, world: World, stage: int, set_by: str) -> None:
         """DeepSpeed keeps fp32 master weights."""
         options = zero(stage)
@@ -251,7 +247,7 @@ class TestZeRO:
             assert seen == {torch.bfloat16}
             check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
 
-    @pytest.mark.parametrize("stage", slow_but(3))
+    @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     def test_bf16_parameters_do_not_round_coordinates(self, world: World, stage: int) -> None:
         for places, _ in world.run(look_up_places, ADAPTER, TWO, False, zero(stage), torch.bfloat16):
             assert places == [[int(number) for number in COORDS]] * 2

@@ -17,11 +17,12 @@ from torch import nn
 
 from ring_backends.adapters import fairscale
 from ring_backends.adapters.fairscale import training
-from ring_backends.testing import training_runs
 from ring_backends.testing.capabilities import AdapterSuite
-from ring_backends.testing.models import make_model
+from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.rings import RingSpec
 from ring_backends.testing.training_runs import (
+    CASE,
+    IGNORED,
     Recipe,
     State,
     Trainer,
@@ -38,12 +39,8 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
     group = dist.new_group(backend="nccl")
     options = {"strategy": "fsdp", "process_group": group, "process_group_reduce_scatter": group}
 
-    def on_gpu(*args: Any) -> nn.Module:
-        return make_model(*args).cuda()
-
-    with mock.patch.object(training_runs, "make_model", on_gpu):
-        trainer = Trainer(ADAPTER, rings, "contiguous", recipe, options)
-        other = Trainer(ADAPTER, rings, "contiguous", replace(recipe, seed=99), options)
+    trainer = Trainer(ADAPTER, rings, "contiguous", recipe, options, prepare=nn.Module.cuda)
+    other = Trainer(ADAPTER, rings, "contiguous", replace(recipe, seed=99), options, prepare=nn.Module.cuda)
     states = [trainer.state.full_state_dict()]
     step_on_gpu(trainer, 0)
     states.append(trainer.state.full_state_dict())
@@ -58,10 +55,10 @@ def train_fully_sharded(path: str, rings: RingSpec, recipe: Recipe) -> tuple[lis
 
 def step_on_gpu(trainer: Trainer, step: int) -> None:
     micro_batches = [(tokens.cuda(), labels.cuda()) for tokens, labels in trainer.micro_batches(step)]
-    positions = trainer.ring.positions(training_runs.CASE.seq_len).cuda()
-    count = trainer.state.global_count(sum(int((labels != training_runs.IGNORED).sum()) for _, labels in micro_batches))
+    positions = trainer.ring.positions(CASE.seq_len).cuda()
+    count = trainer.state.global_count(sum(int((labels != IGNORED).sum()) for _, labels in micro_batches))
     for tokens, labels in micro_batches:
-        logits = trainer.state.model(tokens, positions, training_runs.CASE.seq_len)
+        logits = trainer.state.model(tokens, positions, CASE.seq_len)
         trainer.state.backward(trainer.state.loss(loss_sum(logits, labels), 0, step_token_count=count))
     trainer.state.step()
 
@@ -144,8 +141,7 @@ class TestFairScaleFSDP(AdapterSuite):
             torch.testing.assert_close(first[name], parameter)
             assert torch.equal(second[name], first[name]), name
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="FairScale's FSDP needs a GPU")
+    @needs_gpu
     @pytest.mark.parametrize(
         ("recipe", "tolerance"),
         [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -14,11 +13,11 @@ from fairscale_cases import ADAPTER, CASE, GroupedRecipe, parallelize_one_parame
 from torch import Tensor, nn
 
 from ring_backends.activation_checkpointing import remember_attention
-from ring_backends.testing import training_runs
 from ring_backends.testing.calls import local_call
 from ring_backends.testing.capabilities import AdapterSuite
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import OneParameter, make_model, unit_sgd
+from ring_backends.testing.marks import matrix_but
+from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
 from ring_backends.testing.training_runs import (
     Recipe,
@@ -91,15 +90,13 @@ def train_checkpointed(rings: RingSpec, recipe: Recipe, what: str) -> list[State
     """Train with FairScale's activation checkpointing around every block, every block and the head, or the model."""
     from fairscale.nn import checkpoint_wrapper
 
-    def checkpointed(*args: Any) -> nn.Module:
-        model: Any = make_model(*args)
+    def checkpointed(model: Any) -> nn.Module:
         blocks = [model] if what == "model" else [*model.blocks]
         for module in [*blocks, model.head] if what == "blocks and head" else blocks:
             checkpoint_wrapper(module)
         return model
 
-    with mock.patch.object(training_runs, "make_model", checkpointed):
-        return train(ADAPTER, rings, "zigzag", recipe, {})
+    return train(ADAPTER, rings, "zigzag", recipe, {}, checkpointed)
 
 
 class RememberingBlock(nn.Module):
@@ -218,7 +215,7 @@ def save_one_step(path: str, recipe: Recipe) -> State:
 class TestFairScaleTraining(AdapterSuite):
     adapter = ADAPTER
 
-    @pytest.mark.parametrize("reduce_buffer_size", [0, pytest.param(200, marks=pytest.mark.slow)])
+    @pytest.mark.parametrize("reduce_buffer_size", matrix_but(0, of=(0, 200)))
     @every_mesh
     def test_gradients_outside_of_buckets(self, world: World, rings: RingSpec, reduce_buffer_size: int) -> None:
         """Reduce gradients one by one, or small ones in buckets. The recipes use fp32, and fp64 micro-batches."""
@@ -230,8 +227,8 @@ class TestFairScaleTraining(AdapterSuite):
             by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, options)
             check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance)
 
-    @pytest.mark.parametrize("what", ["blocks", pytest.param("blocks and head", marks=pytest.mark.slow), "model"])
-    @pytest.mark.parametrize("rings", [pytest.param(FOUR, marks=pytest.mark.slow), TWO], ids=str)
+    @pytest.mark.parametrize("what", matrix_but("blocks", "model", of=("blocks", "blocks and head", "model")))
+    @pytest.mark.parametrize("rings", matrix_but(TWO, of=(FOUR, TWO)), ids=str)
     def test_activation_checkpointing(self, world: World, rings: RingSpec, what: str) -> None:
         for recipe, tolerance in (
             (Recipe(dtype=torch.float32), 1e-6),
@@ -321,19 +318,11 @@ class TestFairScaleTraining(AdapterSuite):
                 optimizer.load_state_dict(state["optimizer"])
                 return optimizer
 
-        def loaded(*args: Any) -> nn.Module:
-            model = make_model(*args)
+        def loaded(model: nn.Module) -> nn.Module:
             model.load_state_dict(state["model"])
             return model
 
-        def second_batches(rings: RingSpec, layout: Any, step: int, accumulation_steps: int) -> Any:
-            return batches(rings, layout, step + 1, accumulation_steps)
-
-        batches = training_runs.batches
-        with (
-            mock.patch.object(training_runs, "make_model", loaded),
-            mock.patch.object(training_runs, "batches", second_batches),
-        ):
-            states = train_alone(TWO, "contiguous", FromCheckpoint(optimizer="adam", rate=0.02, steps=1))
+        recipe = FromCheckpoint(optimizer="adam", rate=0.02, steps=1)
+        states = train_alone(TWO, "contiguous", recipe, loaded, first_step=1)
         for name, tensor in states[-1].items():
             torch.testing.assert_close(wanted[name], tensor, rtol=1e-9, atol=1e-9)

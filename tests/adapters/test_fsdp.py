@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,10 +22,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 
 from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
-from ring_backends.testing import training_runs, unequal_ranks
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.models import Block, BlocksOfExperts, Experts, make_model, unit_sgd
+from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.models import Block, BlocksOfExperts, Experts, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
@@ -54,14 +52,14 @@ class TestFSDP(AdapterTests):
     without = MappingProxyType(COPIES)
 
 
-@pytest.mark.slow
+@MORE_CASES
 class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
     without = MappingProxyType(COPIES)
 
 
-@pytest.mark.slow
+@MORE_CASES
 class TestFSDP1(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
@@ -90,7 +88,11 @@ def test_no_rank_uses_a_parameter_in_mixed_precision_of_hsdp(world: World, name:
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_ranks_that_call_different_blocks_are_reported(world: World, strategy: str) -> None:
-    for outcome in world.run_collect(train_experts_as_blocks, strategy):
+    """Each expert is a block, which FSDP gathers when it is called."""
+    options = {"strategy": strategy}
+    for outcome in world.run_collect(
+        train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], options, make_model=Experts
+    ):
         outcome.check(RingMismatchError, "experts.0", "experts.1", "leave them out of blocks=")
 
 
@@ -109,12 +111,6 @@ def cut_a_gradient_off(strategy: str) -> None:
     if dist.get_rank() == 1:
         state.model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, out: out.detach())
     state.backward(state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10))
-
-
-def train_experts_as_blocks(strategy: str) -> None:
-    """Train with each expert as a block, which FSDP gathers when it is called."""
-    with mock.patch.object(unequal_ranks, "BlocksOfExperts", Experts):
-        train_experts(ADAPTER, (8, 10), MICRO_BATCHES["one"], {"strategy": strategy})
 
 
 @pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
@@ -136,7 +132,7 @@ def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Cou
     return trainer.states(), graphs.operators()
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("hsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=("fsdp2", "hsdp")))
 def test_a_compiled_block_is_one_graph(world: World, strategy: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_compiled, recipe, strategy)
@@ -149,8 +145,7 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
     implementation = CheckpointImpl.REENTRANT if how == "reentrant" else CheckpointImpl.NO_REENTRANT
     options = {"context_fn": keep_attention} if how == "kept" else {}
 
-    def checkpointed(*args: Any) -> nn.Module:
-        model = make_model(*args)
+    def checkpointed(model: nn.Module) -> nn.Module:
         apply_activation_checkpointing(
             model,
             checkpoint_wrapper_fn=partial(checkpoint_wrapper, checkpoint_impl=implementation, **options),
@@ -158,14 +153,11 @@ def train_checkpointed(recipe: Recipe, strategy: str, how: str) -> list[State]:
         )
         return model
 
-    with mock.patch.object(training_runs, "make_model", checkpointed):
-        return train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy})
+    return train(ADAPTER, TWO, "zigzag", recipe, {"strategy": strategy}, checkpointed)
 
 
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "fsdp1"))]
-)
-@pytest.mark.parametrize("how", ["non-reentrant", "kept", pytest.param("reentrant", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=STRATEGIES))
+@pytest.mark.parametrize("how", matrix_but("non-reentrant", "kept", of=("non-reentrant", "kept", "reentrant")))
 def test_activation_checkpointing(world: World, strategy: str, how: str) -> None:
     recipe = Recipe(dtype=torch.float32)
     by_rank = world.run(train_checkpointed, recipe, strategy, how)

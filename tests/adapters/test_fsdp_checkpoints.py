@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here, ring_of
 from ring_backends.testing.training_checkpoints import Stretch, five_steps, load_and_resume
@@ -62,9 +63,7 @@ ADAM = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
 
 
 @pytest.mark.matrix(reason="another strategy")
-@pytest.mark.parametrize(
-    ("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), pytest.param("fsdp1", "hsdp", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [("fsdp2", "fsdp1"), ("fsdp1", "hsdp")])
 def test_another_strategy_loads_the_checkpoint(world: World, tmp_path: Path, saved_by: str, loaded_by: str) -> None:
     path = str(tmp_path / "checkpoint")
     uninterrupted = world.run(save_after_two_steps, path, saved_by)[0]
@@ -132,10 +131,7 @@ def save_over(path: str, leftover: str) -> list[str]:
     return sorted(entry.name for entry in Path(path).parent.iterdir())
 
 
-@pytest.mark.parametrize(
-    "leftover",
-    [*(pytest.param(x, marks=pytest.mark.matrix(reason="rare")) for x in ("file", ".replaced")), ".unfinished"],
-)
+@pytest.mark.parametrize("leftover", matrix_but(".unfinished", of=("file", ".replaced", ".unfinished")))
 def test_saving_over_leftovers(world: World, tmp_path: Path, leftover: str) -> None:
     assert world.run(save_over, str(tmp_path / "checkpoint"), leftover) == [["checkpoint"]] * 4
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -19,8 +18,8 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from ring_backends.testing import training_runs
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, make_model, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_of
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, train, train_alone
@@ -88,17 +87,16 @@ def train_wrapped(rings: RingSpec, recipe: Recipe, sharding: str) -> list[State]
 
     mesh = init_device_mesh("cpu", (2, 2)) if sharding == "HYBRID_SHARD" else None
 
-    def wrapped(*args: Any) -> nn.Module:
+    def wrapped(model: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(
-            make_model(*args),
+            model,
             sharding_strategy=ShardingStrategy[sharding],
             device_id=torch.device("cpu"),
             device_mesh=mesh,
             use_orig_params=True,
         )
 
-    with mock.patch.object(training_runs, "make_model", wrapped):
-        return train(ADAPTER, rings, "zigzag", recipe, {})
+    return train(ADAPTER, rings, "zigzag", recipe, {}, wrapped)
 
 
 @pytest.mark.parametrize("sharding", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"])
@@ -110,8 +108,7 @@ def test_a_model_wrapped_before_parallelize(world: World, sharding: str) -> None
 def initialise_differently(strategy: str) -> list[State]:
     """Take two steps. Ranks initialise the model differently. A buffer is expanded from one element."""
 
-    def odd(*args: Any) -> nn.Module:
-        model = make_model(*args[:-1], dist.get_rank())
+    def odd(model: nn.Module) -> nn.Module:
         model.register_buffer("expanded", torch.full((1, 1), float(dist.get_rank())).expand(64, 64))
         model.register_buffer("short", torch.arange(6, dtype=torch.int16).view(2, 3).t() + dist.get_rank())
         if strategy in ("NO_SHARD", "HYBRID_SHARD"):
@@ -121,16 +118,11 @@ def initialise_differently(strategy: str) -> list[State]:
         return model
 
     options = {} if strategy in ("NO_SHARD", "HYBRID_SHARD") else {"strategy": strategy}
-    with mock.patch.object(training_runs, "make_model", odd):
-        return train(ADAPTER, TWO, "zigzag", Recipe(dtype=torch.float32, rate=0.02, steps=2), options)
+    recipe = Recipe(dtype=torch.float32, rate=0.02, steps=2, seed=dist.get_rank())
+    return train(ADAPTER, TWO, "zigzag", recipe, options, odd)
 
 
-OTHERS = pytest.mark.matrix(reason="other strategies")
-
-
-@pytest.mark.parametrize(
-    "strategy", ["fsdp2", *(pytest.param(x, marks=OTHERS) for x in ("hsdp", "fsdp1", "NO_SHARD", "HYBRID_SHARD"))]
-)
+@pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=(*STRATEGIES, "NO_SHARD", "HYBRID_SHARD")))
 def test_replicas_with_different_initial_parameters_become_equal(world: World, strategy: str) -> None:
     by_rank = world.run(initialise_differently, strategy)
     for states in by_rank[1:]:

@@ -19,6 +19,7 @@ from ring_backends.ring.transfer import Transfer, needs_host, through_host
 from ring_backends.testing.calls import RankResult, check_results, expected, run_case_here, whole
 from ring_backends.testing.correctness import EDGE_CASES
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
@@ -32,10 +33,7 @@ class TestNative(AdapterTests):
     adapter = "ring_backends.adapters.native"
 
 
-OTHER_RUN = pytest.mark.matrix(reason="another run of the same code")
-
-
-@pytest.mark.parametrize("clears", [False, pytest.param(True, marks=OTHER_RUN)], ids=["", "cleared"])
+@pytest.mark.parametrize("clears", matrix_but(False, of=(False, True)), ids=["", "cleared"])
 def test_unused_parameters_after_an_early_step_with_find_unused_parameters(world: World, clears: bool) -> None:
     """DistributedDataParallel remembers the parameters that an early step has used."""
     steps, options = WINDOWS["early steps"], {"find_unused_parameters": True}
@@ -75,7 +73,7 @@ def embed_on_some_ranks(accumulation_steps: int) -> Tensor:
     return state.full_state_dict()["table.weight"][:, 0]
 
 
-@pytest.mark.parametrize("accumulation_steps", [1, pytest.param(2, marks=OTHER_RUN)])
+@pytest.mark.parametrize("accumulation_steps", matrix_but(1, of=(1, 2)))
 def test_a_sparse_gradient_on_some_ranks(world: World, accumulation_steps: int) -> None:
     for weights in world.run(embed_on_some_ranks, accumulation_steps):
         assert weights.tolist() == [-1, 0, -1, -1]

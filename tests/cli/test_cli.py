@@ -200,7 +200,7 @@ def test_two_ranks_train_as_one_and_use_the_ring(
     assert printed.count("step 1/2") == 1, "only rank 0 prints"
 
 
-@pytest.mark.slow
+@pytest.mark.matrix(reason="trains twice")
 def test_a_resumed_run_equals_an_uninterrupted_one(
     one_rank: tuple[dict[str, Any], str], two_ranks: tuple[dict[str, Any], str, Path]
 ) -> None:

@@ -24,9 +24,9 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
-from ring_backends.testing.strategies import MORE_CASES
 from ring_backends.testing.world import World
 
 NATIVE = "ring_backends.adapters.native"
@@ -115,7 +115,7 @@ HOW_CUT: list[tuple[RingSpec, LayoutKind, bool]] = [
 
 
 @pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.matrix(reason="another mask"))])
-@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=MORE_CASES) for x in CASES])
+@pytest.mark.parametrize("name", matrix_but(*QUICK, of=CASES))
 def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     seq_len, heads, kv_heads, pattern = CASES[name]
     inputs = tensors(seq_len, heads, kv_heads)

@@ -1,8 +1,7 @@
 """Count the test cases of each file, for tables in the documentation.
 
 ``python tests/docs/count_cases.py tests/adapters/test_native.py -k "lost or late"`` accepts the arguments of
-pytest. The table has a column for the cases of the quick command, and columns for the marks ``matrix``, ``slow`` and
-``soak``.
+pytest. The table has a column for the cases of the quick command, and one for those of the matrix.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections import Counter, defaultdict
 
 import pytest
 
-SETS = ("quick", "matrix", "slow", "soak")
+SETS = ("quick", "matrix")
 
 
 class CountCases:
@@ -26,8 +25,8 @@ class CountCases:
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         for item in session.items:
-            marked = [name for name in SETS if item.get_closest_marker(name)]
-            self.by_file[item.nodeid.partition("::")[0]][marked[-1] if marked else "quick"] += 1
+            chosen = "matrix" if item.get_closest_marker("matrix") else "quick"
+            self.by_file[item.nodeid.partition("::")[0]][chosen] += 1
 
 
 def main(arguments: list[str]) -> int:

@@ -195,7 +195,7 @@ def _largest(tensor: Tensor) -> float:
     return float(finite.abs().max()) if finite.numel() else 0.0
 
 
-@in_parts(15, pytest.mark.slow)
+@in_parts(15)
 @settings(max_examples=10, deadline=None)
 @given(
     attention_cases(dtypes=[torch.float64], max_n=100),

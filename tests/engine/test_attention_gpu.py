@@ -15,13 +15,11 @@ from ring_backends import score_mods
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.base import KernelInputs
 from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention, precision
+from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.score_functions import NAMES
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = needs_gpu
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {"masks": [None], "documents": [None], "dropout_ps": [0.0]},

@@ -15,12 +15,10 @@ from ring_backends.kernels import Kernel, kernels
 from ring_backends.kernels.base import KernelInputs
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.calls import LocalCall, Results, check_rounded, local_call, new_attention
+from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.strategies import AttentionCase
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="a CUDA graph needs a CUDA device"),
-]
+pytestmark = needs_gpu
 
 ADAPTER, DEVICE = "ring_backends.adapters.native", "cuda"
 CASE = AttentionCase(

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
@@ -41,9 +41,9 @@ _LARGE = replace(SMALL_CASE, seq_len=1024, segment_lengths=(1024,), head_dim=16)
 """On four ranks, a hop has 256 KiB. It takes a tenth of a second at 20 Mbit/s."""
 
 
-_RATE, _BAD = "20mbit", "limited, delayed, lossy"
+_RATE = "20mbit"
 NETWORKS: dict[str, dict[str, Any]] = {
-    _BAD: {"rate": _RATE, "delay": 0.01, "jitter": 0.02, "loss": 0.02},
+    "limited, delayed, lossy": {"rate": _RATE, "delay": 0.01, "jitter": 0.02, "loss": 0.02},
     "good": {},
     "limited": {"rate": _RATE},
     "delayed and reordered": {"delay": 0.01, "jitter": 0.02},
@@ -130,9 +130,6 @@ class Ranks:
         return "\n".join(f"--- {file.name}:\n{file.read_text()}" for file in files if file.exists())
 
 
-_slow = pytest.mark.slow
-
-
 @pytest.fixture
 def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts]:
     """``num_hosts`` hosts. The test is parametrized by ``num_hosts``."""
@@ -145,17 +142,12 @@ def hosts(request: pytest.FixtureRequest, adapters: list[str]) -> Iterator[Hosts
         pytest.skip(str(error))
 
 
-def _slow_except(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
-    return [value if value in quick else pytest.param(value, marks=_slow) for value in values]
-
-
-def _on_hosts(*quick: int) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("num_hosts", _slow_except(quick, (2, 4)))
+_on_hosts = pytest.mark.parametrize("num_hosts", [2, 4])
 
 
 class HostTests(AdapterSuite):
-    @_on_hosts(2)
-    @pytest.mark.parametrize("network", _slow_except([_BAD], NETWORKS))
+    @_on_hosts
+    @pytest.mark.parametrize("network", NETWORKS)
     def test_calls_over_any_network(self, hosts: Hosts, num_hosts: int, network: str, tmp_path: Path) -> None:
         hosts.disturb(**NETWORKS[network])
         ranks = Ranks(hosts, self.adapter, tmp_path, timeout=60)
@@ -167,15 +159,11 @@ class HostTests(AdapterSuite):
         check_results(ranks.results(), expected(SMALL_CASE), FP64_TOLERANCE)
 
     @requires("a lost rank")
-    @_on_hosts(2)
+    @_on_hosts
     @pytest.mark.parametrize(
         ("how", "lost"),
-        [
-            pytest.param("its link is cut", 0, id="link-of-first"),
-            pytest.param("its link is cut", 1, id="link-of-second", marks=_slow),
-            pytest.param("it disappears", 0, id="first", marks=_slow),
-            pytest.param("it disappears", 1, id="second"),
-        ],
+        [("its link is cut", 0), ("its link is cut", 1), ("it disappears", 0), ("it disappears", 1)],
+        ids=["link-of-first", "link-of-second", "first", "second"],
     )
     def test_a_host_is_lost(self, hosts: Hosts, num_hosts: int, lost: int, how: str, tmp_path: Path) -> None:
         """The host is lost during a hop, because hops take most of the time of a call."""
@@ -200,7 +188,7 @@ class HostTests(AdapterSuite):
             assert report["left"]["seconds"] < BOUND, report
 
     @requires("training")
-    @_on_hosts()
+    @_on_hosts
     @pytest.mark.timeout(600)
     def test_training_under_torchrun(self, hosts: Hosts, num_hosts: int, tmp_path: Path) -> None:
         name = next(name for name, module in adapter_modules().items() if module == self.adapter)

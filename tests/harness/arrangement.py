@@ -1,6 +1,6 @@
 """Rings ordered by host, and rings whose size is chosen for an attention call.
 
-The tests check size and order, and also the results of attention and training on these rings.
+The tests check size and order, and also the results of attention on these rings.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import Results, check_exact, check_results, expected, local_call, whole
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.rings import BY_HOSTS, TWO_BY_HOSTS, RingSpec, backend, every_layout, ring_of
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training_runs import Recipe, check_ranks, train, train_alone
 from ring_backends.testing.world import World
-
-_ANOTHER_RING = pytest.mark.matrix(reason="probes the machine for another ring")
 
 _CASE = AttentionCase(401, (16, 401), (1, 8), num_heads=4, num_kv_heads=2, is_causal=True, dtype=torch.float64)
 _ROW = 4 * (4 + 2) * _CASE.head_dim * 8
@@ -110,17 +108,10 @@ class ArrangementTests(AdapterSuite):
             assert sum(answer.forward_bytes for answer in ring_answers) > 0
 
     @core
-    @requires("training", "rings by topology")
-    def test_training_in_the_order_of_hosts(self, world: World) -> None:
-        recipe = Recipe(dtype=torch.float32)
-        by_rank = world.run(train, self.adapter, TWO_BY_HOSTS, "zigzag", recipe, self.framework_options)
-        check_ranks(by_rank, train_alone(TWO_BY_HOSTS, "zigzag", recipe), 1e-6)
-
-    @core
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(
         ("ranks", "order"),
-        [*(pytest.param(ranks, "rank", marks=_ANOTHER_RING) for ranks in (2, 4)), (4, "topology")],
+        [*(pytest.param(ranks, "rank", marks=MORE_CASES) for ranks in (2, 4)), (4, "topology")],
     )
     def test_the_smallest_ring_that_fits(self, world: World, ranks: int, order: str) -> None:
         """The memory is 1.5 times the tensor bytes of a ring half as large. That is too little for its tiles."""

@@ -43,16 +43,16 @@ CAPABILITIES: Mapping[str, str] = {
 }
 """Every capability and its meaning."""
 
-Test = TypeVar("Test", bound=Callable[..., Any])
 TestOrSuite = TypeVar("TestOrSuite", bound=Callable[..., Any])
 
 
-def requires(*capabilities: str) -> Callable[[Test], Test]:
-    """Skip a test of a suite if the adapter lacks one of these capabilities."""
+def requires(*capabilities: str) -> Callable[[TestOrSuite], TestOrSuite]:
+    """Skip a test, or all tests of a suite, if the adapter lacks one of these capabilities."""
     _check_known(capabilities)
 
-    def mark(test: Test) -> Test:
-        test.required_capabilities = capabilities  # type: ignore[attr-defined]
+    def mark(test: TestOrSuite) -> TestOrSuite:
+        for function in _tests_of(test):
+            function.required_capabilities = (*getattr(function, "required_capabilities", ()), *capabilities)
         return test
 
     return mark
@@ -64,13 +64,16 @@ def core(test: TestOrSuite) -> TestOrSuite:
     The quick command runs these tests with one adapter. In a test class with ``core_in_matrix``, they are marked
     ``matrix``. ``pytest.mark.core`` does the same to a parameter of a test whose other cases run with every adapter.
     """
-    if not isinstance(test, type):
-        marked: TestOrSuite = pytest.mark.core(test)
-        return marked
-    for name, function in vars(test).items():
-        if name.startswith("test_"):
-            setattr(test, name, pytest.mark.core(function))
+    for function in _tests_of(test):
+        pytest.mark.core(function)
     return test
+
+
+def _tests_of(test: Any) -> list[Any]:
+    """The tests of a suite, or the test itself."""
+    if not isinstance(test, type):
+        return [test]
+    return [function for name, function in vars(test).items() if name.startswith("test_")]
 
 
 class AdapterSuite:

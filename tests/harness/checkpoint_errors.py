@@ -189,8 +189,8 @@ def save_elsewhere(adapter: str, folder: str, options: Mapping[str, Any]) -> tup
 
 
 @core
+@requires("training", "save and load")
 class CheckpointErrorTests(AdapterSuite):
-    @requires("training", "save and load")
     @pytest.mark.parametrize("what", ["spoiled", "damaged"])
     def test_changed_checkpoints_are_refused_and_run_no_code(self, world: World, tmp_path: Path, what: str) -> None:
         options = self.framework_options
@@ -205,7 +205,6 @@ class CheckpointErrorTests(AdapterSuite):
             assert restored
         assert not [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("made")]
 
-    @requires("training", "save and load")
     @pytest.mark.parametrize("what", PLACES)
     def test_a_path_that_is_no_checkpoint_is_not_replaced(self, world: World, tmp_path: Path, what: str) -> None:
         if what == "device" and os.geteuid() != 0:
@@ -215,7 +214,6 @@ class CheckpointErrorTests(AdapterSuite):
             assert f"path = '{tmp_path / what}'" in ended.message, ended
             assert is_there
 
-    @requires("training", "save and load")
     def test_ranks_that_see_different_checkpoints_are_reported(self, world: World, tmp_path: Path) -> None:
         for name in ("usual", "odd"):
             (tmp_path / name).mkdir()
@@ -225,7 +223,6 @@ class CheckpointErrorTests(AdapterSuite):
             by_content.check(ValueError, "the ranks see different checkpoints there")
             assert step_count == 0
 
-    @requires("training", "save and load")
     def test_ranks_that_save_to_different_places_are_reported(self, world: World, tmp_path: Path) -> None:
         """If only rank 0 writes, saving succeeds. Otherwise it fails, and the earlier checkpoint survives."""
         (tmp_path / "0").mkdir()
@@ -235,7 +232,6 @@ class CheckpointErrorTests(AdapterSuite):
                 saved.check(ValueError, "does not see the folder")
                 assert step_count == 0
 
-    @requires("training", "save and load")
     def test_a_missing_checkpoint_is_an_error(self, world: World, tmp_path: Path) -> None:
         for ended in world.run(load_nothing, self.adapter, str(tmp_path / "none"), self.framework_options):
             ended.check(ValueError)

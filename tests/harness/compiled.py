@@ -31,6 +31,7 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import FOUR, LAYOUTS, ONE, RingSpec, ring_of
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import World
@@ -223,9 +224,9 @@ class CompileTests(AdapterSuite):
         for errors in world.run(compiled_with_two_scales, self.adapter):
             assert max(errors) < 1e-10
 
-    @pytest.mark.parametrize("name", ["all", *(pytest.param(name, marks=pytest.mark.slow) for name in [*CASES][1:])])
-    @pytest.mark.parametrize("layout", ["contiguous", pytest.param("zigzag", marks=pytest.mark.slow)])
-    @pytest.mark.parametrize("rings", [FOUR, pytest.param(ONE, marks=pytest.mark.slow)], ids=str)
+    @pytest.mark.parametrize("name", matrix_but("all", of=CASES))
+    @pytest.mark.parametrize("layout", matrix_but("contiguous", of=LAYOUTS))
+    @pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, ONE)), ids=str)
     def test_a_compiled_call_is_one_graph(self, world: World, rings: RingSpec, layout: LayoutKind, name: str) -> None:
         case = CASES[name]
         by_rank = world.run(compiled_call, self.adapter, rings, layout, case)
@@ -244,7 +245,7 @@ class CompileTests(AdapterSuite):
             assert max(error for _, error in found) < 1e-9
 
     @core
-    @pytest.mark.slow
+    @MORE_CASES
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_a_compiled_model_has_a_graph_per_length(self, world: World, layout: LayoutKind) -> None:
         for found in world.run(compiled_model, self.adapter, layout, "aot_eager", (61, 61, 30, 30, 61)):
@@ -252,7 +253,7 @@ class CompileTests(AdapterSuite):
             assert max(error for _, error in found) < 1e-9
 
     @core
-    @pytest.mark.slow
+    @MORE_CASES
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
     def test_a_model_compiled_by_inductor(self, world: World) -> None:
         for found in world.run(compiled_model, self.adapter, "zigzag", "inductor", (61, 61), timeout=280):
@@ -260,7 +261,7 @@ class CompileTests(AdapterSuite):
             assert max(error for _, error in found) < 1e-9
 
     @core
-    @pytest.mark.slow
+    @MORE_CASES
     def test_equal_blocks_share_one_graph(self, world: World) -> None:
         for num_graphs, errors in world.run(several_blocks, self.adapter):
             assert num_graphs == 1
@@ -272,14 +273,14 @@ class CompileTests(AdapterSuite):
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
     @core
-    @pytest.mark.slow
+    @MORE_CASES
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs g++ on the CPU")
     def test_a_call_compiled_by_inductor(self, world: World) -> None:
         got = whole(world.run(compiled_by_inductor, self.adapter), _SHORT.seq_len, "contiguous")
         check_results(got, expected(_SHORT), 1e-5, _SHORT)
 
     @core
-    @pytest.mark.slow
+    @MORE_CASES
     def test_a_compiled_call_without_gradients(self, world: World) -> None:
         for error, operators in world.run(without_gradients, self.adapter):
             assert error < 1e-12

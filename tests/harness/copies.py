@@ -18,6 +18,7 @@ from ring_backends.errors import RingMismatchError
 from ring_backends.testing.calls import difference, expected, local_call, new_attention
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import A_MOMENT, ODD_RANK, SHORT, Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, backend, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
@@ -114,12 +115,8 @@ def copy_in_every_way(adapter: str, options: Mapping[str, Any]) -> tuple[list[En
     return endings, float(state.full_state_dict()["weight"][0, 0])
 
 
-OTHER_COPIES = [how for how in COPIES if how != "layers"]
-_ANOTHER_COPY = pytest.mark.matrix(reason="another way to copy")
-
-
+@requires("training")
 class ModelCopyTests(AdapterSuite):
-    @requires("training")
     def test_copies_of_a_wrapped_model_work_or_are_refused(self, world: World) -> None:
         for endings, moved in world.run(copy_in_every_way, self.adapter, self.framework_options):
             for ended in endings:
@@ -129,25 +126,24 @@ class ModelCopyTests(AdapterSuite):
                 ended.check(TypeError, "state.model cannot be copied or pickled", "load state.full_state_dict()")
             assert moved == -1
 
-
-class CopyTests(AdapterSuite):
-    @core
-    @pytest.mark.parametrize("how", ["layers", *(pytest.param(how, marks=_ANOTHER_COPY) for how in OTHER_COPIES)])
-    def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
-        outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
-        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
-        for ended in endings:
-            ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
-
-    @core
-    def test_a_copy_on_one_rank_does_not_affect_the_others(self, world: World) -> None:
-        outs = world.run(copy_on_one_rank, self.adapter)
-        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
-
-    @requires("training", "mixed precision", "copies of a wrapped model")
+    @requires("mixed precision", "copies of a wrapped model")
     @pytest.mark.parametrize("how", MODEL_COPIES)
     def test_a_copy_in_mixed_precision_has_its_own_weights(self, world: World, how: str) -> None:
         for value, dtype, names in world.run(copy_a_model, self.adapter, how, self.framework_options):
             assert value == 4.0
             assert dtype == torch.bfloat16
             assert names == ["bias", "weight"]
+
+
+@core
+class CopyTests(AdapterSuite):
+    @pytest.mark.parametrize("how", matrix_but("layers", of=COPIES))
+    def test_copies_of_a_module_are_distinguished(self, world: World, how: str) -> None:
+        outs, endings = zip(*world.run(swap_calls, self.adapter, how), strict=True)
+        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10
+        for ended in endings:
+            ended.check(RingMismatchError, "order of calls", within=SHORT + A_MOMENT)
+
+    def test_a_copy_on_one_rank_does_not_affect_the_others(self, world: World) -> None:
+        outs = world.run(copy_on_one_rank, self.adapter)
+        assert difference(torch.cat(outs, 1), expected(CASE, gradients=False).out) <= 1e-10

@@ -23,14 +23,8 @@ from ring_backends.testing.calls import (
     whole,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
-from ring_backends.testing.rings import (
-    FOUR,
-    SIZES,
-    TWO,
-    RingSpec,
-    every_layout,
-    every_ring_and_layout,
-)
+from ring_backends.testing.marks import matrix_but, needs_gpu
+from ring_backends.testing.rings import FOUR, SIZES, TWO, RingSpec, every_layout, every_ring_and_layout
 from ring_backends.testing.strategies import AttentionCase, attention_cases
 from ring_backends.testing.world import World
 
@@ -206,11 +200,7 @@ class CorrectnessTests(AdapterSuite):
 
     @pytest.mark.parametrize(
         "dtype",
-        [
-            torch.float32,
-            torch.bfloat16,
-            pytest.param(torch.float16, marks=pytest.mark.matrix(reason="takes the path of bf16")),
-        ],
+        matrix_but(torch.float32, torch.bfloat16, of=(torch.float32, torch.bfloat16, torch.float16)),
         ids=str,
     )
     @every_layout
@@ -271,8 +261,7 @@ class CorrectnessTests(AdapterSuite):
         for alone in world.run(attend_once, self.adapter, "contiguous", case, "no ring"):
             check_results(Results(*alone), wanted, 1e-12)
 
-    @pytest.mark.gpu
-    @pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+    @needs_gpu
     @pytest.mark.parametrize("rings", [FOUR, TWO], ids=str)
     @every_layout
     def test_ranks_that_share_a_gpu(self, world: World, rings: RingSpec, layout: LayoutKind) -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import AT_ONCE, ODD_RANK, Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec, new_ring, ring_here
 from ring_backends.testing.training_checkpoints import save_and_load
 from ring_backends.testing.training_runs import Recipe, check_ranks, train, train_alone
@@ -21,8 +22,7 @@ from ring_backends.testing.world import World
 
 EARLY = Recipe(dtype=torch.float32, accumulation_steps=4)
 
-in_matrix = pytest.mark.matrix(reason="the quick command tests the gradient of one early step")
-every_early_step = pytest.mark.parametrize("num_micro_batches", [1, pytest.param(3, marks=in_matrix)])
+every_early_step = pytest.mark.parametrize("num_micro_batches", matrix_but(1, of=(1, 3)))
 
 
 EARLY_STEPS: Steps = [[(1, None, 0, 1)], [(1, None, 0, 1), (None, 0, 1, 1)]]
@@ -88,16 +88,16 @@ def step_differently(adapter: str, name: str, options: Mapping[str, Any]) -> End
     return ending(lambda: (odd if dist.get_rank() == ODD_RANK else usual)(state))
 
 
+@requires("training")
 class EarlyStepTests(AdapterSuite):
     def check(self, world: World, rings: RingSpec, recipe: Recipe, tolerance: float) -> None:
         by_rank = world.run(train, self.adapter, rings, "zigzag", recipe, self.framework_options)
         check_ranks(by_rank, train_alone(rings, "zigzag", recipe), tolerance, recipe)
 
-    @requires("training", "gradient accumulation")
+    @requires("gradient accumulation")
     @every_early_step
     @pytest.mark.parametrize(
-        "is_rescaled",
-        [pytest.param(False, id="own count", marks=in_matrix), pytest.param(True, id="count of a full step")],
+        "is_rescaled", matrix_but(True, of=(False, True)), ids=["own count", "count of a full step"]
     )
     def test_the_gradient_is_that_of_the_micro_batches_so_far(
         self, pair: World, num_micro_batches: int, is_rescaled: bool
@@ -105,23 +105,23 @@ class EarlyStepTests(AdapterSuite):
         recipe = replace(EARLY, micro_batches=(num_micro_batches,), is_rescaled=is_rescaled)
         self.check(pair, TWO_OF_TWO, recipe, 1e-6)
 
-    @in_matrix
-    @requires("training", "gradient accumulation")
+    @MORE_CASES
+    @requires("gradient accumulation")
     @every_early_step
     def test_full_steps_follow(self, pair: World, num_micro_batches: int) -> None:
         recipe = replace(EARLY, micro_batches=(num_micro_batches, 4, num_micro_batches, 4), steps=4)
         recipe = replace(recipe, optimizer="momentum", rate=0.02, is_rescaled=True)
         self.check(pair, ONE_OF_TWO, recipe, 1e-4)
 
-    @in_matrix
-    @requires("training", "gradient accumulation", "gradient clipping")
+    @MORE_CASES
+    @requires("gradient accumulation", "gradient clipping")
     def test_the_gradient_is_rescaled_before_it_is_clipped(self, pair: World) -> None:
         for max_grad_norm in (0.01, 1e6):
             recipe = replace(EARLY, micro_batches=(1,), is_rescaled=True, max_grad_norm=max_grad_norm)
             self.check(pair, TWO_OF_TWO, recipe, 1e-5)
 
-    @in_matrix
-    @requires("training", "gradient accumulation", "save and load")
+    @MORE_CASES
+    @requires("gradient accumulation", "save and load")
     def test_a_checkpoint_after_an_early_step(self, pair: World, tmp_path: Any) -> None:
         """Two steps, of which the second is early, precede the checkpoint. Five steps follow it."""
         recipe = replace(EARLY, micro_batches=(4, 3, 3, 4, 4, 3, 4, 4), optimizer="momentum", rate=0.02)
@@ -130,8 +130,8 @@ class EarlyStepTests(AdapterSuite):
             assert resumed.losses == uninterrupted.losses
             assert all(torch.equal(tensor, resumed.state[name]) for name, tensor in uninterrupted.state.items())
 
-    @in_matrix
-    @requires("training", "gradient accumulation", "parameters of some ranks")
+    @MORE_CASES
+    @requires("gradient accumulation", "parameters of some ranks")
     @pytest.mark.parametrize("evaluate", [False, True], ids=["", "evaluated"])
     def test_ranks_may_use_different_parameters_in_an_early_step(self, world: World, evaluate: bool) -> None:
         if evaluate and "evaluation within a step" in self.without:
@@ -140,7 +140,7 @@ class EarlyStepTests(AdapterSuite):
         check_experts(world.run(train_experts, *arguments, evaluates=evaluate), (4, 4), EARLY_STEPS)
 
     @core
-    @requires("training", "gradient accumulation")
+    @requires("gradient accumulation")
     def test_a_count_that_cannot_apply_is_refused(self, world: World) -> None:
         for endings in world.run(step_with_other_counts, self.adapter, self.framework_options):
             no_count, counts, negative, mixed = endings
@@ -150,13 +150,12 @@ class EarlyStepTests(AdapterSuite):
             mixed.check(ValueError, "different numbers of tokens (8, None)")
 
     @core
-    @requires("training")
     def test_a_loss_for_a_log_does_not_count(self, world: World) -> None:
         for gradient in world.run(step_after_a_recorded_loss, self.adapter, self.framework_options):
             assert gradient == pytest.approx(world.size / 8)
 
-    @requires("training", "gradient accumulation")
-    @in_matrix
+    @requires("gradient accumulation")
+    @MORE_CASES
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_step_differently_are_reported(self, world: World, name: str) -> None:
         for ended in world.run(step_differently, self.adapter, name, self.framework_options):

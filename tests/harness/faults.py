@@ -36,6 +36,7 @@ from ring_backends.testing.calls import (
 )
 from ring_backends.testing.capabilities import AdapterSuite, requires
 from ring_backends.testing.failing_calls import ODD_RANK, SMALL_CASE, Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, get_ready, new_ring
 from ring_backends.testing.world import World
 
@@ -171,24 +172,19 @@ SOME_LOSSES = [
     (TWO, Fault("killed", 0)),
     (TWO, Fault("stopped", 2)),
 ]
-_ALWAYS = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
-
-
-def marks_of(loss: tuple[RingSpec, Fault]) -> tuple[pytest.MarkDecorator, ...]:
-    """The marks of a loss. Most losses are slow or soak, because each takes ten seconds and a new world."""
-    if loss in _ALWAYS:
-        return ()
-    return (pytest.mark.slow if loss in SOME_LOSSES else pytest.mark.soak,)
-
-
-slow = pytest.mark.slow
+QUICK_LOSSES = [(FOUR, Fault("killed", 1)), (FOUR, Fault("stopped", 5))]
 
 
 class FaultTests(AdapterSuite):
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Each loss takes ten seconds and a new world."""
+        if "fault" in metafunc.fixturenames:
+            losses = SOME_LOSSES if metafunc.config.getoption("soak") == 1 else LOSSES
+            marks = [() if loss in QUICK_LOSSES else MORE_CASES for loss in losses]
+            cases = [pytest.param(*loss, marks=mark) for loss, mark in zip(losses, marks, strict=True)]
+            metafunc.parametrize(("rings", "fault"), cases, ids=[f"{rings}-{fault}" for rings, fault in losses])
+
     @requires("a lost rank")
-    @pytest.mark.parametrize(
-        ("rings", "fault"), [pytest.param(*loss, id=f"{loss[0]}-{loss[1]}", marks=marks_of(loss)) for loss in LOSSES]
-    )
     def test_a_rank_is_lost(self, world: World, rings: RingSpec, fault: Fault) -> None:
         world.run(get_ready, self.adapter)
         ring, *others = rings.rings
@@ -209,10 +205,7 @@ class FaultTests(AdapterSuite):
             assert difference(torch.cat(renewed, 1), expected(SMALL_CASE, gradients=False).out) <= FP64_TOLERANCE
         self.check_undisturbed(outcomes, others)
 
-    @pytest.mark.parametrize(
-        "hop",
-        [hop if hop == 1 else pytest.param(hop, marks=pytest.mark.matrix(reason="another hop")) for hop in range(4)],
-    )
+    @pytest.mark.parametrize("hop", matrix_but(1, of=range(4)))
     def test_a_rank_raises(self, world: World, hop: int) -> None:
         """The other ranks raise at once, because their connections close. They do not wait for the timeout.
 
@@ -249,7 +242,7 @@ class FaultTests(AdapterSuite):
     @pytest.mark.parametrize(
         ("rings", "hop"),
         [
-            pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings.size, hop) == (4, 4) else slow)
+            pytest.param(rings, hop, id=f"{rings}-at-{hop}", marks=() if (rings, hop) == (FOUR, 4) else MORE_CASES)
             for rings in (FOUR, TWO)
             for hop in range(num_hops(rings.size))
         ],

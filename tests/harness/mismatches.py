@@ -27,6 +27,7 @@ from ring_backends.testing.failing_calls import (
     attend_on_a_new_ring,
     ending,
 )
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR, get_ready, new_ring, ring_of
 from ring_backends.testing.score_functions import see_even_distances
 from ring_backends.testing.world import World
@@ -220,7 +221,7 @@ class MismatchTests(AdapterSuite):
             outcome.check(RingMismatchError, named(different.name, different.usual, different.odd))
 
     @core
-    @pytest.mark.parametrize("name", ["batch", *(pytest.param(name, marks=pytest.mark.slow) for name in [*LATER][1:])])
+    @pytest.mark.parametrize("name", matrix_but("batch", of=LATER))
     def test_ranks_that_disagree_later_are_reported_in_time(self, world: World, name: str) -> None:
         """The ranks have agreed on both calls before. Therefore no check precedes the first hop."""
         for first, again in world.run(disagree_later, self.adapter, name, SHORT):

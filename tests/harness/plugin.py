@@ -7,22 +7,33 @@ from collections.abc import Iterator
 import pytest
 
 from ring_backends.testing.capabilities import AdapterSuite, why_unavailable
+from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.world import World
 
 _SUITES = "ring_backends.testing.suite"
 """The module whose imports the ranks need. Otherwise each rank imports torch's compiler by itself."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--gpu", action="store_true", help="run only the tests that need a CUDA device")
+    parser.addoption(
+        "--soak",
+        type=int,
+        default=1,
+        metavar="N",
+        help="N times as many steps and runs in the tests of leaks; from 2 on, also the loss of a rank at every hop",
+    )
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
-    config.addinivalue_line("markers", "core: depends only on code that all adapters share")
     config.addinivalue_line("markers", "matrix(reason): runs in the matrix of environments, not in the quick command")
-    config.addinivalue_line("markers", "slow: one of many similar cases; run it by hand with -m slow")
-    config.addinivalue_line("markers", "soak: takes minutes; run it by hand with -m soak")
+    config.addinivalue_line("markers", "core: set by ring_backends.testing.capabilities.core")
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("gpu"):
+        items[:] = [item for item in items if needs_gpu.mark in item.iter_markers("skipif")]
     for item in items:
         suite = item.cls if isinstance(item, pytest.Function) else None
         if (
@@ -32,6 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and item.get_closest_marker("core")
         ):
             item.add_marker(pytest.mark.matrix(reason="core behaviour; the quick command tests it with one adapter"))
+
+
+@pytest.fixture(scope="session")
+def soak(pytestconfig: pytest.Config) -> int:
+    """The factor by which the tests of leaks are longer."""
+    factor: int = pytestconfig.getoption("soak")
+    return factor
 
 
 @pytest.fixture(scope="session")

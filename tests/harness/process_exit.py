@@ -4,8 +4,8 @@ A thread of gloo returns to the interpreter after its collective has ended. If t
 finalized, the process ends with SIGABRT. That is rare. These tests make it frequent: the threads of gloo run only
 when their core is idle.
 
-``python -m ring_backends.testing.process_exit MODULE WAY STARVED COUNT`` starts two ranks COUNT times and prints
-their exit codes.
+``python -m ring_backends.testing.process_exit MODULE WAY COUNT`` starts two ranks COUNT times and prints their exit
+codes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
+from ring_backends.testing.marks import matrix_but
 
 NUM_RANKS = 2
 
@@ -45,13 +46,10 @@ WAYS: dict[str, int] = {
 }
 """The ways to end a process, with their exit codes."""
 
-_IN_MATRIX = pytest.mark.matrix(reason="keeps the ranks from a processor for ten seconds")
-_MARKS = dict.fromkeys(("return", "exception", "failed ring"), _IN_MATRIX)
-
 TIMEOUT = timedelta(seconds=60)
 
 
-def take_part(adapter: str, way: str, starved: bool) -> None:
+def take_part(adapter: str, way: str) -> None:
     """Run attention, training and collectives on a rank, before it exits."""
     backend = import_module(adapter)
     ring = backend.initialize(timeout=TIMEOUT)
@@ -64,8 +62,7 @@ def take_part(adapter: str, way: str, starved: bool) -> None:
         x = state.model(torch.ones(1, 4, 8)).unflatten(2, (2, 4))
         state.backward(state.loss(attention(x, x, x).sum(), 4))
         state.step()
-    if starved:
-        starve_threads_of_gloo()
+    starve_threads_of_gloo()
     state.full_state_dict()
     for other in [*others, ring]:
         other.unshard(torch.ones(1, 3))
@@ -93,7 +90,7 @@ def starve_threads_of_gloo() -> None:
             os.sched_setscheduler(int(thread.name), os.SCHED_IDLE, os.sched_param(0))
 
 
-def _run_ranks(adapter: str, way: str, starved: bool) -> list[int]:
+def _run_ranks(adapter: str, way: str) -> list[int]:
     """Fork the ranks from this process, which has imported their modules. Returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -104,38 +101,38 @@ def _run_ranks(adapter: str, way: str, starved: bool) -> list[int]:
         child = os.fork()
         if child == 0:
             os.environ.update(environment, MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank))
-            _be_a_rank(adapter, way, starved)
+            _be_a_rank(adapter, way)
         children.append(child)
     return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 
 
-def _be_a_rank(adapter: str, way: str, starved: bool) -> NoReturn:
+def _be_a_rank(adapter: str, way: str) -> NoReturn:
     """Run one rank to the end of the interpreter, as a script does."""
     if way == "child of multiprocessing":
-        child = multiprocessing.get_context("spawn").Process(target=take_part, args=(adapter, way, starved))
+        child = multiprocessing.get_context("spawn").Process(target=take_part, args=(adapter, way))
         child.start()
         child.join()
         sys.exit(child.exitcode)
-    take_part(adapter, way, starved)
+    take_part(adapter, way)
     leave(way)
     sys.exit(0)
 
 
-def main(adapter: str, way: str, starved: bool, count: int) -> None:
+def main(adapter: str, way: str, count: int) -> None:
     torch.set_num_threads(1)
     import_module(adapter)
     codes: Counter[int] = Counter()
     for _ in range(count):
-        codes.update(_run_ranks(adapter, way, starved))
+        codes.update(_run_ranks(adapter, way))
     print(dict(codes))
 
 
-def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: Path) -> None:
+def check_exit_codes(adapter: str, way: str, count: int, folder: Path) -> None:
     """Run the ranks ``count`` times, and check every exit code."""
-    command = [sys.executable, "-m", "ring_backends.testing.process_exit", adapter, way, str(starved), str(count)]
+    command = [sys.executable, "-m", "ring_backends.testing.process_exit", adapter, way, str(count)]
     log = folder / "log"
     with log.open("w") as output:
-        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True, timeout=280)
+        done = subprocess.run(command, cwd=folder, stdout=subprocess.PIPE, stderr=output, text=True, timeout=1100)
     assert done.returncode == 0, log.read_text()
     codes: dict[int, int] = ast.literal_eval(done.stdout.splitlines()[-1])
     if codes != {WAYS[way]: NUM_RANKS * count}:
@@ -143,20 +140,16 @@ def check_exit_codes(adapter: str, way: str, starved: bool, count: int, folder: 
 
 
 @core
+@requires("training")
 class ProcessExitTests(AdapterSuite):
-    @requires("training")
-    @pytest.mark.parametrize("way", [pytest.param(way, marks=_MARKS.get(way, pytest.mark.slow)) for way in WAYS])
-    def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str) -> None:
+    @pytest.mark.parametrize("way", matrix_but(of=WAYS, reason="keeps the ranks from a processor for ten seconds"))
+    @pytest.mark.timeout(1200)
+    def test_a_process_ends_with_its_own_exit_code(self, tmp_path: Path, way: str, soak: int) -> None:
         """At exit, this package waits for gloo. Without the wait, every third run has another exit code."""
         if not Path("/proc/self/task").is_dir():
             pytest.skip("needs /proc to identify threads")
-        check_exit_codes(self.adapter, way, True, 6 if way == "return" else 2, tmp_path)
-
-    @requires("training")
-    @pytest.mark.soak
-    def test_two_hundred_runs_end_with_exit_code_0(self, tmp_path: Path) -> None:
-        check_exit_codes(self.adapter, "return", False, 200, tmp_path)
+        check_exit_codes(self.adapter, way, soak * (6 if way == "return" else 2), tmp_path)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3] == "True", int(sys.argv[4]))
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

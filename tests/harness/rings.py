@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.topology import HOST_VARIABLE
 from ring_backends.schedule.layout import LayoutKind
+from ring_backends.testing.marks import MORE_CASES
 
 T = TypeVar("T")
 
@@ -94,14 +95,14 @@ LAYOUTS: tuple[LayoutKind, ...] = ("contiguous", "zigzag")
 
 
 def in_every_layout(name: str, values: Iterable[Any], core: Collection[Any] = ()) -> pytest.MarkDecorator:
-    """Parametrize by value and layout. Values alternate between the two layouts. The other layout is marked slow.
+    """Parametrize by value and layout. Values alternate between the two layouts. The other layout is for the matrix.
 
     The values in ``core`` are marked core.
     """
     pairs = []
     for index, value in enumerate(values):
         for second, layout in enumerate(LAYOUTS):
-            marks = [pytest.mark.slow] if (index + second) % 2 else []
+            marks = [MORE_CASES] if (index + second) % 2 else []
             marks += [pytest.mark.core] if value in core else []
             pairs.append(pytest.param(value, layout, marks=marks, id=f"{layout}-{value}"))
     return pytest.mark.parametrize((name, "layout"), pairs)

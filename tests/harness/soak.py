@@ -137,7 +137,7 @@ class _Model(nn.Module):
         return logits
 
 
-def soak(
+def train_long(
     adapter: str, rings: RingSpec, num_steps: int, options: Mapping[str, Any]
 ) -> tuple[list[Held], list[Alive], list[float], dict[str, Tensor]]:
     """Train. Returns the resources of every step, the objects of every quarter, the losses and the parameters."""
@@ -175,27 +175,17 @@ _EXACT_ALLOCATIONS = {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0", "TORCH_FR
 """malloc counts what it keeps for each thread as given out: up to 240 KiB, which differ from run to run. And torch's
 flight recorder would keep the last 2,000 collective calls, which fills some megabytes slowly."""
 
-_needs_mallinfo2 = pytest.mark.skipif(not _counts_allocations(), reason="needs mallinfo2() of glibc 2.33")
-
 
 @core
+@requires("training")
 class SoakTests(AdapterSuite):
-    @requires("training")
-    @_needs_mallinfo2
+    @pytest.mark.skipif(not _counts_allocations(), reason="needs mallinfo2() of glibc 2.33")
     @pytest.mark.matrix(reason="takes 120 steps of training")
-    def test_memory_and_handles_do_not_grow(self) -> None:
-        self.check_soak(TWO, 120)
-
-    @requires("training")
-    @_needs_mallinfo2
-    @pytest.mark.soak
     @pytest.mark.timeout(1200)
-    def test_memory_and_handles_do_not_grow_in_2000_steps(self) -> None:
-        self.check_soak(FOUR, 2000)
-
-    def check_soak(self, rings: RingSpec, num_steps: int) -> None:
+    def test_memory_and_handles_do_not_grow(self, soak: int) -> None:
+        num_steps, rings = 120 * soak, TWO if soak == 1 else FOUR
         with World(4, environment=_EXACT_ALLOCATIONS) as ranks:
-            by_rank = ranks.run(soak, self.adapter, rings, num_steps, self.framework_options, timeout=1100)
+            by_rank = ranks.run(train_long, self.adapter, rings, num_steps, self.framework_options, timeout=1100)
         quarter = num_steps // 4
         for held, alive, losses, _ in by_rank:
             second, last = held[quarter : 2 * quarter], held[-quarter:]

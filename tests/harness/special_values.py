@@ -23,6 +23,7 @@ from ring_backends.testing.calls import (
     run_cases,
 )
 from ring_backends.testing.capabilities import AdapterSuite, core
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.reference import reference_counts
 from ring_backends.testing.rings import FOUR, every_layout
 from ring_backends.testing.strategies import AttentionCase
@@ -100,13 +101,9 @@ class SpecialValueTests(AdapterSuite):
     def whole_of(self, world: World, layout: LayoutKind, case: AttentionCase) -> Results:
         return join(run_cases(world, self.adapter, FOUR, layout, [case])[0][0], case.seq_len, layout)
 
-    @pytest.mark.parametrize(
-        "number", [float("nan"), float("inf"), pytest.param(float("-inf"), marks=pytest.mark.slow)], ids=str
-    )
+    @pytest.mark.parametrize("number", matrix_but(math.nan, math.inf, of=(math.nan, math.inf, -math.inf)), ids=str)
     @pytest.mark.parametrize("name", ["query", "key", "value", "grad_out"])
-    @pytest.mark.parametrize(
-        "what", [pytest.param(what, marks=pytest.mark.slow) if "no order" in what else what for what in SPOILED]
-    )
+    @pytest.mark.parametrize("what", matrix_but(*[*SPOILED][:3], of=SPOILED))
     @every_layout
     def test_nan_and_infinity_reach_only_dependent_results(
         self, world: World, layout: LayoutKind, what: str, name: str, number: float
@@ -126,7 +123,7 @@ class SpecialValueTests(AdapterSuite):
             if math.isnan(number):
                 assert numbers[:, rows].isnan().all(), field
 
-    @pytest.mark.parametrize("number", [float("nan"), float("inf")], ids=str)
+    @pytest.mark.parametrize("number", [math.nan, math.inf], ids=str)
     @every_layout
     def test_contents_of_an_ignored_key_do_not_matter(self, world: World, layout: LayoutKind, number: float) -> None:
         case = replace(_CASE, masked="random")

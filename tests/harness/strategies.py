@@ -20,6 +20,7 @@ from torch import Tensor
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.reference import reference_dropout
 from ring_backends.testing.score_functions import NAMES, modified_scores, score_function
 
@@ -286,10 +287,6 @@ def _rate_for_zeros(seq_len: int) -> Callable[[int | None, int], int]:
     return lambda w, r: r if w is None or w >= seq_len else math.gcd(w, r)
 
 
-MORE_CASES = pytest.mark.matrix(reason="more random cases")
-
-
-def in_parts(number: int, mark: pytest.MarkDecorator = MORE_CASES) -> pytest.MarkDecorator:
-    """Run a test with random cases ``number`` times, all but the first with ``mark``. The test gets ``part``."""
-    others = (pytest.param(part, marks=mark) for part in range(1, number))
-    return pytest.mark.parametrize("part", [0, *others])
+def in_parts(number: int) -> pytest.MarkDecorator:
+    """Run a test with random cases ``number`` times, all but the first in the matrix. The test gets ``part``."""
+    return pytest.mark.parametrize("part", matrix_but(0, of=range(number)))

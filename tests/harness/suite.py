@@ -34,27 +34,9 @@ from ring_backends.testing.unused_parameters import UnusedParameterTests
 from ring_backends.testing.wire_rounding import WireRoundingTests
 
 
-class AllTrainingTests(
-    TrainingTests,
-    UnequalRankTests,
-    TrainingMismatchTests,
-    TrainingStepTests,
-    EarlyStepTests,
-    UnusedParameterTests,
-    ModelCopyTests,
-    TrainingCheckpointTests,
-    CheckpointErrorTests,
-):
-    """All training suites, for an additional strategy of a framework."""
-
-
-class AdapterTests(
-    ProcessExitTests,
-    TrainCommandTests,
+class TransportTests(
     CompileTests,
-    AllTrainingTests,
     CopyTests,
-    SoakTests,
     FaultTests,
     BadArgumentTests,
     MismatchTests,
@@ -69,4 +51,22 @@ class AdapterTests(
     GradientTests,
     CorrectnessTests,
 ):
+    """All suites of ``initialize`` and ``ring_pass``: results, traffic and errors of attention. None trains."""
+
+
+class AllTrainingTests(
+    TrainingTests,
+    UnequalRankTests,
+    TrainingMismatchTests,
+    TrainingStepTests,
+    EarlyStepTests,
+    UnusedParameterTests,
+    ModelCopyTests,
+    TrainingCheckpointTests,
+    CheckpointErrorTests,
+):
+    """All suites of ``parallelize``. Inherit them once more for each further strategy of a framework."""
+
+
+class AdapterTests(ProcessExitTests, TrainCommandTests, SoakTests, AllTrainingTests, TransportTests):
     """All tests of an adapter. They need the fixtures of :mod:`ring_backends.testing.plugin`."""

@@ -90,24 +90,22 @@ def _after_usual_steps(adapter: str, seconds: float, options: Mapping[str, Any])
     return state
 
 
+@requires("training")
 class SynchronisationTests(AdapterSuite):
-    @requires("training")
     def test_a_usual_step_has_one_exchange(self, world: World) -> None:
         for counts in world.run(count_exchanges, self.adapter, 1, self.framework_options):
             assert counts == [1, 1, 1]
 
-    @requires("training", "gradient accumulation")
+    @requires("gradient accumulation")
     def test_a_usual_step_of_micro_batches_has_one_exchange(self, world: World) -> None:
         for counts in world.run(count_exchanges, self.adapter, 3, self.framework_options):
             assert counts == [1, 1, 1]
 
-    @requires("training")
     @pytest.mark.parametrize("name", UNUSUAL)
     def test_a_rank_that_leaves_the_usual_sequence_is_reported(self, world: World, name: str) -> None:
         for ended in world.run(leave_the_sequence, self.adapter, name, self.framework_options):
             ended.check(RingMismatchError, UNUSUAL[name][0], f"rank {ODD_RANK}: ", within=AT_ONCE)
 
-    @requires("training")
     def test_a_rank_that_stays_away_from_a_usual_step_is_reported_in_time(self, world: World) -> None:
         for rank, ended in enumerate(world.run(stay_away, self.adapter, self.framework_options)):
             assert rank == ODD_RANK or ended.is_a(RingPeerError), ended

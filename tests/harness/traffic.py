@@ -27,6 +27,7 @@ from ring_backends.testing.calls import (
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.correctness import EDGE_CASES, examples
 from ring_backends.testing.fine_cuts import fine_cuts
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.recording import Event, no_collectives, recorded
 from ring_backends.testing.rings import (
     FOUR,
@@ -185,7 +186,7 @@ class TrafficTests(AdapterSuite):
         for answer in run_cases(world, self.adapter, FOUR, "contiguous", [case])[0][0]:
             assert (answer.forward_bytes, answer.backward_bytes) == (shard, 2 * shard)
 
-    @pytest.mark.parametrize("cut", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["whole", "cut"])
+    @pytest.mark.parametrize("cut", matrix_but(False, of=(False, True)), ids=["whole", "cut"])
     @pytest.mark.parametrize("is_causal", [False, True], ids=["all", "causal"])
     @pytest.mark.parametrize("case", [pytest.param(_FULL, marks=pytest.mark.core), _MIXED], ids=["full", "mixed"])
     @every_layout

@@ -97,13 +97,13 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-_IN_MATRIX = pytest.mark.matrix(reason="starts up to eight processes; tests/cli/test_cli.py also tests the command")
+STARTS_PROCESSES = pytest.mark.matrix(reason="starts up to eight processes; test_cli.py also tests the command")
 
 
 @core
+@requires("training", "save and load")
 class TrainCommandTests(AdapterSuite):
-    @_IN_MATRIX
-    @requires("training", "save and load")
+    @STARTS_PROCESSES
     def test_train_stopped_and_resumed_has_the_losses_of_one_rank(self, tmp_path: Path) -> None:
         wanted = train(tmp_path, "native", 1, "--steps", str(STEPS))
         first = train(tmp_path, self.backend_name, 2, "--steps", "2", "--save", "checkpoint")
@@ -112,13 +112,12 @@ class TrainCommandTests(AdapterSuite):
         assert len(wanted) == len(first) + len(rest) == STEPS
         assert first | rest == pytest.approx(wanted, abs=1e-4)
 
-    @requires("training", "save and load")
+    @STARTS_PROCESSES
     @pytest.mark.parametrize(
         ("kill", "num_kills"),
         [
-            pytest.param(kill_while_it_saves, 1, id="while it saves", marks=_IN_MATRIX),
-            pytest.param(kill_while_it_saves, 4, id="while it saves, again and again", marks=pytest.mark.slow),
-            pytest.param(kill_at_a_step, 4, id="at any step", marks=pytest.mark.slow),
+            pytest.param(kill_while_it_saves, 4, id="while it saves, again and again"),
+            pytest.param(kill_at_a_step, 4, id="at any step"),
         ],
     )
     def test_train_killed_and_resumed_ends_with_the_same_parameters(

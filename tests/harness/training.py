@@ -17,12 +17,14 @@ from ring_backends.ring.watchdog import WATCHDOG
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.capabilities import core, requires
 from ring_backends.testing.failing_calls import Ended, ending
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import OneParameter, PlacedModel, unit_sgd
 from ring_backends.testing.rings import (
     FOUR,
     ONE_OF_TWO,
     THREE,
     TWO,
+    TWO_BY_HOSTS,
     TWO_OF_TWO,
     RingSpec,
     backend,
@@ -168,6 +170,7 @@ def renew_closed_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
             world.close()
 
 
+@requires("training")
 class TrainingTests(SynchronisationTests):
     @pytest.fixture(autouse=True)
     def _renew_closed_worlds(self, request: pytest.FixtureRequest) -> Iterator[None]:
@@ -181,7 +184,6 @@ class TrainingTests(SynchronisationTests):
         wanted = train_alone(rings, layout, recipe)
         check_ranks(by_rank, wanted, tolerance, recipe)
 
-    @requires("training")
     @every_precision
     @every_mesh
     @every_layout
@@ -190,16 +192,14 @@ class TrainingTests(SynchronisationTests):
     ) -> None:
         self.check_training(world, rings, layout, Recipe(dtype=precision.dtype), precision.tolerance)
 
-    @requires("training")
     @pytest.mark.parametrize("rings", [TWO_OF_TWO, ONE_OF_TWO], ids=["1x2", "2x1"])
     def test_gradients_on_two_ranks(self, pair: World, rings: RingSpec) -> None:
         self.check_training(pair, rings, "zigzag", Recipe(dtype=torch.float32), 1e-6)
 
-    @requires("training")
     @pytest.mark.parametrize(
         ("precision", "optimizer"),
         [
-            pytest.param(FP64, "adam", marks=pytest.mark.slow),
+            pytest.param(FP64, "adam", marks=MORE_CASES),
             (FP32, "adam"),
             pytest.param(FP32, "momentum", marks=pytest.mark.core),
         ],
@@ -212,7 +212,7 @@ class TrainingTests(SynchronisationTests):
         tolerance = 1e-7 if precision is FP64 else 1e-2 if optimizer == "adam" else 1e-4
         self.check_training(world, rings, "zigzag", recipe, tolerance)
 
-    @requires("training", "gradient accumulation")
+    @requires("gradient accumulation")
     @every_precision
     @every_mesh
     def test_micro_batches_add_up_to_one_batch(self, world: World, rings: RingSpec, precision: Precision) -> None:
@@ -222,10 +222,10 @@ class TrainingTests(SynchronisationTests):
         tolerance = precision.tolerance if precision is FP64 else 1e-5
         self.check_training(world, rings, "contiguous", recipe, tolerance)
 
-    @requires("training", "gradient clipping")
+    @requires("gradient clipping")
     @pytest.mark.parametrize("max_grad_norm", [0.01, pytest.param(1e6, marks=pytest.mark.core)])
     @pytest.mark.parametrize(
-        "precision", [pytest.param(replace(FP64, capability="fp64 clipping"), marks=pytest.mark.slow), FP32], ids=str
+        "precision", matrix_but(FP32, of=(replace(FP64, capability="fp64 clipping"), FP32)), ids=str
     )
     @every_mesh
     def test_the_norm_of_the_whole_gradient_is_clipped(
@@ -235,37 +235,40 @@ class TrainingTests(SynchronisationTests):
         tolerance = precision.tolerance if precision is FP64 else 1e-5
         self.check_training(world, rings, "zigzag", recipe, tolerance)
 
-    @requires("training")
     @every_precision
     @every_mesh
     def test_a_model_without_blocks(self, world: World, rings: RingSpec, precision: Precision) -> None:
         self.check_training(world, rings, "contiguous", Recipe(model="odd", dtype=precision.dtype), precision.tolerance)
 
-    @requires("training", "tied parameters")
+    @core
+    @requires("rings by topology")
+    def test_rings_in_the_order_of_hosts(self, world: World) -> None:
+        self.check_training(world, TWO_BY_HOSTS, "zigzag", Recipe(dtype=torch.float32), 1e-6)
+
+    @requires("tied parameters")
     @every_mesh
     def test_a_parameter_in_two_places(self, world: World, rings: RingSpec) -> None:
         self.check_training(world, rings, "zigzag", Recipe(model="tied", dtype=torch.float32), 1e-6)
 
-    @requires("training", "frozen parameters")
+    @requires("frozen parameters")
     @every_mesh
     def test_a_frozen_parameter(self, world: World, rings: RingSpec) -> None:
         self.check_training(world, rings, "zigzag", Recipe(model="frozen", dtype=torch.float32), 1e-6)
 
-    @requires("training")
     @every_mesh
     def test_the_divisor_equals_that_of_the_reducer(self, world: World, rings: RingSpec) -> None:
         for reduced, divisor in world.run(reduced_and_divisor, self.adapter, rings, self.framework_options):
             assert reduced * divisor == pytest.approx(1 + 2 + 3 + 4, rel=1e-6)
 
-    @requires("training", "gradient accumulation")
+    @requires("gradient accumulation")
     def test_micro_batches_in_the_wrong_order_are_refused(self, world: World) -> None:
         for early, whole, unknown in world.run(steps_out_of_order, self.adapter, self.framework_options):
             early.check(RuntimeError, "0 of 2")
             assert whole == Ended(seconds=whole.seconds), whole
             unknown.check(ValueError, "step_token_count")
 
-    @requires("training", "mixed precision")
-    @pytest.mark.parametrize("rings", [TWO, pytest.param(FOUR, marks=pytest.mark.slow)], ids=str)
+    @requires("mixed precision")
+    @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
     def test_bf16(self, world: World, rings: RingSpec) -> None:
         """Forward and backward run in bf16. Parameters are fp32."""
         recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
@@ -275,7 +278,7 @@ class TrainingTests(SynchronisationTests):
             assert seen == {torch.bfloat16}
             check_moves(states, wanted, 0.05, "bf16")
 
-    @requires("training", "mixed precision")
+    @requires("mixed precision")
     @pytest.mark.parametrize(
         "with_features",
         [
@@ -293,7 +296,7 @@ class TrainingTests(SynchronisationTests):
             assert places == [[int(number) for number in COORDS]] * 2
             check_moves(states, wanted, 0.05, "bf16")
 
-    @requires("training", "gradient accumulation", "evaluation within a step")
+    @requires("gradient accumulation", "evaluation within a step")
     @pytest.mark.parametrize("max_grad_norm", [pytest.param(None, marks=pytest.mark.core), 0.1])
     def test_evaluations_change_nothing(self, world: World, max_grad_norm: float | None) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=2, steps=2, max_grad_norm=max_grad_norm)
@@ -305,7 +308,6 @@ class TrainingTests(SynchronisationTests):
                     assert torch.equal(other[name], tensor), f"{name} differs by {(other[name] - tensor).abs().max()}"
 
     @core
-    @requires("training")
     @pytest.mark.parametrize("name", BAD_OPTIONS)
     def test_bad_options_are_refused_by_name(self, world: World, name: str) -> None:
         message, options = BAD_OPTIONS[name]
@@ -313,7 +315,7 @@ class TrainingTests(SynchronisationTests):
             assert ended.is_a(ValueError) or ended.is_a(TypeError), ended
             assert message in ended.message, ended
 
-    @requires("training", "rings over chosen ranks")
+    @requires("rings over chosen ranks")
     def test_rings_that_do_not_fill_the_world_are_refused(self, world: World) -> None:
         endings = world.run(parallelize_badly, self.adapter, THREE, self.framework_options)
         assert endings[0] is None

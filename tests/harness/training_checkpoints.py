@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ring_backends.testing.capabilities import AdapterSuite, core, requires
 from ring_backends.testing.failing_calls import ODD_RANK, Ended, ending
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.training_runs import Precision, Recipe, State, Trainer, every_precision
 from ring_backends.testing.world import World
@@ -106,12 +107,10 @@ def load_another_optimizer(adapter: str, path: str, options: Mapping[str, Any]) 
     return ending(lambda: other.state.load(path))
 
 
+@requires("training", "save and load")
 class TrainingCheckpointTests(AdapterSuite):
-    @requires("training", "save and load")
     @every_precision
-    @pytest.mark.parametrize(
-        "rings", [pytest.param(FOUR, id="1x4", marks=pytest.mark.slow), pytest.param(TWO, id="2x2")]
-    )
+    @pytest.mark.parametrize("rings", matrix_but(TWO, of=(FOUR, TWO)), ids=["1x4", "2x2"])
     def test_training_resumes_from_a_checkpoint(
         self, world: World, rings: RingSpec, precision: Precision, tmp_path: Path
     ) -> None:
@@ -127,7 +126,6 @@ class TrainingCheckpointTests(AdapterSuite):
                 assert torch.equal(resumed.state[name], tensor), name
         assert [entry.name for entry in tmp_path.iterdir()] == ["checkpoint"]
 
-    @requires("training", "save and load")
     def test_loading_during_a_step_is_refused(self, world: World, tmp_path: Path) -> None:
         options = self.framework_options
         for refused, restored in world.run(load_during_a_step, self.adapter, str(tmp_path / "it"), options):
@@ -135,7 +133,7 @@ class TrainingCheckpointTests(AdapterSuite):
             assert restored
 
     @core
-    @requires("training", "save and load", "another ring size")
+    @requires("another ring size")
     def test_a_checkpoint_resumes_with_another_ring_size(self, world: World, pair: World, tmp_path: Path) -> None:
         recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
         path, options = str(tmp_path / "checkpoint"), self.framework_options
@@ -145,7 +143,6 @@ class TrainingCheckpointTests(AdapterSuite):
             assert resumed.step_count == 2
             assert resumed.losses == pytest.approx(uninterrupted.losses, rel=1e-5)
 
-    @requires("training", "save and load")
     @pytest.mark.parametrize("kind", ["number of NumPy", "object", "object on one rank"])
     def test_saved_settings_can_be_loaded(self, world: World, tmp_path: Path, kind: str) -> None:
         pytest.importorskip("numpy")
@@ -158,7 +155,6 @@ class TrainingCheckpointTests(AdapterSuite):
                 ended.check(ValueError, "param_groups[0]['decay'] is a builtins.object")
             assert exists == (kind == "number of NumPy")
 
-    @requires("training", "save and load")
     def test_the_state_of_another_optimizer_is_refused(self, world: World, tmp_path: Path) -> None:
         path = str(tmp_path / "checkpoint")
         for ended in world.run(load_another_optimizer, self.adapter, path, self.framework_options):

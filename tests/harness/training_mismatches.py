@@ -121,14 +121,13 @@ def stay_away(adapter: str, options: Mapping[str, Any]) -> Ended | None:
     return None if dist.get_rank() == ODD_RANK else ending(lambda: state.global_count(3))
 
 
+@requires("training")
 class TrainingMismatchTests(AdapterSuite):
-    @requires("training")
     @pytest.mark.parametrize("name", DIFFERENCES)
     def test_ranks_that_train_differently_are_reported(self, world: World, name: str) -> None:
         for ended in world.run(train_differently, self.adapter, name, self.framework_options):
             ended.check(RingMismatchError, DIFFERENCES[name].field, f"rank {ODD_RANK}: ", within=AT_ONCE)
 
-    @requires("training")
     def test_a_rank_without_an_optimizer_is_reported(self, world: World) -> None:
         endings = world.run(fail_to_make_an_optimizer, self.adapter, self.framework_options)
         for rank, ended in enumerate(endings):
@@ -137,7 +136,6 @@ class TrainingMismatchTests(AdapterSuite):
             assert ended.seconds < AT_ONCE, ended
 
     @core
-    @requires("training")
     def test_a_refusal_on_one_rank_is_reported(self, world: World) -> None:
         endings = world.run(refuse_alone, self.adapter, self.framework_options)
         assert endings[ODD_RANK].error == "RuntimeError"
@@ -147,7 +145,6 @@ class TrainingMismatchTests(AdapterSuite):
             )
 
     @core
-    @requires("training")
     def test_a_rank_that_stays_away_from_a_count_is_reported_in_time(self, world: World) -> None:
         endings = world.run(stay_away, self.adapter, self.framework_options)
         for rank in {0, 2, 3}:

@@ -5,7 +5,7 @@ With plain SGD, a step equals the scaled gradient. Tests of gradients therefore 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import new_attention
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import VOCABULARY, DenseAttention, make_model
 from ring_backends.testing.rings import (
     FOUR,
@@ -66,15 +67,13 @@ every_mesh = pytest.mark.parametrize(
     [
         pytest.param(FOUR, id="1x4", marks=pytest.mark.core),
         pytest.param(TWO, id="2x2"),
-        pytest.param(ONE, id="4x1", marks=pytest.mark.slow),
-        pytest.param(MESH_COLUMNS, id="2x2-columns", marks=pytest.mark.slow),
+        pytest.param(ONE, id="4x1", marks=MORE_CASES),
+        pytest.param(MESH_COLUMNS, id="2x2-columns", marks=MORE_CASES),
     ],
 )
 
 
-every_precision = pytest.mark.parametrize(
-    "precision", [pytest.param(FP64, marks=pytest.mark.slow), pytest.param(FP32)], ids=str
-)
+every_precision = pytest.mark.parametrize("precision", matrix_but(FP32, of=(FP64, FP32)), ids=str)
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,10 @@ class Recipe:
         return torch.optim.Adam(parameters, lr=self.rate)
 
 
+Prepare = Callable[[Any], nn.Module]
+"""What a test does to a model before it is trained, such as wrapping its blocks. Returns the model to train."""
+
+
 class Trainer:
     """A training run on one rank. ``batches_of`` selects the batches of equally many other rings."""
 
@@ -121,6 +124,7 @@ class Trainer:
         recipe: Recipe,
         options: Mapping[str, Any],
         batches_of: RingSpec | None = None,
+        prepare: Prepare | None = None,
     ) -> None:
         ring, place = ring_here(adapter, rings), rings.place(dist.get_rank())
         assert ring is not None
@@ -130,7 +134,7 @@ class Trainer:
         self.rows = rows_of_ranks(CASE.seq_len, rings.size, layout)[ring_rank]
         model = make_model(recipe.model, lambda: new_attention(adapter, self.ring, CASE), recipe.dtype, recipe.seed)
         self.state: Any = backend(adapter).parallelize(
-            model,
+            model if prepare is None else prepare(model),
             recipe.make_optimizer,
             self.ring,
             max_grad_norm=recipe.max_grad_norm,
@@ -213,17 +217,27 @@ def batches(rings: RingSpec, layout: LayoutKind, step: int, accumulation_steps: 
     return made
 
 
-def train(adapter: str, rings: RingSpec, layout: LayoutKind, recipe: Recipe, options: Mapping[str, Any]) -> list[State]:
+def train(
+    adapter: str,
+    rings: RingSpec,
+    layout: LayoutKind,
+    recipe: Recipe,
+    options: Mapping[str, Any],
+    prepare: Prepare | None = None,
+) -> list[State]:
     """Train. Returns the full state on this rank before the first step and after each step."""
-    return Trainer(adapter, rings, layout, recipe, options).states()
+    return Trainer(adapter, rings, layout, recipe, options, prepare=prepare).states()
 
 
-def train_alone(rings: RingSpec, layout: LayoutKind, recipe: Recipe) -> list[State]:
+def train_alone(
+    rings: RingSpec, layout: LayoutKind, recipe: Recipe, prepare: Prepare | None = None, first_step: int = 0
+) -> list[State]:
     """Train in one process with plain torch and the dense reference of attention."""
     model = make_model(recipe.model, lambda: DenseAttention(CASE), recipe.dtype, recipe.seed)
+    model = model if prepare is None else prepare(model)
     optimizer = recipe.make_optimizer(model.parameters())
     states = [_copy(model.state_dict())]
-    for step in range(recipe.steps):
+    for step in range(first_step, first_step + recipe.steps):
         made = batches(rings, layout, step, recipe.num_micro_batches(step))
         tokens, labels = (torch.cat([part.flatten(0, 1) for part in parts]) for parts in zip(*made, strict=True))
         logits = model(tokens, torch.arange(CASE.seq_len), CASE.seq_len)

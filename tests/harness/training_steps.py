@@ -196,8 +196,8 @@ def remove_a_buffer(adapter: str, options: Mapping[str, Any]) -> Ended:
     return ending(state.full_state_dict)
 
 
+@requires("training")
 class TrainingStepTests(AdapterSuite):
-    @requires("training")
     def test_gradients_may_be_computed_in_another_order(self, world: World) -> None:
         arguments = train_two_layers, self.adapter, "nothing", True, self.framework_options
         if "parameters of some ranks" in self.without:
@@ -206,12 +206,11 @@ class TrainingStepTests(AdapterSuite):
             return
         check_states(world.run(*arguments), train_two_layers_alone("nothing"))
 
-    @requires("training")
     def test_the_program_may_clear_gradients(self, world: World) -> None:
         arguments = self.adapter, "cleared gradients", False, self.framework_options
         check_states(world.run(train_two_layers, *arguments), train_two_layers_alone("cleared gradients"))
 
-    @requires("training", "frozen parameters")
+    @requires("frozen parameters")
     def test_parameters_frozen_later_are_refused_or_handled(self, world: World) -> None:
         by_rank = world.run(freeze_later, self.adapter, self.framework_options)
         if by_rank[0][0].error == "no error":
@@ -221,19 +220,16 @@ class TrainingStepTests(AdapterSuite):
             ended.check(RuntimeError, "requires_grad of ")
             assert states == []
 
-    @requires("training")
     def test_parameters_that_are_added_later_are_refused(self, world: World) -> None:
         for ended in world.run(add_parameters_later, self.adapter, self.framework_options):
             ended.check(RuntimeError, "in parallelize()", "added later")
 
-    @requires("training")
     @pytest.mark.parametrize("kind", LOSSES)
     def test_invalid_losses_are_reported(self, world: World, kind: str) -> None:
         error, message, _ = LOSSES[kind]
         for rank, ended in enumerate(world.run(pass_invalid_loss, self.adapter, kind, self.framework_options)):
             ended.check(error if rank == ODD_RANK else RingMismatchError, message, within=AT_ONCE)
 
-    @requires("training")
     def test_an_error_in_a_backward_is_reported(self) -> None:
         """This test uses its own world, because the error closes the connections of the framework's groups."""
         with World(4, preload=[self.adapter]) as ranks:
@@ -244,7 +240,7 @@ class TrainingStepTests(AdapterSuite):
                 later.check(RuntimeError, within=AT_ONCE)
             assert "backward() raised" in backward.message, backward
 
-    @requires("training", "a lost rank")
+    @requires("a lost rank")
     def test_a_rank_that_dies_in_a_backward_is_reported(self) -> None:
         with World(4, preload=[self.adapter]) as ranks:
             outcomes = ranks.run_collect(die_in_backward, self.adapter, self.framework_options)
@@ -252,13 +248,11 @@ class TrainingStepTests(AdapterSuite):
         for outcome in outcomes:
             assert outcome.raised(RingPeerError), outcome
 
-    @requires("training")
     def test_gradients_before_parallelize_do_not_count(self, world: World) -> None:
         for gradient in world.run(train_with_an_old_gradient, self.adapter, self.framework_options):
             assert gradient == pytest.approx(1.0)
 
     @core
-    @requires("training")
     @pytest.mark.parametrize("what", [refuse_to_parallelize, remove_a_buffer])
     def test_a_refusal_by_one_rank_is_reported(self, world: World, what: Callable[..., Ended]) -> None:
         for rank, ended in enumerate(world.run(what, self.adapter, self.framework_options)):
@@ -268,7 +262,7 @@ class TrainingStepTests(AdapterSuite):
                 within=AT_ONCE,
             )
 
-    @requires("training", "gradient clipping")
+    @requires("gradient clipping")
     @pytest.mark.parametrize("kind", OPTIMIZERS)
     def test_invalid_optimizers_are_refused(self, world: World, kind: str) -> None:
         error, message, _ = OPTIMIZERS[kind]

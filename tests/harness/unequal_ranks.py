@@ -6,13 +6,13 @@ The results equal those of one process. If a framework cannot provide that, ever
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ring_backends.errors import RingMismatchError
 from ring_backends.ring.ring import Ring
@@ -61,6 +61,7 @@ def train_experts(
     *,
     evaluates: bool = False,
     clears: bool = False,
+    make_model: Callable[[Sequence[int]], nn.Module] = BlocksOfExperts,
 ) -> list[State]:
     """Train. Returns the state after each step. A step with fewer micro-batches than the longest one is an early step.
 
@@ -69,7 +70,7 @@ def train_experts(
     """
     ring, rank, accumulation_steps = ring_here(adapter, TWO), dist.get_rank(), max(map(len, steps))
     state = backend(adapter).parallelize(
-        BlocksOfExperts(widths), sgd, ring, accumulation_steps=accumulation_steps, **options
+        make_model(widths), sgd, ring, accumulation_steps=accumulation_steps, **options
     )
     states = []
     for step, micro_batches in enumerate(steps):
@@ -199,8 +200,8 @@ def buffers_of(state: Any) -> State:
     return {name.rpartition(".")[2]: tensor for name, tensor in state.model.named_buffers()}
 
 
+@requires("training")
 class UnequalRankTests(AdapterSuite):
-    @requires("training")
     @pytest.mark.parametrize("widths", [(8, 8), (8, 10)], ids=["one shape", "two shapes"])
     @pytest.mark.parametrize("number", [pytest.param("one", marks=pytest.mark.core), "two"])
     def test_ranks_may_use_different_parameters(self, world: World, widths: tuple[int, ...], number: str) -> None:
@@ -215,13 +216,11 @@ class UnequalRankTests(AdapterSuite):
             return
         check_experts(world.run(*arguments), widths, steps)
 
-    @requires("training")
     def test_an_extra_backward_is_refused(self, world: World) -> None:
         for refused, moved in world.run(too_many_backwards, self.adapter, self.framework_options):
             refused.check(RuntimeError, "after", "1 backward calls")
             assert moved == pytest.approx(3.0)
 
-    @requires("training")
     def test_counts_may_be_fractions(self, world: World) -> None:
         right = (0.25 * 1 + 2.7 * 2 + 1.5 * 4) / (0.25 + 2.7 + 1.5)
         for counted, given, ranks, weights in world.run(train_with_weights, self.adapter, self.framework_options):
@@ -231,7 +230,6 @@ class UnequalRankTests(AdapterSuite):
             assert weights == pytest.approx(4.45, rel=1e-7)
 
     @core
-    @requires("training")
     @pytest.mark.parametrize("name", BAD_COUNTS)
     def test_bad_counts_are_refused_by_name(self, world: World, name: str) -> None:
         error, message, _ = BAD_COUNTS[name]
@@ -239,7 +237,7 @@ class UnequalRankTests(AdapterSuite):
             ended.check(error, message.removeprefix("local_token_count"))
             assert ranks == 4
 
-    @requires("training", "save and load")
+    @requires("save and load")
     def test_all_ranks_have_the_buffers_of_rank_0(self, world: World, tmp_path: Any) -> None:
         path = str(tmp_path / "checkpoint")
         by_rank = world.run(train_with_buffers, self.adapter, self.framework_options, path)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from ring_backends.testing.capabilities import AdapterSuite, requires
+from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.unequal_ranks import NUM_RANKS, Steps, check_experts, train_experts
 from ring_backends.testing.world import World
 
@@ -30,12 +31,10 @@ WIDTHS = (4, 4)
 BF16 = 0.01
 """Tolerance of parameters after steps in bf16. A gradient of an earlier step would move them by about 0.05."""
 
-in_matrix = pytest.mark.matrix(reason="the quick command tests full steps")
-every_window = pytest.mark.parametrize(
-    "name", [name if name == "full steps" else pytest.param(name, marks=in_matrix) for name in WINDOWS]
-)
+every_window = pytest.mark.parametrize("name", matrix_but("full steps", of=WINDOWS))
 
 
+@requires("training")
 class UnusedParameterTests(AdapterSuite):
     def _skip_accumulation(self, name: str) -> None:
         if name != "one micro-batch" and "gradient accumulation" in self.without:
@@ -46,19 +45,18 @@ class UnusedParameterTests(AdapterSuite):
         by_rank = world.run(train_experts, self.adapter, WIDTHS, steps, options, clears=clears)
         check_experts(by_rank, WIDTHS, steps, tolerance)
 
-    @requires("training")
     @every_window
     def test_no_rank_uses_a_parameter(self, world: World, name: str) -> None:
         self._skip_accumulation(name)
         self.check_windows(world, name, 1e-5)
 
-    @in_matrix
-    @requires("training", "gradient accumulation")
+    @MORE_CASES
+    @requires("gradient accumulation")
     def test_the_program_clears_gradients_after_early_steps(self, world: World) -> None:
         self.check_windows(world, "early steps", 1e-5, clears=True)
 
-    @in_matrix
-    @requires("training", "mixed precision")
+    @MORE_CASES
+    @requires("mixed precision")
     @every_window
     def test_no_rank_uses_a_parameter_in_mixed_precision(self, world: World, name: str) -> None:
         self._skip_accumulation(name)

@@ -52,7 +52,7 @@ def test_two_by_two(four: World, name: str) -> None:
     assert_equal(four.run(run, name, 2, "zigzag"), expected)
 
 
-@pytest.mark.slow(reason="trains eleven models")
+@pytest.mark.matrix(reason="trains eleven models")
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss-lora", "mistral-packed", "modernbert", "qwen3-packed", *OTHERS])
 def test_three_ranks(three: World, name: str) -> None:
     assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))

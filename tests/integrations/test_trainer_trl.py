@@ -212,7 +212,6 @@ def test_two_ranks(two: World, name: str) -> None:
         assert_equal(two.run(run, name, 2, layout), expected)
 
 
-@pytest.mark.slow(reason="trains seven models")
 @pytest.mark.parametrize("name", OTHER_CASES)
 def test_three_ranks(three: World, name: str) -> None:
     assert_equal(three.run(run, name, 3, "zigzag"), run(name, None))

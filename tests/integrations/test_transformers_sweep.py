@@ -40,7 +40,7 @@ def two() -> Iterator[World]:
 IN_MATRIX = pytest.mark.matrix(reason="runs over two hundred model classes")
 CASES = [
     # Most classifiers and models without a head have the layers of a language model.
-    pytest.param(kind, part, marks=IN_MATRIX if kind in ("causal", "masked") else pytest.mark.slow)
+    pytest.param(kind, part, marks=IN_MATRIX)
     for kind, number in PARTS.items()
     for part in range(number)
 ]

@@ -37,6 +37,7 @@ from ring_backends.kernels import (
 )
 from ring_backends.kernels.math import MathKernel
 from ring_backends.schedule.bands import Band, trimmed
+from ring_backends.testing.marks import needs_gpu
 
 
 class CudaOperators(TorchDispatchMode):
@@ -313,8 +314,7 @@ def test_cudnn_refuses_torch_s_ragged_plans(monkeypatch: pytest.MonkeyPatch) -> 
         assert any("AVOID_RECOMPILE" in reason for reason in kernel.device_reasons(inputs, (9, 0))) == refuses
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize(
     ("kernel", "shape"),
     [
@@ -334,8 +334,7 @@ def test_tiles_beyond_the_limits_on_a_gpu(kernel: Kernel, shape: tuple[int, ...]
     torch.testing.assert_close(tuple(x[-3:] for x in found), wanted)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_keys_far_apart_on_a_gpu() -> None:
     """Keys whose offsets take more than 31 bits (4 GiB in fp16 are allocated)."""
     memory = torch.zeros(4100, 2**19, device="cuda", dtype=torch.float16)
@@ -348,8 +347,7 @@ def test_keys_far_apart_on_a_gpu() -> None:
     torch.testing.assert_close(lse, wanted_lse)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 @pytest.mark.parametrize("kernel", [*CUDA_KERNELS, MathKernel()], ids=kernel_id)
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(data=st.data())

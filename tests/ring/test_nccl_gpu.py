@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 
-import pytest
-import torch
+from ring_backends.testing.marks import needs_gpu
 
 SCRIPT = """
 import time
@@ -74,8 +73,7 @@ print("abandoned", flush=True)
 """
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_gpu
 def test_hops_to_itself() -> None:
     """The host waits for no hop, a wrong header raises, and the process survives the abort."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from command_line import environment, output_of, run
 
 from ring_backends.errors import RingMismatchError
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.world import RanksFailedError, World
 
 
@@ -181,7 +182,7 @@ def test_a_rank_lost_between_calls_is_reported(pair):
         assert pair.run(sum_over_ranks, 0) == [1.0, 1.0]
 
 
-@pytest.mark.slow
+@MORE_CASES
 def test_a_stopped_rank_is_reported_too(pair):
     pair.run(settings_of_a_rank)  # the first call is slow, because the ranks import this module
     stopped, returned = pair.run_collect(call_on_rank, 0, signal.raise_signal, signal.SIGSTOP, timeout=0.5)
@@ -241,7 +242,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
+@MORE_CASES
 def test_no_rank_outlives_a_parent_that_is_killed(tmp_path):
     script = tmp_path / "parent.py"
     script.write_text(KILLED)
@@ -268,7 +269,7 @@ def test_same():
 """
 
 
-@pytest.mark.slow
+@MORE_CASES
 def test_ranks_find_functions_of_modules_imported_by_pytest(tmp_path):
     folder = tmp_path / "checks" / "inner"
     folder.mkdir(parents=True)

@@ -51,6 +51,6 @@ def parallelize(
     mixed_precision: torch.dtype | None = None,
 ) -> TrainingState:
     def wrap(module: nn.Module) -> nn.Module:
-        return DistributedDataParallel(module) if dist.is_initialized() else module
+        return DistributedDataParallel(module, broadcast_buffers=False) if dist.is_initialized() else module
 
     return ReplicatedTraining(model, make_optimizer, ring, wrap, max_grad_norm, accumulation_steps, mixed_precision)
