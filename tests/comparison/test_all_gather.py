@@ -114,7 +114,7 @@ HOW_CUT: list[tuple[RingSpec, LayoutKind, bool]] = [
 ]
 
 
-@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.matrix(reason="another mask"))])
+@pytest.mark.parametrize("is_causal", matrix_but(True, of=(True, False)))
 @pytest.mark.parametrize("name", matrix_but(*QUICK, of=CASES))
 def test_all_gather_is_exact(world: World, name: str, is_causal: bool) -> None:
     seq_len, heads, kv_heads, pattern = CASES[name]

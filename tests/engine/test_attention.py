@@ -23,22 +23,19 @@ from ring_backends.kernels import aten_cpu
 from ring_backends.kernels.math import MathKernel
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
-from ring_backends.testing import calls
+from ring_backends.testing.calls import Results, expected, largest, local_call, whole
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
 from ring_backends.testing.reference import (
     dense_attention,
     reference_counts,
     reference_phantom_counts,
 )
+from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
 
-NAMES = calls.Results._fields[:5]
-Results = dict[str, Tensor]
-
-
-def reference_results(case: AttentionCase) -> Results:
-    return calls.expected(case).computed()
+NAMES = Results._fields[:5]
+layouts = st.sampled_from(LAYOUTS)
 
 
 def plain_results(case: AttentionCase) -> Results:
@@ -74,7 +71,7 @@ def plain_results(case: AttentionCase) -> Results:
     if phantoms is not None:
         seen.append((phantoms.unsqueeze(-1) > torch.arange(most)).expand(case.batch, -1, -1, -1))
     if not seen:
-        return dict(zip(NAMES, (torch.zeros_like(grad_out), lse, *map(torch.zeros_like, leaves)), strict=True))
+        return Results(torch.zeros_like(grad_out), lse, *map(torch.zeros_like, leaves))
     rows = ([*[x] * repeats, x.new_zeros(case.batch, most, *x.shape[2:])] for x in leaves[1:])
     keys, values = (torch.cat(x, 1).transpose(1, 2) for x in rows)
     visible = torch.cat(seen, -1)
@@ -84,56 +81,27 @@ def plain_results(case: AttentionCase) -> Results:
     )
     out = out.masked_fill(blind, 0).transpose(1, 2)
     grads = torch.autograd.grad(out, leaves, grad_out, materialize_grads=True)
-    return dict(zip(NAMES, (out.detach(), lse, *grads), strict=True))
+    return Results(out.detach(), lse, *grads)
 
 
-def single_device_results(case: AttentionCase, **options: Any) -> Results:
-    query, key, value, grad_out, mask = case.tensors()
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    options |= {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
-    sinks = sink_leaves(case)
-    options |= {"sinks": sinks[0]} if sinks else {}
-    options |= {} if case.score_mod is None else {"score_mod": case.score_function()}
-    out, lse = dilated_attention(*leaves, **case.options(), key_padding_mask=mask, return_lse=True, **options)
-    assert not lse.requires_grad
-    return calls.Results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out)).computed()
+def single_device_results(case: AttentionCase, **more: Any) -> Results:
+    def attend(*tensors: Tensor, seq_len: int, **options: Any) -> Any:
+        pattern = {**case.pattern_options(), "scale": case.scale, "dropout_p": case.dropout_p}
+        return dilated_attention(*tensors, **pattern, **options, **more)
+
+    return local_call("", Ring(), case, attention=attend).results()
 
 
-def sink_leaves(case: AttentionCase) -> list[Tensor]:
-    """The scores of the sinks as a leaf with gradient, if the case has sinks."""
-    return [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
-
-
-def thread_ring_results(case: AttentionCase, ring_size: int, layout: str) -> tuple[Results, list[ThreadRing]]:
+def thread_ring_results(case: AttentionCase, ring_size: int, layout: Any) -> tuple[Results, list[ThreadRing]]:
     """The whole results of a ring of threads, and its rings by rank, which have the traffic."""
-    query, key, value, grad_out, mask = case.tensors()
-    options = {name: value for name, value in case.options().items() if name != "is_causal"}
 
-    def attend(ring: ThreadRing) -> tuple[list[Tensor], tuple[Tensor, ...], ThreadRing]:
-        attention = ThreadRingDilatedAttention(ring=ring, dropout_p=case.dropout_p, **options)
-        leaves = [ring.shard(x).detach().requires_grad_() for x in (query, key, value)]
-        local_mask, local_ids = (None if x is None else ring.shard(x) for x in (mask, case.document_ids()))
-        sinks = sink_leaves(case)
-        out, lse = attention(
-            *leaves,
-            is_causal=case.is_causal,
-            seq_len=case.seq_len,
-            key_padding_mask=local_mask,
-            document_ids=local_ids,
-            dropout_seed=case.seed,
-            sinks=sinks[0] if sinks else None,
-            score_mod=case.score_function(),
-            return_lse=True,
-        )
-        grads = torch.autograd.grad(out, leaves + sinks, ring.shard(grad_out))
-        parts = zip((out.detach(), lse, *grads[:3]), (1, 2, 1, 1, 1), strict=True)
-        return [ring.unshard(x, dim, case.seq_len) for x, dim in parts], grads[3:], ring
+    def attend(ring: ThreadRing) -> tuple[Results, ThreadRing]:
+        options = {**case.pattern_options(), "scale": case.scale, "dropout_p": case.dropout_p}
+        attention = ThreadRingDilatedAttention(ring=ring, **options)
+        return local_call("", ring, case, attention=attention).results(), ring
 
-    by_rank = run_in_threads(ring_size, attend, layout=layout)
-    for found, *_ in by_rank[1:]:
-        assert all(torch.equal(x, y) for x, y in zip(found, by_rank[0][0], strict=True))
-    grads_of_sinks = [torch.stack(x).sum(0) for x in zip(*(grads for _, grads, _ in by_rank), strict=True)]
-    return calls.Results(*by_rank[0][0], *grads_of_sinks).computed(), [ring for *_, ring in by_rank]
+    results, rings = zip(*run_in_threads(ring_size, attend, layout=layout), strict=True)
+    return whole(results, case.seq_len, layout), list(rings)
 
 
 def error_norm(actual: Tensor, expected: Tensor) -> float:
@@ -143,22 +111,22 @@ def error_norm(actual: Tensor, expected: Tensor) -> float:
     return float(difference.norm()) if difference.isfinite().all() else math.inf
 
 
-def check_exact(actual: Results, expected: Results) -> None:
-    for name in expected:
-        assert error_norm(actual[name], expected[name]) < 1e-10, name
+def check_exact(actual: Results, exact: Results) -> None:
+    for name, tensor in exact.computed().items():
+        assert error_norm(getattr(actual, name), tensor) < 1e-10, name
 
 
 @in_parts(5)
 @settings(max_examples=100, deadline=None)
 @given(case=attention_cases(dtypes=[torch.float64]))
 def test_single_device_equals_the_reference(part: int, case: AttentionCase) -> None:
-    check_exact(single_device_results(case), reference_results(case))
+    check_exact(single_device_results(case), expected(case))
 
 
 @settings(max_examples=60, deadline=None)
 @given(attention_cases(dtypes=[torch.float64], max_n=70))
 def test_math_kernel_equals_the_reference(case: AttentionCase) -> None:
-    check_exact(single_device_results(case, kernel="math"), reference_results(case))
+    check_exact(single_device_results(case, kernel="math"), expected(case))
 
 
 # These cases are large, and their rates select enough queries, so that the ratio of two error norms depends little on
@@ -182,17 +150,13 @@ LOW_PRECISION_CASES = attention_cases(
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(case=LOW_PRECISION_CASES)
 def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: AttentionCase) -> None:
-    actual, plain, exact = single_device_results(case), plain_results(case), reference_results(case)
+    results = single_device_results(case), plain_results(case), expected(case)
+    actual, plain, exact = (found.computed() for found in results)
     # Allow a few roundings per number, because plain attention can be exact by chance.
-    rounding = 4 * max(map(_largest, exact.values())) * torch.finfo(torch.float32).eps
+    rounding = 4 * max(map(largest, exact.values())) * torch.finfo(torch.float32).eps
     for name in NAMES:
         floor = rounding * math.sqrt(exact[name].numel())
         assert error_norm(actual[name], exact[name]) <= 2 * error_norm(plain[name], exact[name]) + floor, name
-
-
-def _largest(tensor: Tensor) -> float:
-    finite = tensor[tensor.isfinite()]
-    return float(finite.abs().max()) if finite.numel() else 0.0
 
 
 @in_parts(15)
@@ -200,13 +164,13 @@ def _largest(tensor: Tensor) -> float:
 @given(
     attention_cases(dtypes=[torch.float64], max_n=100),
     st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]),
-    st.sampled_from(["contiguous", "zigzag"]),
+    layouts,
 )
 def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
     actual, rings = thread_ring_results(case, ring_size, layout)
-    check_exact(actual, reference_results(case))
+    check_exact(actual, expected(case))
     check_bytes(case, rings)
 
 
@@ -214,7 +178,7 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
     """Check that the ranks have sent the bytes of the schedule in one forward and backward."""
     for ring in rings:
         schedule = case.schedule(ring.size, ring.layout_kind)
-        expected = sum(
+        scheduled = sum(
             schedule.wire_bytes(
                 ring.rank,
                 batch=case.batch,
@@ -227,7 +191,7 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
             )
             for backward in (False, True)
         )
-        assert ring.traffic.bytes == expected
+        assert ring.traffic.bytes == scheduled
 
 
 @in_parts(8)
@@ -235,14 +199,14 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4]),
-    layout=st.sampled_from(["contiguous", "zigzag"]),
+    layout=layouts,
 )
 def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
     with fine_cuts():
         actual, _ = thread_ring_results(case, ring_size, layout)
-    check_exact(actual, reference_results(case))
+    check_exact(actual, expected(case))
 
 
 @in_parts(4)
@@ -250,15 +214,22 @@ def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([1, 2, 3, 4]),
-    layout=st.sampled_from(["contiguous", "zigzag"]),
+    layout=layouts,
 )
 def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
-    exact, (coarse, _) = reference_results(case), thread_ring_results(case, ring_size, layout)
+    coarse, _ = thread_ring_results(case, ring_size, layout)
     with fine_cuts():
         fine, _ = thread_ring_results(case, ring_size, layout)
+    check_rounds_like(fine, case, coarse)
+
+
+def check_rounds_like(got: Results, case: AttentionCase, *others: Results) -> None:
+    """No error exceeds twice the largest of the others, and some roundings."""
+    exact = expected(case)
     for name in NAMES:
-        tolerance = 64 * torch.finfo(coarse[name].dtype).eps * max(1.0, _largest(exact[name]))
-        assert error_norm(fine[name], exact[name]) <= 2 * error_norm(coarse[name], exact[name]) + tolerance, name
+        found, right, *tensors = (getattr(results, name) for results in (got, exact, *others))
+        tolerance = 64 * torch.finfo(tensors[0].dtype).eps * max(1.0, largest(right))
+        assert error_norm(found, right) <= 2 * max(error_norm(x, right) for x in tensors) + tolerance, name
 
 
 @in_parts(8)
@@ -266,7 +237,7 @@ def test_fine_cuts_round_like_coarse_ones(part: int, case: AttentionCase, ring_s
 @given(
     case=attention_cases(dtypes=[torch.float64], max_n=60),
     ring_size=st.sampled_from([2, 3, 4, 7]),
-    layout=st.sampled_from(["contiguous", "zigzag"]),
+    layout=layouts,
     message_cost=st.sampled_from([0.0, 0.3, 5.0]),
     cut=st.booleans(),
 )
@@ -275,7 +246,7 @@ def test_spread_branches_equal_the_reference(
 ) -> None:
     with fine_cuts() if cut else contextlib.nullcontext(), every_branch_spread(message_cost):
         actual, rings = thread_ring_results(case, ring_size, layout)
-        check_exact(actual, reference_results(case))
+        check_exact(actual, expected(case))
         check_bytes(case, rings)
 
 
@@ -284,21 +255,18 @@ def test_spread_branches_equal_the_reference(
 @given(
     case=attention_cases(dtypes=[torch.float32, torch.bfloat16], max_n=60),
     ring_size=st.sampled_from([2, 3, 5]),
-    layout=st.sampled_from(["contiguous", "zigzag"]),
+    layout=layouts,
     cut=st.booleans(),
 )
 def test_spread_branches_round_like_others(
     part: int, case: AttentionCase, ring_size: int, layout: str, cut: bool
 ) -> None:
     # One device has tiles with as many keys. The kernel rounds the LSE of such tiles more than that of small ones.
-    exact, alone = reference_results(case), single_device_results(case)
+    alone = single_device_results(case)
     around, _ = thread_ring_results(case, ring_size, layout)
     with fine_cuts() if cut else contextlib.nullcontext(), every_branch_spread():
         spread, _ = thread_ring_results(case, ring_size, layout)
-    for name in NAMES:
-        tolerance = 64 * torch.finfo(around[name].dtype).eps * max(1.0, _largest(exact[name]))
-        error = max(error_norm(other[name], exact[name]) for other in (around, alone))
-        assert error_norm(spread[name], exact[name]) <= 2 * error + tolerance, name
+    check_rounds_like(spread, case, around, alone)
 
 
 @pytest.mark.parametrize("message_cost", [0.0, 5.0])
@@ -353,7 +321,7 @@ def test_kernels_get_a_positive_scale(scale: float) -> None:
     # With any other scale, torch's operator returns NaN, and the math kernel computes the tile again.
     with mock.patch.object(aten_cpu, "_MATH", None):
         results = single_device_results(case, kernel="aten_cpu_flash")
-    check_exact(results, reference_results(case))
+    check_exact(results, expected(case))
 
 
 def test_uncovered_positions_and_masked_queries_are_zero_without_nan() -> None:
@@ -387,15 +355,15 @@ def test_autocast_as_in_scaled_dot_product_attention(autocast_dtype: torch.dtype
     value = torch.randn(1, 32, 2, 8).bfloat16().requires_grad_()
     with torch.autocast("cpu", dtype=autocast_dtype):
         out = dilated_attention(query, key, value, [32], [1])
-        expected = torch.nn.functional.scaled_dot_product_attention(
+        plain = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(1, 2) for x in (query, key, value))
         ).transpose(1, 2)
-        assert out.dtype == expected.dtype == autocast_dtype
+        assert out.dtype == plain.dtype == autocast_dtype
         double = dilated_attention(*(x.double() for x in (query, key, value)), [32], [1])
         assert double.dtype == torch.float64
         with pytest.raises(ValueError, match="key has dtype"):
             dilated_attention(query.double(), key, value, [32], [1])
-    torch.testing.assert_close(out, expected, rtol=0, atol=2e-2)
+    torch.testing.assert_close(out, plain, rtol=0, atol=2e-2)
     out.backward(torch.randn_like(out))
     assert [x.grad.dtype for x in (query, key, value)] == [torch.float32, torch.float16, torch.bfloat16]
 

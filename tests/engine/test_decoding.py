@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import random
 import re
@@ -23,8 +24,9 @@ from ring_backends.engine.decoding import groups
 from ring_backends.kernels.math import MathKernel
 from ring_backends.testing import score_functions
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
-from ring_backends.testing.rings import FOUR, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
+from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
 from ring_backends.testing.world import RanksFailedError, World
 
 NATIVE = "ring_backends.adapters.native"
@@ -141,21 +143,12 @@ def check_here(adapter: str, spec: RingSpec, layout: Any, seeds: range) -> None:
         check(seed, lambda pattern: backend(adapter).RingDilatedAttention(**pattern, ring=ring))
 
 
-ANOTHER_RING = pytest.mark.matrix(reason="another ring")
+RINGS = [(NATIVE, *ring, 100 + 20 * i) for i, ring in enumerate(itertools.product((TWO, THREE, FOUR), LAYOUTS))]
+CASES = [*(pytest.param(*case, marks=MORE_CASES) for case in RINGS[:-1]), RINGS[-1]]
 
 
 @pytest.mark.parametrize(
-    ("adapter", "spec", "layout", "first"),
-    [
-        pytest.param(NATIVE, TWO, "contiguous", 100, marks=ANOTHER_RING),
-        pytest.param(NATIVE, TWO, "zigzag", 120, marks=ANOTHER_RING),
-        pytest.param(NATIVE, THREE, "contiguous", 140, marks=ANOTHER_RING),
-        pytest.param(NATIVE, THREE, "zigzag", 160, marks=ANOTHER_RING),
-        pytest.param(NATIVE, FOUR, "contiguous", 180, marks=ANOTHER_RING),
-        (NATIVE, FOUR, "zigzag", 200),
-        ("ring_backends.adapters.fsdp", FOUR, "zigzag", 220),
-    ],
-    ids=str,
+    ("adapter", "spec", "layout", "first"), [*CASES, ("ring_backends.adapters.fsdp", FOUR, "zigzag", 220)], ids=str
 )
 def test_rings(world: World, adapter: str, spec: RingSpec, layout: str, first: int) -> None:
     if reason := available_adapters()[adapter.rpartition(".")[2]]:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ring_backends import dilated_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels import kernel_names
+from ring_backends.testing.marks import matrix_but
 
 Make = Callable[[Callable[[], tuple[Tensor, ...]]], tuple[Tensor, ...]]
 
@@ -52,7 +53,7 @@ MAKERS = [("meta", lambda make: make()), ("cpu", under_a_fake_mode)]
 
 
 @pytest.mark.parametrize("options", MARKS)
-@pytest.mark.parametrize("dropout_p", [pytest.param(0.0, marks=pytest.mark.matrix(reason="dropout does more")), 0.1])
+@pytest.mark.parametrize("dropout_p", matrix_but(0.1, of=(0.0, 0.1)))
 @pytest.mark.parametrize(("device", "make"), MAKERS, ids=["meta", "fake"])
 def test_every_option(device: str, make: Make, dropout_p: float, options: tuple[str, ...]) -> None:
     query, key, value, mask, documents = make(lambda: tensors(device, torch.float32))

@@ -31,6 +31,7 @@ from ring_backends.kernels.base import KernelInputs
 from ring_backends.kernels.constants import constant
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.transfer import Transfer
+from ring_backends.testing.marks import matrix_but
 
 
 class RefuseCopies(TorchDispatchMode):
@@ -79,7 +80,7 @@ def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tupl
     return backward(call, inputs, out, lse, torch.empty_like(out), hops)
 
 
-@pytest.mark.parametrize("ring_size", [pytest.param(1, marks=pytest.mark.matrix(reason="a ring does the same")), 4])
+@pytest.mark.parametrize("ring_size", matrix_but(4, of=(1, 4)))
 @pytest.mark.parametrize("option", ["plain", "key mask", "documents", "dropout", "zero keys", "score_mod"])
 @pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
 def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:

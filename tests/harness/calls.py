@@ -78,6 +78,7 @@ class LocalCall:
     def results(self) -> Results:
         """Make the call and run its backward."""
         out, lse = self(return_lse=True)
+        assert not lse.requires_grad
         return Results(out.detach(), lse, *self.gradients(out))
 
 

@@ -8,6 +8,7 @@ import torch
 from native_ranks import assert_near, world_of
 
 from ring_backends import Ring
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import TWO_OF_TWO
 from ring_backends.testing.world import World
 
@@ -25,10 +26,7 @@ def test_training(two: World) -> None:
         assert_near(after, parameters)
 
 
-OTHER = pytest.mark.matrix(reason="another strategy")
-
-
-@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("hsdp", marks=OTHER), pytest.param("fsdp1", marks=OTHER)])
+@pytest.mark.parametrize("strategy", matrix_but("fsdp2", of=("fsdp2", "hsdp", "fsdp1")))
 def test_bf16_does_not_move_tiles(two: World, strategy: str) -> None:
     model = cases.make_model(dtype=torch.float32)
     tiles, coords = cases.make_slide(600, torch.float32)

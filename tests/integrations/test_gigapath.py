@@ -18,6 +18,7 @@ from native_ranks import assert_near, world_of
 from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import FOUR, ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec
 from ring_backends.testing.world import World
 
@@ -38,9 +39,9 @@ def check_embeddings(
     cases.assert_same([cases.embed(cases.on_ring(None, **options), num_tiles, all_layer_embed)], expected, tolerance)
 
 
-@pytest.mark.parametrize("num_tiles", [1, 61, *(pytest.param(number, marks=LONG) for number in (2, 129))])
+@pytest.mark.parametrize("num_tiles", matrix_but(1, 61, of=(1, 2, 61, 129)))
 @pytest.mark.parametrize("global_pool", [False, True], ids=["cls", "global_pool"])
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=LONG)], ids=str)
+@pytest.mark.parametrize("dtype", matrix_but(torch.float64, of=(torch.float64, torch.float32)), ids=str)
 def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles: int) -> None:
     options = {"dtype": dtype, "global_pool": global_pool}
     tolerance = 1e-11 if dtype is torch.float64 else 1e-5
@@ -48,7 +49,7 @@ def test_two_ranks(two: World, dtype: torch.dtype, global_pool: bool, num_tiles:
         check_embeddings(two, layout, num_tiles, all_layer_embed, tolerance, **options)
 
 
-@pytest.mark.parametrize("rings", [FOUR, pytest.param(TWO, marks=LONG)], ids=str)
+@pytest.mark.parametrize("rings", matrix_but(FOUR, of=(FOUR, TWO)), ids=str)
 def test_four_ranks(world: World, rings: Any) -> None:
     for num_tiles, layout in ((2, "contiguous"), (100, "zigzag")):
         found = world.run(cases.embed_here, rings, layout, num_tiles, True)
@@ -251,8 +252,8 @@ def test_activation_checkpointing(two: World, checkpointing: str) -> None:
         cases.assert_same([(embeddings, renamed)], right, 1e-12)
 
 
-@pytest.mark.parametrize("rings", [TWO_OF_TWO, pytest.param(ONE_OF_TWO, marks=LONG)], ids=str)
-@pytest.mark.parametrize("feat_layer", [(1, 3), pytest.param((0, 2), marks=LONG)], ids=str)
+@pytest.mark.parametrize("rings", matrix_but(TWO_OF_TWO, of=(TWO_OF_TWO, ONE_OF_TWO)), ids=str)
+@pytest.mark.parametrize("feat_layer", matrix_but((1, 3), of=((1, 3), (0, 2))), ids=str)
 def test_training(two: World, rings: Any, feat_layer: Any) -> None:
     """Three steps of a classification head and the slide encoder equal those on one process."""
     losses, parameters = cases.train(cases.ClassificationHead(cases.make_model(), feat_layer), Ring())

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_backends.testing.marks import matrix_but
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
@@ -62,10 +64,7 @@ def on_a_ring(ring: Ring, name: str) -> list[tuple[Tensor, ...]]:
     return [results(model), results(copied), results(model, takes_left)]
 
 
-IN_MATRIX = pytest.mark.matrix(reason="runs four models on two ranks")
-
-
-@pytest.mark.parametrize("name", [name if name == "last" else pytest.param(name, marks=IN_MATRIX) for name in MODELS])
+@pytest.mark.parametrize("name", matrix_but("last", of=MODELS))
 def test_the_result_is_that_of_the_whole_sequences(pair: World, name: str) -> None:
     """Also in a deep copy, and with padding on the left if the head does not read it."""
     kind, fields, takes_left = MODELS[name]

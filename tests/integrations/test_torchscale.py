@@ -21,6 +21,7 @@ from ring_backends import AdapterUnavailableError, Ring
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath, torchscale
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
 from ring_backends.testing.world import World
 
@@ -31,7 +32,7 @@ two = world_of(2, "torchscale_cases")
 three = world_of(3, "torchscale_cases")
 
 
-@pytest.mark.parametrize("kind", ["embeddings", "decoder", pytest.param("tokens", marks=LONG)])
+@pytest.mark.parametrize("kind", matrix_but("embeddings", "decoder", of=cases.KINDS))
 def test_two_ranks(two: World, kind: str) -> None:
     """Without a mask and with one, which sets embeddings to zero in encoders and does nothing in decoders."""
     for numbers, how, layout in (((61, 61), "whole", "zigzag"), ((34, 61), "masked", "contiguous")):
@@ -40,7 +41,7 @@ def test_two_ranks(two: World, kind: str) -> None:
         gigapath_cases.assert_same([cases.here(kind, None, layout, numbers, how)], expected, 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=LONG) for kind in cases.KINDS[1:])])
+@pytest.mark.parametrize("kind", matrix_but("embeddings", of=cases.KINDS))
 def test_without_padding(two: World, kind: str) -> None:
     """With ``ignore_padding``, each sequence has the outputs and gradients of this sequence alone."""
     expected = cases.by_own_code(kind, (34, 1, 61), "alone")
@@ -49,7 +50,7 @@ def test_without_padding(two: World, kind: str) -> None:
     gigapath_cases.assert_same([cases.here(kind, None, "zigzag", (34, 1, 61), "kept")], expected, 1e-10)
 
 
-@pytest.mark.parametrize("kind", ["embeddings", *(pytest.param(kind, marks=LONG) for kind in cases.KINDS[1:])])
+@pytest.mark.parametrize("kind", matrix_but("embeddings", of=cases.KINDS))
 def test_constant_mixing(two: World, kind: str) -> None:
     """Then gradients are those of torchscale's own code, which has none of the weights that mix its branches."""
     call = (kind, (61, 61), "whole")
@@ -113,12 +114,10 @@ def test_every_rank_computes_its_own_rows(two: World) -> None:
     assert two.run(cases.rows_here, TWO_OF_TWO, 61) == [31, 30]
 
 
-NAMES = ("src_tokens", "encoder_padding_mask", "training mode")
+CHANGES = ("rounding", "token_embeddings", "src_tokens", "encoder_padding_mask", "training mode")
 
 
-@pytest.mark.parametrize(
-    "change", ["rounding", "token_embeddings", *(pytest.param(name, marks=LONG) for name in NAMES)]
-)
+@pytest.mark.parametrize("change", matrix_but(*CHANGES[:2], of=CHANGES))
 def test_ranks_with_different_inputs(two: World, change: str) -> None:
     for ended in two.run(cases.other_inputs_here, TWO_OF_TWO, change):
         assert ended.error == ("no error" if change == "rounding" else "RingMismatchError"), ended
@@ -254,56 +253,39 @@ def with_value(path: str, name: str, value: object) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "message"),
+    ("change", "message"),
     [
-        (
-            with_class("encoder", OtherEncoder),
-            AdapterUnavailableError,
-            "model.encoder.forward has no parameter 'encoder_pa",
-        ),
-        (
-            with_class("encoder.layers.1", ShiftedLayer),
-            ValueError,
-            r"model.encoder.layers\[1\] is a ShiftedLayer, and Shi",
-        ),
-        (
-            with_value("encoder", "forward", print),
-            ValueError,
-            "model.encoder.forward was replaced; call use_ring before",
-        ),
-        (
-            with_value("args", "xpos_rel_pos", True),
-            ValueError,
-            "encoder.args.xpos_rel_pos = True: not supported by a ring",
-        ),
-        (
-            with_value("args", "moe_freq", 2),
-            ValueError,
-            "args.moe_freq = 2: not supported by a ring, since a mixture of",
-        ),
-        (
-            with_value("encoder", "relative_position", nn.Linear(1, 1)),
-            ValueError,
-            "encoder.relative_position = Linear: not",
-        ),
-        (
-            with_value("encoder", "embed_positions", nn.Embedding(9, 2)),
-            ValueError,
-            "encoder.embed_positions = Embedding: ",
-        ),
+        (with_class("encoder.layers.1", ShiftedLayer), r"model.encoder.layers\[1\] is a ShiftedLayer, and Shi"),
+        (with_value("encoder", "forward", print), "model.encoder.forward was replaced; call use_ring before"),
+        (with_value("args", "xpos_rel_pos", True), "encoder.args.xpos_rel_pos = True: not supported by a ring"),
+        (with_value("args", "moe_freq", 2), "args.moe_freq = 2: not supported by a ring, since a mixture of"),
+        (with_value("encoder", "relative_position", nn.Linear(1, 1)), "encoder.relative_position = Linear: not"),
+        (with_value("encoder", "embed_positions", nn.Embedding(9, 2)), "encoder.embed_positions = Embedding: "),
         (
             with_value("encoder.layers.0", "encoder_attn", nn.Linear(1, 1)),
-            ValueError,
             r"model.encoder.layers\[0\].encoder_attn = Linear: not supported",
         ),
+    ],
+)
+def test_other_classes_and_options(change: Callable[[Any], None], message: str) -> None:
+    check_refusal(change, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (with_class("encoder", OtherEncoder), "model.encoder.forward has no parameter 'encoder_pa"),
         (
             with_value("encoder.layers.1.self_attn", "q_norm", nn.Linear(1, 1)),
-            AdapterUnavailableError,
             r"layers\[1\].self_attn.q_norm: a module that a ring does not know; use a release that docs/torchscale",
         ),
     ],
 )
-def test_other_classes_and_options(change: Callable[[Any], None], error: type[Exception], message: str) -> None:
+def test_other_releases(change: Callable[[Any], None], message: str) -> None:
+    check_refusal(change, AdapterUnavailableError, message)
+
+
+def check_refusal(change: Callable[[Any], None], error: type[Exception], message: str) -> None:
     model = cases.make_model("tokens")
     change(model)
     with pytest.raises(error, match=message):
@@ -319,46 +301,30 @@ TOKENS, MASK = cases.make_batch("tokens", (6, 3))
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("options", "message"),
     [
-        ({"src_tokens": None}, ValueError, "src_tokens and token_embeddings of model.encoder are None: give one"),
-        ({"src_tokens": [1]}, TypeError, "src_tokens of model.encoder = list: expected a tensor"),
-        (
-            {"src_tokens": TOKENS[0]},
-            ValueError,
-            r"src_tokens of model.encoder is \[6\]: expected \[batch, n\], at least",
-        ),
-        ({"src_tokens": TOKENS[:, :0]}, ValueError, r"is \[2, 0\]: expected \[batch, n\], at least one token"),
-        (
-            {"token_embeddings": torch.zeros(2, 5, 24)},
-            ValueError,
-            r"token_embeddings of model.encoder is \[2, 5, 24\]: e",
-        ),
-        ({"encoder_padding_mask": MASK.double()}, ValueError, "encoder_padding_mask of model.encoder is torch.float64"),
-        ({"encoder_padding_mask": MASK | True}, ValueError, "is True at all tokens of sequence 0: a sequence needs"),
-        ({"positions": torch.zeros(6)}, ValueError, r"positions of model.encoder is \[6\]: expected \[batch, n\]"),
-        (
-            {"positions": torch.full((1, 6), 130)},
-            ValueError,
-            r"positions of model.encoder reaches 130: .* rows 0 … 129",
-        ),
-        (
-            {"attn_mask": MASK},
-            ValueError,
-            "attn_mask of model.encoder is given: not supported, since dilated attention",
-        ),
-        (
-            {"incremental_state": []},
-            ValueError,
-            "incremental_state of model.encoder is given: not supported, since a ri",
-        ),
-        ({"graph": 1}, ValueError, "graph of model.encoder is given: not supported, since a ring does not know it"),
+        ({"src_tokens": None}, "src_tokens and token_embeddings of model.encoder are None: give one"),
+        ({"src_tokens": TOKENS[0]}, r"src_tokens of model.encoder is \[6\]: expected \[batch, n\], at least"),
+        ({"src_tokens": TOKENS[:, :0]}, r"is \[2, 0\]: expected \[batch, n\], at least one token"),
+        ({"token_embeddings": torch.zeros(2, 5, 24)}, r"token_embeddings of model.encoder is \[2, 5, 24\]: e"),
+        ({"encoder_padding_mask": MASK.double()}, "encoder_padding_mask of model.encoder is torch.float64"),
+        ({"encoder_padding_mask": MASK | True}, "is True at all tokens of sequence 0: a sequence needs"),
+        ({"positions": torch.zeros(6)}, r"positions of model.encoder is \[6\]: expected \[batch, n\]"),
+        ({"positions": torch.full((1, 6), 130)}, r"positions of model.encoder reaches 130: .* rows 0 … 129"),
+        ({"attn_mask": MASK}, "attn_mask of model.encoder is given: not supported, since dilated attention"),
+        ({"incremental_state": []}, "incremental_state of model.encoder is given: not supported, since a ri"),
+        ({"graph": 1}, "graph of model.encoder is given: not supported, since a ring does not know it"),
     ],
 )
-def test_arguments_of_a_call(options: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_arguments_of_a_call(options: dict[str, Any], message: str) -> None:
     model = cases.on_ring("tokens", None, ignore_padding=True)
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         model.encoder(**{"src_tokens": TOKENS, **options})
+
+
+def test_tokens_that_are_no_tensor() -> None:
+    with pytest.raises(TypeError, match=r"src_tokens of model\.encoder = list: expected a tensor"):
+        cases.on_ring("tokens", None, ignore_padding=True).encoder([1])
 
 
 def test_a_layer_by_itself_and_data_parallel() -> None:

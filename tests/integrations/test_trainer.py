@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from ring_backends.testing.marks import matrix_but
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
@@ -36,7 +38,7 @@ two, three, four = (world_of(size, *PRELOAD) for size in (2, 3, 4))
 LONG = pytest.mark.matrix(reason="trains four models")
 
 
-@pytest.mark.parametrize("name", [name if name == "qwen3-packed" else pytest.param(name, marks=LONG) for name in CASES])
+@pytest.mark.parametrize("name", matrix_but("qwen3-packed", of=CASES))
 def test_two_ranks(two: World, name: str) -> None:
     """1 × 2 in both layouts, and 2 × 1."""
     expected = run(name, None)
@@ -71,7 +73,7 @@ def test_fsdp2(two: World, strategy: str, name: str) -> None:
     assert_equal(two.run(run, name, 2, "zigzag", strategy), run(name, None))
 
 
-@pytest.mark.parametrize("ring_size", [pytest.param(1, marks=LONG), 2])
+@pytest.mark.parametrize("ring_size", matrix_but(2, of=(1, 2)))
 def test_resume(two: World, tmp_path: Path, ring_size: int) -> None:
     """A run that is resumed from a training checkpoint goes on as the run that wrote it."""
     expected, _ = resume(str(tmp_path / "one process"), None)
@@ -87,8 +89,8 @@ def test_bf16(two: World) -> None:
         assert_near(found, expected, 3e-3)
 
 
-@pytest.mark.parametrize("loss_func", [pytest.param(True, marks=LONG), False])
-@pytest.mark.parametrize("average", [pytest.param(True, marks=LONG), False])
+@pytest.mark.parametrize("loss_func", matrix_but(False, of=(True, False)))
+@pytest.mark.parametrize("average", matrix_but(False, of=(True, False)))
 def test_evaluations_with_short_last_batches(two: World, average: bool, loss_func: bool) -> None:
     """Repeated sequences do not count, and a ring without labels of its own has the loss of all rings."""
     expected = torch.tensor(evaluations(None, average, loss_func))
@@ -103,7 +105,7 @@ def test_evaluation_of_packed_rows_with_a_short_last_batch(two: World) -> None:
         assert found == (pytest.approx(loss, abs=1e-5), num_labels)
 
 
-@pytest.mark.parametrize("ring_size", [2, pytest.param(1, marks=LONG)])
+@pytest.mark.parametrize("ring_size", matrix_but(2, of=(2, 1)))
 def test_ranks_with_other_weights_have_those_of_rank_0(two: World, ring_size: int) -> None:
     wanted = evaluation_of_other_weights(None)
     assert two.run(evaluation_of_other_weights, ring_size) == [pytest.approx(wanted, abs=1e-5)] * 2

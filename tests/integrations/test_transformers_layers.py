@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_backends.testing.marks import matrix_but
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
@@ -40,9 +42,6 @@ CLASSES: dict[str, tuple[str, Kind]] = {
     "ModernBertForMaskedLM": ("modernbert", "masked"),
 }
 QUICK = ("GptOssForCausalLM", "Gemma2ForCausalLM", "Llama4ForCausalLM")
-NAMES = [
-    pytest.param(name, marks=[] if name in QUICK else pytest.mark.matrix(reason="runs ten classes")) for name in CLASSES
-]
 CHECKS = {
     "padded": Check(seq_len=61, layout="zigzag"),
     "packed": Check(padding="packed"),
@@ -56,7 +55,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[World]:
         yield ranks
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", matrix_but(*QUICK, of=CLASSES))
 def test_rings_of_two_and_three_equal_one_process(ranks: World, name: str) -> None:
     """Logits and gradients, padded and packed, and the logits of new tokens."""
     model_type, kind = CLASSES[name]

@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_backends.testing.marks import matrix_but
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
@@ -176,7 +178,7 @@ MORE = pytest.mark.matrix(reason="other models and dtypes run in the quick tests
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=MORE)])
+@pytest.mark.parametrize("dtype", matrix_but(torch.float32, of=(torch.float32, torch.bfloat16)))
 def test_mixtures_of_rows(mixture: str, dtype: torch.dtype) -> None:
     model = make().to(dtype)
     model.__class__, model.mix = Mixing, MIXTURES[mixture]
@@ -313,7 +315,7 @@ def skip_layers_here(way: str) -> str:
 
 
 @pytest.mark.parametrize(("name", "scale"), PADDED_LEFT, ids=lambda value: str(value))
-@pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=MORE), "zigzag"])
+@pytest.mark.parametrize("layout", matrix_but("zigzag", of=("contiguous", "zigzag")))
 def test_padding_on_the_left(pair: World, name: str, scale: float | None, layout: str) -> None:
     """Also of models that count positions from the first token after the padding, or have values of another width."""
     wanted, gradients = logits_and_gradients(make(name), batch_of("left"), Ring())

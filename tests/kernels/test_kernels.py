@@ -30,6 +30,7 @@ from torch import Tensor
 from ring_backends.kernels import Kernel
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel, backward_dtype
 from ring_backends.kernels.math import MathKernel
+from ring_backends.testing.marks import matrix_but
 
 
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
@@ -81,9 +82,7 @@ def test_a_nan_of_another_tile_stays_in_its_row(is_causal: bool) -> None:
         assert rows == ([False, True, True, True] if is_causal else [False, True, False, False])
 
 
-@pytest.mark.parametrize(
-    "poison", [torch.nan, torch.inf, pytest.param(-torch.inf, marks=pytest.mark.matrix(reason="inf of the other sign"))]
-)
+@pytest.mark.parametrize("poison", matrix_but(torch.nan, torch.inf, of=(torch.nan, torch.inf, -torch.inf)))
 @pytest.mark.parametrize("scale", [0.4, 0.0])
 @pytest.mark.parametrize("length", [13, 100])  # the CPU kernel looks at the inputs of short tiles, else at the results
 @pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ring_backends import DilatedPattern, Ring, dilated_attention
 from ring_backends.adapters.native import NativeRingDilatedAttention
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.world import World
 
 
@@ -79,10 +80,7 @@ def run(ring: Ring, kind: str, n: int) -> tuple[Tensor, dict[str, Tensor]]:
     return whole, {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-ANOTHER_LENGTH = pytest.mark.matrix(reason="another length")
-
-
-@pytest.mark.parametrize("n", [37, *(pytest.param(n, marks=ANOTHER_LENGTH) for n in (5, 70))])
+@pytest.mark.parametrize("n", matrix_but(37, of=(5, 37, 70)))
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("kind", ts.MODELS)
 def test_two_ranks_equal_torchscale(pair: World, kind: str, layout: str, n: int) -> None:

@@ -32,6 +32,7 @@ from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
 from ring_backends.ring.reports import REFUSED
+from ring_backends.testing.marks import MORE_CASES
 from ring_backends.training.state import TrainingState
 
 
@@ -155,8 +156,8 @@ def test_a_refused_call() -> None:
     [
         ("raises", "attention"),
         ("vanishes", "unshard"),
-        pytest.param("raises", "unshard", marks=pytest.mark.matrix(reason="another pair")),
-        pytest.param("vanishes", "attention", marks=pytest.mark.matrix(reason="another pair")),
+        pytest.param("raises", "unshard", marks=MORE_CASES),
+        pytest.param("vanishes", "attention", marks=MORE_CASES),
     ],
 )
 def test_a_post_that_waits_for_a_lost_peer(how: str, where: str) -> None:
