@@ -37,27 +37,34 @@ class TestDeepSpeed(AdapterTests):
     without = WITHOUT
 
 
-@MORE_CASES
+ONE_GRADIENT = "test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]"
+OTHER_PARAMETERS = [f"test_ranks_may_use_different_parameters[{number}-two shapes]" for number in ("one", "two")]
+OTHER_ORDER = "test_gradients_may_be_computed_in_another_order"
+
+
 class TestZeRO1(AllTrainingTests):
     adapter = ADAPTER
     without = WITHOUT
     framework_options = MappingProxyType(zero(1))
+    quick = (ONE_GRADIENT, *OTHER_PARAMETERS, OTHER_ORDER)
 
 
-@MORE_CASES
-class TestZeRO2(AllTrainingTests):
-    adapter = ADAPTER
-    without = WITHOUT
+class TestZeRO2(TestZeRO1):
     framework_options = MappingProxyType(zero(2))
 
 
-@MORE_CASES
 class TestZeRO3(AllTrainingTests):
     adapter = ADAPTER
     without = MappingProxyType(
         {**WITHOUT, "parameters of some ranks": "ZeRO 3 gathers a module's parameters from all ranks when it is called"}
     )
     framework_options = MappingProxyType(zero(3))
+    quick = (
+        ONE_GRADIENT,
+        OTHER_PARAMETERS[0],
+        "test_replicas_stay_the_same[1x4-torch.float32-momentum]",
+        "test_no_rank_uses_a_parameter[full steps]",
+    )
 
 
 def count_hops(layout: LayoutKind, case: AttentionCase) -> tuple[int, int, int, int, int]:

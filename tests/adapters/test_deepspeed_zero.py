@@ -1,4 +1,4 @@
-"""ZeRO 0 to 3: some cases of the long matrices of test_deepspeed.py, and tests specific to ZeRO."""
+"""ZeRO 0 to 3: what is specific to it. test_deepspeed.py runs the suites of training with every stage."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +19,13 @@ from ring_backends.testing.early_steps import EARLY
 from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import TwoLayers, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, ring_here
+from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
-from ring_backends.testing.training_checkpoints import save_and_load
 from ring_backends.testing.training_runs import Recipe, State, check_moves, train_alone
 from ring_backends.testing.training_steps import (
-    train_two_layers,
-    train_two_layers_alone,
     train_with_hooks,
 )
-from ring_backends.testing.unequal_ranks import MICRO_BATCHES, check_experts, check_states, train_experts
+from ring_backends.testing.unequal_ranks import check_experts, train_experts
 from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
 from ring_backends.testing.world import World
 
@@ -56,36 +52,11 @@ def renew_worlds(request: pytest.FixtureRequest) -> Iterator[None]:
     yield from renew_closed_worlds(request)
 
 
-def _stage_and_device(options: Any) -> str:
-    return f"{options['zero_stage']}-{'cpu' if 'offload_optimizer' in options['config']['zero_optimization'] else ''}"
-
-
 class TestZeRO:
-    """Some cases of the classes in test_deepspeed.py, and tests specific to ZeRO."""
-
-    @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_gradients_are_those_of_the_whole_batch(self, world: World, stage: int) -> None:
-        check_stage(world, TWO, zero(stage), Recipe(dtype=torch.float32), 1e-6)
-
-    @pytest.mark.parametrize("stage", matrix_but(3, of=(1, 2, 3)))
-    def test_replicas_stay_the_same(self, world: World, stage: int) -> None:
-        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=3)
-        check_stage(world, FOUR, zero(stage), recipe, 1e-4)
-
     @pytest.mark.parametrize("stage", matrix_but(3, of=(2, 3)))
     def test_clipped_micro_batches(self, world: World, stage: int) -> None:
         recipe = Recipe(dtype=torch.float32, accumulation_steps=3, max_grad_norm=0.01)
         check_stage(world, TWO, zero(stage), recipe, 1e-5)
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("number", MICRO_BATCHES)
-    def test_ranks_may_use_different_parameters(self, world: World, stage: int, number: str) -> None:
-        by_rank = world.run(train_experts, ADAPTER, (8, 10), MICRO_BATCHES[number], zero(stage))
-        check_experts(by_rank, (8, 10), MICRO_BATCHES[number])
-
-    def test_ranks_that_call_different_modules_are_reported(self, world: World) -> None:
-        for outcome in world.run_collect(train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], zero(3)):
-            outcome.check(RingMismatchError, "experts.0", "experts.1")
 
     def test_ranks_that_use_different_parameters_of_a_module_are_reported(self, world: World) -> None:
         for outcome in world.run_collect(train_two_weights):
@@ -94,11 +65,6 @@ class TestZeRO:
                 "parameters in the order of their gradients (rank 0: ['weights.0'], rank 1: ['weights.1'], rank 2: ['"
             )
             assert message in outcome.message, outcome
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    def test_gradients_may_be_computed_in_another_order(self, world: World, stage: int) -> None:
-        by_rank = world.run(train_two_layers, ADAPTER, "nothing", True, zero(stage))
-        check_states(by_rank, train_two_layers_alone("nothing"))
 
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_different_parameters_in_a_reentrant_checkpoint_are_reported(self, world: World, stage: int) -> None:
@@ -166,22 +132,16 @@ class TestZeRO:
             assert moved == 3.0
             assert default == dtype
 
-    @pytest.mark.matrix(reason="several stages")
-    def test_training_resumes_from_a_checkpoint(self, world: World, tmp_path: Path) -> None:
-        recipe = Recipe(dtype=torch.float32, optimizer="adam", rate=0.02)
-        path = str(tmp_path / "checkpoint")
-        for uninterrupted, resumed in world.run(save_and_load, ADAPTER, TWO, recipe, path, zero(3)):
-            assert resumed.losses == uninterrupted.losses
-
     @MORE_CASES
     @pytest.mark.parametrize("stage", [1, 2, 3])
     def test_offloaded_optimizer_states(self, world: World, stage: int) -> None:
         check_stage(world, TWO, offloaded(stage), Recipe(dtype=torch.float32), 1e-6)
 
-    @pytest.mark.parametrize("name", matrix_but("full steps", of=WINDOWS))
-    @pytest.mark.parametrize("options", [zero(3), *matrix_but(of=map(offloaded, (1, 2, 3)))], ids=_stage_and_device)
-    def test_no_rank_uses_a_parameter(self, world: World, name: str, options: Mapping[str, Any]) -> None:
-        by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], dict(options))
+    @MORE_CASES
+    @pytest.mark.parametrize("name", WINDOWS)
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_no_rank_uses_a_parameter_with_offloaded_states(self, world: World, name: str, stage: int) -> None:
+        by_rank = world.run(train_experts, ADAPTER, WIDTHS, WINDOWS[name], offloaded(stage))
         check_experts(by_rank, WIDTHS, WINDOWS[name])
 
     @pytest.mark.parametrize(

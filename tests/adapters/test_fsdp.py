@@ -24,9 +24,9 @@ from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.errors import RingMismatchError
 from ring_backends.testing.compiled import Graphs
 from ring_backends.testing.failing_calls import Ended, ending
-from ring_backends.testing.marks import MORE_CASES, matrix_but
+from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import Block, BlocksOfExperts, Experts, unit_sgd
-from ring_backends.testing.rings import FOUR, TWO, TWO_BY_HOSTS, RingSpec, ring_here
+from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
@@ -52,14 +52,21 @@ class TestFSDP(AdapterTests):
     without = MappingProxyType(COPIES)
 
 
-@MORE_CASES
+QUICK = (
+    "test_ranks_may_use_different_parameters[one-two shapes]",
+    "test_gradients_are_those_of_the_whole_batch[zigzag-1x4-torch.float32]",
+    "test_gradients_are_those_of_the_whole_batch[zigzag-2x2-torch.float32]",
+    "test_rings_in_the_order_of_hosts",
+)
+
+
 class TestHSDP(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "hsdp"})
     without = MappingProxyType(COPIES)
+    quick = QUICK
 
 
-@MORE_CASES
 class TestFSDP1(AllTrainingTests):
     adapter = ADAPTER
     framework_options = MappingProxyType({"strategy": "fsdp1"})
@@ -70,12 +77,7 @@ class TestFSDP1(AllTrainingTests):
             "evaluation within a step": "FullyShardedDataParallel keeps whole parameters after it; the step is lost",
         }
     )
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
-def test_ranks_may_use_different_parameters(world: World, strategy: str) -> None:
-    by_rank = world.run(train_experts, ADAPTER, (8, 10), MICRO_BATCHES["one"], {"strategy": strategy})
-    check_experts(by_rank, (8, 10), MICRO_BATCHES["one"])
+    quick = QUICK
 
 
 @pytest.mark.matrix(reason="the quick command tests fsdp2 in fp32")
@@ -111,15 +113,6 @@ def cut_a_gradient_off(strategy: str) -> None:
     if dist.get_rank() == 1:
         state.model.get_submodule("blocks.0").register_forward_hook(lambda module, inputs, out: out.detach())
     state.backward(state.loss(state.model(torch.ones(2, 5, 4), 0).sum(), 10))
-
-
-@pytest.mark.parametrize("strategy", ["hsdp", "fsdp1"])
-@pytest.mark.parametrize("rings", [FOUR, TWO, TWO_BY_HOSTS], ids=["1x4", "2x2", "2x2-by-hosts"])
-def test_gradients_are_those_of_the_whole_batch(world: World, rings: RingSpec, strategy: str) -> None:
-    """Some cases of the classes above, for the quick command."""
-    recipe = Recipe(dtype=torch.float32)
-    by_rank = world.run(train, ADAPTER, rings, "zigzag", recipe, {"strategy": strategy})
-    check_ranks(by_rank, train_alone(rings, "zigzag", recipe), 1e-6, strategy)
 
 
 def train_compiled(recipe: Recipe, strategy: str) -> tuple[list[State], list[Counter[str]]]:

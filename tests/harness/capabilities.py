@@ -11,7 +11,7 @@ not list in ``without``. Each entry gives a reason, which pytest shows for the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import lru_cache
 from importlib import import_module
 from typing import Any, ClassVar, TypeVar
@@ -61,8 +61,8 @@ def requires(*capabilities: str) -> Callable[[TestOrSuite], TestOrSuite]:
 def core(test: TestOrSuite) -> TestOrSuite:
     """Mark a test, or all tests of a suite, as core behaviour, which depends only on code that all adapters share.
 
-    The quick command runs these tests with one adapter. In a test class with ``core_in_matrix``, they are marked
-    ``matrix``. ``pytest.mark.core`` does the same to a parameter of a test whose other cases run with every adapter.
+    The quick command runs these tests with one adapter (see ``core_in_matrix``). ``pytest.mark.core`` does the same to
+    a parameter of a test whose other cases run with every adapter.
     """
     for function in _tests_of(test):
         pytest.mark.core(function)
@@ -83,14 +83,17 @@ class AdapterSuite:
         adapter: the adapter's module, by its dotted name.
         without: the capabilities that the adapter lacks. Each maps to one sentence with the reason.
         framework_options: keyword arguments for every ``parallelize`` of the suite, in addition to the common ones.
-        core_in_matrix: True marks the tests of core behaviour ``matrix``. ``-m "not matrix"`` then leaves them out.
-            Use it if another adapter runs these tests.
+        core_in_matrix: True if another adapter runs the tests of core behaviour. They are then marked ``matrix``, and
+            those that are already marked as more cases are left out.
+        quick: the names of the tests that the quick command runs, for a further strategy of an adapter; None means all.
+            The others are treated like those of core behaviour.
     """
 
     adapter: ClassVar[str]
     without: ClassVar[Mapping[str, str]] = {}
     framework_options: ClassVar[Mapping[str, Any]] = {}
     core_in_matrix: ClassVar[bool] = False
+    quick: ClassVar[Collection[str] | None] = None
 
     def __init_subclass__(cls) -> None:
         _check_known(cls.without)

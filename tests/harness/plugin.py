@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from ring_backends.testing.capabilities import AdapterSuite, why_unavailable
-from ring_backends.testing.marks import needs_gpu
+from ring_backends.testing.marks import MORE_CASES, needs_gpu
 from ring_backends.testing.world import World
 
 _SUITES = "ring_backends.testing.suite"
@@ -32,17 +32,26 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    chosen = [item for item in items if _is_chosen(item)]
     if config.getoption("gpu"):
-        items[:] = [item for item in items if needs_gpu.mark in item.iter_markers("skipif")]
-    for item in items:
-        suite = item.cls if isinstance(item, pytest.Function) else None
-        if (
-            suite is not None
-            and issubclass(suite, AdapterSuite)
-            and suite.core_in_matrix
-            and item.get_closest_marker("core")
-        ):
-            item.add_marker(pytest.mark.matrix(reason="core behaviour; the quick command tests it with one adapter"))
+        chosen = [item for item in chosen if needs_gpu.mark in item.iter_markers("skipif")]
+    kept = set(chosen)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = chosen
+
+
+def _is_chosen(item: pytest.Item) -> bool:
+    """Mark for the matrix what the quick command leaves out of a suite. Returns whether the matrix runs the test."""
+    suite = item.cls if isinstance(item, pytest.Function) else None
+    if suite is None or not issubclass(suite, AdapterSuite):
+        return True
+    is_core = suite.core_in_matrix and item.get_closest_marker("core") is not None
+    is_other = suite.quick is not None and item.name not in suite.quick
+    if is_core or is_other:
+        if MORE_CASES.mark in item.iter_markers("matrix"):
+            return False
+        item.add_marker(pytest.mark.matrix(reason="the quick command tests this with another adapter or strategy"))
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -40,6 +40,7 @@ def test_every_capability_is_required_by_a_test() -> None:
 SUITE = """
     import pytest
     from ring_backends.testing.capabilities import AdapterSuite, core, requires
+    from ring_backends.testing.marks import matrix_but
     from ring_backends.testing.rings import every_ring
 
     class SomeTests(AdapterSuite):
@@ -55,25 +56,41 @@ SUITE = """
         def test_core(self):
             pass
 
+        @core
+        @pytest.mark.parametrize("number", matrix_but(1, of=(1, 2)))
+        def test_more_core(self, number):
+            pass
+
     class TestWhole(SomeTests):
         adapter = "ring_backends.adapters.native"
         without = {"save and load": "it forgets", "device mesh axis": "it has no mesh"}
 
     class TestCoreInMatrix(TestWhole):
         core_in_matrix = True
+
+    class TestStrategy(TestWhole):
+        quick = ("test_core", "test_saves")
 """
 
 
 def test_tests_are_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-rs", "-k", "TestWhole")
-    result.assert_outcomes(passed=7, skipped=3, deselected=10)
+    result.assert_outcomes(passed=9, skipped=3, deselected=24)
     result.stdout.fnmatch_lines(["*without save and load: it forgets", "*without device mesh axis: it has no mesh"])
 
 
-def test_core_in_matrix_marks_core_tests(pytester: pytest.Pytester) -> None:
+def test_the_quick_command_leaves_out_what_another_class_tests(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(SUITE)
     result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-m", "not matrix")
-    result.assert_outcomes(passed=13, skipped=6, deselected=1)
-    result.stdout.fnmatch_lines(["*TestWhole::test_core PASSED*"])
-    result.stdout.no_fnmatch_line("*TestCoreInMatrix::test_core*")
+    result.stdout.fnmatch_lines(["*TestWhole::test_core PASSED*", "*TestStrategy::test_core PASSED*"])
+    for line in ("*TestCoreInMatrix::test_core *", "*TestCoreInMatrix::test_more*", "*TestStrategy::test_rings*"):
+        result.stdout.no_fnmatch_line(line)
+
+
+def test_more_cases_run_with_one_adapter(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(SUITE)
+    result = pytester.runpytest_inprocess("-p", "ring_backends.testing.plugin", "-v", "-k", "core or more")
+    result.stdout.fnmatch_lines(["*TestWhole::test_more_core*2* PASSED*", "*TestCoreInMatrix::test_core PASSED*"])
+    for suite in ("TestCoreInMatrix", "TestStrategy"):
+        result.stdout.no_fnmatch_line(f"*{suite}::test_more_core*2*")
