@@ -19,7 +19,7 @@ from ring_backends.testing.calls import local_call
 from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_here, ring_of
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training_runs import Recipe, State, check_ranks, train, train_alone
+from ring_backends.testing.training_runs import IGNORED, Recipe, State, check_ranks, loss_sum, train, train_alone
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
@@ -61,12 +61,7 @@ def offloaded(stage: int) -> dict[str, Any]:
 
 
 def check_stage(
-    world: World,
-    rings: RingSpec,
-    options: Mapping[str, Any],
-    recipe: Recipe,
-    tolerance: float,
-    function: Any = train,
+    world: World, rings: RingSpec, options: Mapping[str, Any], recipe: Recipe, tolerance: float, function: Any = train
 ) -> None:
     """Check that parameters change as in one process, and that all ranks have bitwise equal parameters."""
     by_rank = world.run(function, ADAPTER, rings, "zigzag", recipe, dict(options))
@@ -129,13 +124,9 @@ def a_batch() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(11, (2, 32), generator=generator)
     labels = tokens.roll(-1, 1)
-    labels[:, 24:] = -100
-    labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
+    labels[:, 24:] = IGNORED
+    labels[torch.rand(labels.shape, generator=generator) < 0.3] = IGNORED
     return tokens, labels
-
-
-def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=-100)
 
 
 class Checkpointed(nn.Module):

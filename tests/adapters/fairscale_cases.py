@@ -11,11 +11,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, backend, ring_here
 from ring_backends.testing.strategies import AttentionCase
-from ring_backends.testing.training_runs import (
-    Recipe,
-    State,
-    train,
-)
+from ring_backends.testing.training_runs import Recipe, State, train
 
 ADAPTER = "ring_backends.adapters.fairscale"
 

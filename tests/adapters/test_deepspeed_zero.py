@@ -22,11 +22,8 @@ from ring_backends.testing.models import TwoLayers, unit_sgd
 from ring_backends.testing.rings import TWO, ring_here
 from ring_backends.testing.training import COORDS, look_up_places, renew_closed_worlds, train_in_bf16
 from ring_backends.testing.training_runs import Recipe, State, check_moves, train_alone
-from ring_backends.testing.training_steps import (
-    train_with_hooks,
-)
-from ring_backends.testing.unequal_ranks import check_experts, train_experts
-from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
+from ring_backends.testing.training_steps import train_with_hooks
+from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts, train_experts
 from ring_backends.testing.world import World
 
 pytest.importorskip("deepspeed")
@@ -154,10 +151,7 @@ class TestZeRO:
     )
     def test_an_early_step(self, world: World, stage: int, zero_options: Mapping[str, Any]) -> None:
         options = zero(stage)
-        options["config"] = {
-            "zero_optimization": SMALL_BUFFERS | zero_options,
-            "zero_force_ds_cpu_optimizer": False,
-        }
+        options["config"] = {"zero_optimization": SMALL_BUFFERS | zero_options, "zero_force_ds_cpu_optimizer": False}
         recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True, max_grad_norm=0.01)
         check_stage(world, TWO, options, recipe, 1e-5)
 
@@ -166,11 +160,8 @@ class TestZeRO:
         options = zero(stage)
         options["config"]["bf16"] = {"enabled": True}
         recipe = replace(EARLY, micro_batches=(3,), is_rescaled=True)
-        rounded = [
-            {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
-        ]
         for states, _ in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
-            check_moves(states, rounded, 0.05, f"ZeRO {stage}")
+            check_moves(states, rounded_to_bf16(recipe), 0.05, f"ZeRO {stage}")
 
     @pytest.mark.parametrize("stage", matrix_but(0, 3, of=range(4)))
     @pytest.mark.parametrize("how", matrix_but("non-reentrant", of=("reentrant", "non-reentrant", "deepspeed")))
@@ -200,17 +191,19 @@ class TestZeRO:
         if set_by == "config":
             options["config"]["bf16"] = {"enabled": True}
         recipe = Recipe(dtype=torch.float32 if set_by == "config" else torch.bfloat16)
-        rounded = [
-            {name: tensor.bfloat16() for name, tensor in state.items()} for state in train_alone(TWO, "zigzag", recipe)
-        ]
         for states, seen in world.run(train_in_bf16, ADAPTER, TWO, recipe, options):
             assert seen == {torch.bfloat16}
-            check_moves(states, rounded, 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
+            check_moves(states, rounded_to_bf16(recipe), 0.05, f"ZeRO {stage}, bf16 by the {set_by}")
 
     @pytest.mark.parametrize("stage", matrix_but(3, of=range(4)))
     def test_bf16_parameters_do_not_round_coordinates(self, world: World, stage: int) -> None:
         for places, _ in world.run(look_up_places, ADAPTER, TWO, False, zero(stage), torch.bfloat16):
             assert places == [[int(number) for number in COORDS]] * 2
+
+
+def rounded_to_bf16(recipe: Recipe) -> list[State]:
+    states = train_alone(TWO, "zigzag", recipe)
+    return [{name: tensor.bfloat16() for name, tensor in state.items()} for state in states]
 
 
 class TwoWeights(nn.Module):

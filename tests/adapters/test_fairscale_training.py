@@ -19,15 +19,7 @@ from ring_backends.testing.failing_calls import Ended, ending
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.models import OneParameter, unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, backend, ring_here, ring_of
-from ring_backends.testing.training_runs import (
-    Recipe,
-    State,
-    Trainer,
-    check_ranks,
-    every_mesh,
-    train,
-    train_alone,
-)
+from ring_backends.testing.training_runs import Recipe, State, Trainer, check_ranks, every_mesh, train, train_alone
 from ring_backends.testing.world import World
 
 

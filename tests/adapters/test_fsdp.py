@@ -30,8 +30,7 @@ from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests, AllTrainingTests
 from ring_backends.testing.training import renew_closed_worlds
 from ring_backends.testing.training_runs import Recipe, State, Trainer, check_moves, check_ranks, train, train_alone
-from ring_backends.testing.unequal_ranks import MICRO_BATCHES, check_experts, train_experts
-from ring_backends.testing.unused_parameters import BF16, WIDTHS, WINDOWS
+from ring_backends.testing.unequal_ranks import BF16, MICRO_BATCHES, WIDTHS, WINDOWS, check_experts, train_experts
 from ring_backends.testing.world import World
 
 pytest.importorskip("numpy")  # the adapter needs NumPy

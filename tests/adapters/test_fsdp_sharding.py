@@ -44,8 +44,7 @@ def placements(strategy: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "placement"),
-    [("fsdp2", "(4,) (Shard(dim=0),)"), ("hsdp", "(2, 2) (Replicate(), Shard(dim=0))")],
+    ("strategy", "placement"), [("fsdp2", "(4,) (Shard(dim=0),)"), ("hsdp", "(2, 2) (Replicate(), Shard(dim=0))")]
 )
 def test_parameters_are_sharded_over_data_and_ring(world: World, strategy: str, placement: str) -> None:
     assert world.run(placements, strategy) == [{placement}] * 4

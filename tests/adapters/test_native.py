@@ -24,8 +24,7 @@ from ring_backends.testing.models import unit_sgd
 from ring_backends.testing.rings import FOUR, TWO, ring_here
 from ring_backends.testing.suite import AdapterTests
 from ring_backends.testing.training_steps import train_with_hooks
-from ring_backends.testing.unequal_ranks import check_experts, train_experts
-from ring_backends.testing.unused_parameters import WIDTHS, WINDOWS
+from ring_backends.testing.unequal_ranks import WIDTHS, WINDOWS, check_experts, train_experts
 from ring_backends.testing.world import World
 
 
@@ -62,10 +61,7 @@ def embed_on_some_ranks(accumulation_steps: int) -> Tensor:
     nn.init.zeros_(table.weight)
     model = SparseTable(table)
     state = native.parallelize(
-        model,
-        unit_sgd,
-        ring_here(TestNative.adapter, TWO),
-        accumulation_steps=accumulation_steps,
+        model, unit_sgd, ring_here(TestNative.adapter, TWO), accumulation_steps=accumulation_steps
     )
     rows = torch.tensor([] if dist.get_rank() == 1 else [dist.get_rank()], dtype=torch.int64)
     state.backward(state.loss(state.model(rows).sum(), 1, 1))

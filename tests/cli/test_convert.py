@@ -78,11 +78,7 @@ def test_convert_a_decoder_and_a_converted_file(tmp_path: Path) -> None:
     options = "--kind decoder --scale-embedding --activation relu --layer-norm-eps 0.1"
     shown(f"convert --num-heads 3 {options}", source, again)
     model = LongNetDecoder.from_checkpoint(again, ts.attention(), dtype=torch.float32)
-    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (
-        3,
-        0.1,
-        math.sqrt(ts.EMBED_DIM),
-    )
+    assert (model.layers[0].self_attn.num_heads, model.layer_norm.eps, model.scale) == (3, 0.1, math.sqrt(ts.EMBED_DIM))
     assert model.layers[0].ffn.activation == "relu"
     assert next(model.parameters()).dtype == torch.float32
     # `convert` accepts its own files only with the same options, because the tensors do not show the number of heads.

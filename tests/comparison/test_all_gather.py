@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from native_ranks import ADAPTER as NATIVE
 from torch import Tensor
 
 from ring_backends.comparison import exact
@@ -28,8 +29,6 @@ from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.reference import reference_attention
 from ring_backends.testing.rings import FOUR, TWO, RingSpec, ring_of
 from ring_backends.testing.world import World
-
-NATIVE = "ring_backends.adapters.native"
 
 
 def tensors(seq_len: int, heads: int, kv_heads: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:

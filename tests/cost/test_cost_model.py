@@ -80,11 +80,7 @@ def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(
-    case=attention_cases(max_n=200),
-    ring_size=st.integers(1, 12),
-    kind=st.sampled_from(["contiguous", "zigzag"]),
-)
+@given(case=attention_cases(max_n=200), ring_size=st.integers(1, 12), kind=st.sampled_from(["contiguous", "zigzag"]))
 def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase, ring_size: int, kind: Any) -> None:
     schedule = case.schedule(ring_size, kind)
     sizes = {"batch": case.batch, "head_dim": case.head_dim}
@@ -100,11 +96,7 @@ def test_bytes_flops_and_tokens_equal_those_of_the_schedule(case: AttentionCase,
 
 
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
-@given(
-    case=attention_cases(max_n=120),
-    ring_size=st.integers(1, 9),
-    kind=st.sampled_from(["contiguous", "zigzag"]),
-)
+@given(case=attention_cases(max_n=120), ring_size=st.integers(1, 9), kind=st.sampled_from(["contiguous", "zigzag"]))
 def test_tiles_and_links_equal_those_of_the_plans(case: AttentionCase, ring_size: int, kind: Any) -> None:
     """The tiles and hops of the model equal those of the plans that ranks execute."""
     schedule = case.schedule(ring_size, kind)
@@ -318,11 +310,7 @@ def test_a_billion_tokens_on_4096_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("change", "message"),
-    [
-        ({"batch": 0}, "batch = 0"),
-        ({"head_dim": -1}, "head_dim = -1"),
-        ({"itemsize": 2.0}, "itemsize = 2.0"),
-    ],
+    [({"batch": 0}, "batch = 0"), ({"head_dim": -1}, "head_dim = -1"), ({"itemsize": 2.0}, "itemsize = 2.0")],
 )
 def test_costs_of_bad_sizes_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=re.escape(message)):

@@ -25,11 +25,7 @@ from ring_backends.ring.ring import Ring
 from ring_backends.schedule.planner import rank_plan
 from ring_backends.testing.calls import Results, expected, largest, local_call, whole
 from ring_backends.testing.fine_cuts import every_branch_spread, fine_cuts
-from ring_backends.testing.reference import (
-    dense_attention,
-    reference_counts,
-    reference_phantom_counts,
-)
+from ring_backends.testing.reference import dense_attention, reference_counts, reference_phantom_counts
 from ring_backends.testing.rings import LAYOUTS
 from ring_backends.testing.strategies import AttentionCase, attention_cases, in_parts
 from ring_backends.testing.thread_ring import ThreadRing, ThreadRingDilatedAttention, run_in_threads
@@ -161,11 +157,7 @@ def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: Atte
 
 @in_parts(15)
 @settings(max_examples=10, deadline=None)
-@given(
-    attention_cases(dtypes=[torch.float64], max_n=100),
-    st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]),
-    layouts,
-)
+@given(attention_cases(dtypes=[torch.float64], max_n=100), st.sampled_from([2, 3, 4, 1, 5, 7, 8, 13, 16]), layouts)
 def test_ring_equals_the_reference_and_sends_the_bytes_of_the_schedule(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:
@@ -196,11 +188,7 @@ def check_bytes(case: AttentionCase, rings: list[ThreadRing]) -> None:
 
 @in_parts(8)
 @settings(max_examples=5, deadline=None)
-@given(
-    case=attention_cases(dtypes=[torch.float64], max_n=60),
-    ring_size=st.sampled_from([1, 2, 3, 4]),
-    layout=layouts,
-)
+@given(case=attention_cases(dtypes=[torch.float64], max_n=60), ring_size=st.sampled_from([1, 2, 3, 4]), layout=layouts)
 def test_fine_cuts_of_heads_hops_and_tiles_equal_the_reference(
     part: int, case: AttentionCase, ring_size: int, layout: str
 ) -> None:

@@ -9,7 +9,8 @@ from zlib import crc32
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
-from test_capture_gpu import ADAPTER, DEVICE, call_of, each_dtype, each_kernel, on_host
+from native_ranks import ADAPTER
+from test_capture_gpu import DEVICE, call_of, each_dtype, each_kernel, on_host
 
 from ring_backends import score_mods
 from ring_backends.kernels import Kernel

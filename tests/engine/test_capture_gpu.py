@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from native_ranks import ADAPTER
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -20,7 +21,7 @@ from ring_backends.testing.strategies import AttentionCase
 
 pytestmark = needs_gpu
 
-ADAPTER, DEVICE = "ring_backends.adapters.native", "cuda"
+DEVICE = "cuda"
 CASE = AttentionCase(
     seq_len=300,
     segment_lengths=(64, 300),

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config
+from native_ranks import ADAPTER
 from torch import Tensor, nn
 from torch._dynamo.backends import cudagraphs
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -149,7 +150,7 @@ def test_operators_of_one_device_may_be_in_a_cuda_graph() -> None:
 @pytest.mark.parametrize("name", ["all", "causal", "masked", "documents", "dropout"])
 def test_a_compiled_call_is_exact(name: str) -> None:
     case = CASES[name]
-    call, graphs = local_call("ring_backends.adapters.native", Ring(), case), Graphs()
+    call, graphs = local_call(ADAPTER, Ring(), case), Graphs()
     attention = torch.compile(call.attention, fullgraph=True, backend=graphs.backend)
     got = replace(call, attention=attention).results()
     assert not got.lse.requires_grad

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from native_ranks import ADAPTER as NATIVE
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingPeerError, available_adapters
@@ -28,8 +29,6 @@ from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
 from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
 from ring_backends.testing.world import RanksFailedError, World
-
-NATIVE = "ring_backends.adapters.native"
 
 
 @dataclass(frozen=True)

@@ -173,11 +173,7 @@ def check_block(block: HeadBlock, local_len: int) -> None:
 def test_the_result_of_one_kernel_call_becomes_the_result() -> None:
     query, runs = torch.randn(2, 8, 3, 4), head_runs(range(3), [0, 0, 0])
     are_taken = []
-    for rows in (
-        DilatedRows(0, 2, 4, 1, 4, runs),
-        DilatedRows(0, 1, 0, 1, 8, runs),
-        DilatedRows(0, 1, 0, 2, 4, runs),
-    ):
+    for rows in (DilatedRows(0, 2, 4, 1, 4, runs), DilatedRows(0, 1, 0, 1, 8, runs), DilatedRows(0, 1, 0, 2, 4, runs)):
         values = gather(query, rows).transpose(1, 2).contiguous().transpose(1, 2)
         result = Result(query)
         result.store(slice(0, 3), rows, values)

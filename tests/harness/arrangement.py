@@ -110,8 +110,7 @@ class ArrangementTests(AdapterSuite):
     @core
     @requires("automatic ring size", "rings by topology")
     @pytest.mark.parametrize(
-        ("ranks", "order"),
-        [*(pytest.param(ranks, "rank", marks=MORE_CASES) for ranks in (2, 4)), (4, "topology")],
+        ("ranks", "order"), [*(pytest.param(ranks, "rank", marks=MORE_CASES) for ranks in (2, 4)), (4, "topology")]
     )
     def test_the_smallest_ring_that_fits(self, world: World, ranks: int, order: str) -> None:
         """The memory is 1.5 times the tensor bytes of a ring half as large. That is too little for its tiles."""

@@ -199,9 +199,7 @@ class CorrectnessTests(AdapterSuite):
         check_exact(world, self.adapter, rings, layout, [case], gradients=False)
 
     @pytest.mark.parametrize(
-        "dtype",
-        matrix_but(torch.float32, torch.bfloat16, of=(torch.float32, torch.bfloat16, torch.float16)),
-        ids=str,
+        "dtype", matrix_but(torch.float32, torch.bfloat16, of=(torch.float32, torch.bfloat16, torch.float16)), ids=str
     )
     @every_layout
     def test_rounding_is_bounded_by_plain_attention(self, world: World, layout: LayoutKind, dtype: torch.dtype) -> None:

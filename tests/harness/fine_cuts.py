@@ -38,10 +38,7 @@ def every_branch_spread(message_cost: float = spread.MESSAGE_COST) -> Iterator[N
     Args:
         message_cost: the larger it is, the more hops with fewer messages are made.
     """
-    with (
-        mock.patch.object(travel, "SPREAD_SHARE", 1e9),
-        mock.patch.object(spread, "MESSAGE_COST", message_cost),
-    ):
+    with mock.patch.object(travel, "SPREAD_SHARE", 1e9), mock.patch.object(spread, "MESSAGE_COST", message_cost):
         forget_calls()
         yield
     forget_calls()

@@ -88,6 +88,7 @@ TWO_BY_HOSTS = RingSpec("2-by-hosts", ((0, 2), (1, 3)), "hosts", ("b", "a", "b",
 ONE_OF_TWO = RingSpec("1-of-2", ((0,), (1,)), "size")
 """Rings for a world of two ranks."""
 TWO_OF_TWO = RingSpec("2-of-2", ((0, 1),), "size")
+THREE_OF_THREE = RingSpec("3-of-3", ((0, 1, 2),), "size")
 
 ALL_RINGS = (ONE, TWO, THREE, FOUR, TWO_APART, MESH_ROWS, MESH_COLUMNS, BY_HOSTS)
 SIZES = (ONE, TWO, THREE, FOUR)

@@ -13,15 +13,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.schedule.layout import LayoutKind
-from ring_backends.testing.calls import (
-    FP64_TOLERANCE,
-    Results,
-    check_results,
-    difference,
-    expected,
-    join,
-    run_cases,
-)
+from ring_backends.testing.calls import FP64_TOLERANCE, Results, check_results, difference, expected, join, run_cases
 from ring_backends.testing.capabilities import AdapterSuite, core
 from ring_backends.testing.marks import matrix_but
 from ring_backends.testing.reference import reference_counts

@@ -29,8 +29,7 @@ from ring_backends.testing.training import TrainingTests
 from ring_backends.testing.training_checkpoints import TrainingCheckpointTests
 from ring_backends.testing.training_mismatches import TrainingMismatchTests
 from ring_backends.testing.training_steps import TrainingStepTests
-from ring_backends.testing.unequal_ranks import UnequalRankTests
-from ring_backends.testing.unused_parameters import UnusedParameterTests
+from ring_backends.testing.unequal_ranks import UnequalRankTests, UnusedParameterTests
 from ring_backends.testing.wire_rounding import WireRoundingTests
 
 

@@ -18,16 +18,7 @@ from ring_backends.schedule.layout import LayoutKind
 from ring_backends.testing.calls import new_attention
 from ring_backends.testing.marks import MORE_CASES, matrix_but
 from ring_backends.testing.models import VOCABULARY, DenseAttention, make_model
-from ring_backends.testing.rings import (
-    FOUR,
-    MESH_COLUMNS,
-    ONE,
-    TWO,
-    RingSpec,
-    backend,
-    ring_here,
-    rows_of_ranks,
-)
+from ring_backends.testing.rings import FOUR, MESH_COLUMNS, ONE, TWO, RingSpec, backend, ring_here, rows_of_ranks
 from ring_backends.testing.strategies import AttentionCase
 
 CASE = AttentionCase(seq_len=26, segment_lengths=(8, 26), dilation_rates=(1, 2), num_heads=3, num_kv_heads=3)

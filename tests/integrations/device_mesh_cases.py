@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 from ring_backends.integrations import device_mesh
 from ring_backends.integrations.device_mesh import RingDilated, context_parallel
+from ring_backends.testing.training_runs import IGNORED
 
 N, VOCABULARY, WIDTH, HEADS, BATCH, STEPS = 45, 23, 32, 4, 4, 10
-IGNORED = -100
 
 Kind = Literal["decoder", "encoder"]
 Strategy = Literal["ddp", "fsdp2-world", "fsdp2-mesh"]

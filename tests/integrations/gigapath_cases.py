@@ -111,10 +111,16 @@ def embed(model: Any, num_tiles: int, all_layer_embed: bool = False) -> tuple[li
     x, coords = make_slide(num_tiles, model.cls_token.dtype)
     x.requires_grad_()
     embeddings = model(x, coords, all_layer_embed=all_layer_embed)
+    return differentiated(model, x, embeddings)
+
+
+def differentiated(model: nn.Module, x: Tensor, outs: Sequence[Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """The outputs, and the gradients of x and of all parameters for random gradients of the outputs."""
     generator = torch.Generator().manual_seed(7)
-    grads = [torch.randn(e.shape, generator=generator, dtype=torch.float64).to(e) for e in embeddings]
-    sum((e * grad).sum() for e, grad in zip(embeddings, grads, strict=True)).backward()
-    return [e.detach() for e in embeddings], {"x": x.grad, **gradients(model)}
+    grads = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in outs]
+    sum((out * grad).sum() for out, grad in zip(outs, grads, strict=True)).backward()
+    of_x = {} if x.grad is None else {"x": x.grad}
+    return [out.detach() for out in outs], {**of_x, **gradients(model)}
 
 
 def make_batch(numbers: Sequence[int], dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,10 +157,7 @@ def embed_batch(model: Any, numbers: Sequence[int], all_layer_embed: bool = True
         embeddings, tiles = model(x, coords, all_layer_embed, padding_mask, tile_embeddings=True)
         assert all(not layer[padding_mask].any() for layer in tiles)
         whole = [layer[~padding_mask] for layer in tiles]
-    found, generator = [*embeddings, *whole], torch.Generator().manual_seed(7)
-    grads = [torch.randn(e.shape, generator=generator, dtype=torch.float64).to(e) for e in found]
-    sum((e * grad).sum() for e, grad in zip(found, grads, strict=True)).backward()
-    return [e.detach() for e in found], {"x": x.grad, **gradients(model)}
+    return differentiated(model, x, [*embeddings, *whole])
 
 
 def own_tiles(model: Any, x: Tensor, coords: Tensor, all_layer_embed: bool) -> tuple[list[Tensor], list[Tensor]]:

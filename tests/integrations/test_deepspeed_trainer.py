@@ -7,7 +7,8 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from trainer_cases import SIZES, VOCABULARY, assert_equal, run
+from model_sizes import SIZES, VOCABULARY
+from trainer_cases import assert_equal, run
 
 from ring_backends.testing.world import World
 

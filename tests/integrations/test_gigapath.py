@@ -19,7 +19,7 @@ from ring_backends import Ring
 from ring_backends.adapters import native
 from ring_backends.integrations import gigapath
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import FOUR, ONE_OF_TWO, TWO, TWO_OF_TWO, RingSpec
+from ring_backends.testing.rings import FOUR, ONE_OF_TWO, THREE_OF_THREE, TWO, TWO_OF_TWO
 from ring_backends.testing.world import World
 
 LONG = pytest.mark.matrix(reason="runs many models")
@@ -77,9 +77,7 @@ def test_batches_of_long_slides_on_three_ranks(three: World, numbers: Any, dtype
     """In fp32 an error above 1e-5 is at most twice that of the model's own code."""
     expected = cases.embed_batch_by_own_code(numbers)
     own = expected if dtype is torch.float64 else cases.embed_batch_by_own_code(numbers, dtype=dtype)
-    found = three.run(
-        cases.embed_batch_here, RingSpec("three", ((0, 1, 2),), "size"), "zigzag", numbers, True, dtype=dtype
-    )
+    found = three.run(cases.embed_batch_here, THREE_OF_THREE, "zigzag", numbers, True, dtype=dtype)
     of_ranks = [*(embeddings for embeddings, _ in found)]
     grads, tolerance = cases.mean_of_ranks([grads for _, grads in found]), 1e-10 if dtype is torch.float64 else 1e-5
     for index, right in enumerate(expected[0]):

@@ -16,8 +16,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from model_sizes import SIZES
 from native_ranks import assert_near, on_ring
-from trainer_cases import OWN_SIZES, SIZES
+from trainer_cases import OWN_SIZES
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ring_backends import Ring

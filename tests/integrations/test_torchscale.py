@@ -22,11 +22,10 @@ from ring_backends.adapters import native
 from ring_backends.integrations import gigapath, torchscale
 from ring_backends.longnet import LongNetDecoder, LongNetEncoder
 from ring_backends.testing.marks import matrix_but
-from ring_backends.testing.rings import TWO_OF_TWO, RingSpec
+from ring_backends.testing.rings import THREE_OF_THREE, TWO_OF_TWO
 from ring_backends.testing.world import World
 
 LONG = pytest.mark.matrix(reason="runs many models")
-THREE_OF_THREE = RingSpec("three", ((0, 1, 2),), "size")
 
 two = world_of(2, "torchscale_cases")
 three = world_of(3, "torchscale_cases")

@@ -16,9 +16,10 @@ pytest.importorskip("accelerate")
 import torch
 import transformers
 from accelerate import Accelerator
+from model_sizes import SIZES
 from native_ranks import world_of
 from torch import Tensor
-from trainer_cases import SIZES, Case, make_model, make_trainer, reset_accelerate
+from trainer_cases import Case, make_model, make_trainer, reset_accelerate
 
 from ring_backends import Ring
 from ring_backends.adapters import native

@@ -16,21 +16,13 @@ pytest.importorskip("trl")
 
 import transformers
 from datasets import Dataset
+from model_sizes import SIZES
 from native_ranks import world_of
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from trainer_cases import OTHERS, OWN_SIZES, SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
-from trl import (
-    DPOConfig,
-    DPOTrainer,
-    KTOConfig,
-    KTOTrainer,
-    RewardConfig,
-    RewardTrainer,
-    SFTConfig,
-    SFTTrainer,
-)
+from trainer_cases import OTHERS, OWN_SIZES, Kind, assert_equal, num_rings, reset_accelerate, whole
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from ring_backends.integrations.trainer import attach
 from ring_backends.testing.world import World

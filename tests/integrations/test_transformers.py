@@ -10,10 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from ring_backends.testing.rings import LAYOUTS
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from model_sizes import SIZES, VOCABULARY
 from native_ranks import ADAPTER, assert_near, assert_sums, on_ring
 
 from ring_backends import Ring, RingMismatchError
@@ -23,16 +26,11 @@ from ring_backends.testing.failing_calls import SHORT, Ended, ending
 from ring_backends.testing.rings import TWO, new_ring
 from ring_backends.testing.world import World
 
-N, VOCABULARY = 45, 23
+N = 45
 DILATED = ((9, 45), (1, 2))
 PLAIN = ((64,), (1,))
-LAYOUTS = ("contiguous", "zigzag")
 WINDOW = 9
 KINDS = ("llama", "bert")
-SIZES = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0},
-}
 
 
 def make_model(kind: str, attn_implementation: str = "ring_dilated") -> Any:

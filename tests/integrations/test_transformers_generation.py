@@ -14,6 +14,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 pytest.importorskip("transformers")
 
 import transformers
+from model_sizes import SIZES, VOCABULARY
 from native_ranks import native_ring, on_ring
 
 from ring_backends import Ring
@@ -22,15 +23,8 @@ from ring_backends.integrations.transformers import generate, register, use_ring
 from ring_backends.testing.rings import FOUR, TWO
 from ring_backends.testing.world import RanksFailedError, World
 
-NEW, VOCABULARY = 12, 23
-SIZES = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
-}
-CONFIGS: dict[str, Any] = {
-    "llama": {"num_key_value_heads": 2},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-}
+NEW = 12
+CONFIGS: dict[str, Any] = {"llama": {"num_key_value_heads": 2}, "qwen3": {"num_key_value_heads": 2, "head_dim": 8}}
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3, "num_return_sequences": 2},
@@ -43,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def make_model(kind: str = "llama", attn_implementation: str = "ring_dilated") -> Any:
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **SIZES, **CONFIGS[kind])
+    config = transformers.AutoConfig.for_model(kind, **SIZES, bos_token_id=None, eos_token_id=None, **CONFIGS[kind])
     config.initializer_range = 0.5  # larger differences between logits, so that rounding decides nothing
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attn_implementation)
     return model.double().eval()

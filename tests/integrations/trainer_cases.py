@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Literal, get_args
 
+from model_sizes import SIZES, VOCABULARY
+
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
@@ -26,16 +28,12 @@ from ring_backends.integrations.accelerate import attach as attach_accelerator
 from ring_backends.integrations.trainer import attach
 from ring_backends.integrations.transformers import IGNORED
 
-N, VOCABULARY, STEPS = 45, 23, 10
+N, STEPS = 45, 10
 
 OtherKind = Literal["gemma3_text", "qwen2", "phi3", "cohere2", "llama4_text", "deepseek_v3"]
 CausalKind = Literal["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "qwen3_moe", OtherKind]
 Kind = Literal[CausalKind, "bert", "modernbert"]
 Task = Literal["tokens", "sequence", "embedding"]
-SIZES: dict[str, Any] = {
-    **{"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "max_position_embeddings": 128, "pad_token_id": 0},
-}
 LAYERS = ["sliding_attention", "full_attention"]
 OWN_SIZES: dict[Kind, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},

@@ -208,14 +208,7 @@ def magnitudes(
 
 
 def tile_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    hidden: Tensor,
-    scale: float,
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, hidden: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv by formula, with the weights P computed from the LSE. Rows with infinite LSE have P = 0."""
     repeats = query.shape[1] // key.shape[1]

@@ -28,13 +28,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import (
-    Kernel,
-    KernelInputs,
-    aten_cuda,
-    aten_cudnn,
-    available_kernels,
-)
+from ring_backends.kernels import Kernel, KernelInputs, aten_cuda, aten_cudnn, available_kernels
 from ring_backends.kernels.math import MathKernel
 from ring_backends.schedule.bands import Band, trimmed
 from ring_backends.testing.marks import needs_gpu

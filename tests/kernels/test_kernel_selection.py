@@ -115,11 +115,7 @@ STEP = {"needs_grad": False, "is_step": True}
     ids=str,
 )
 def test_cuda_prefers_what_the_gpu_can_run(
-    gpu_of: Callable[..., None],
-    capability: tuple[int, int],
-    gpu: dict[str, Any],
-    inputs: dict[str, Any],
-    expected: str,
+    gpu_of: Callable[..., None], capability: tuple[int, int], gpu: dict[str, Any], inputs: dict[str, Any], expected: str
 ) -> None:
     gpu_of(capability, **gpu)
     assert select_kernel("auto", inputs_of(**inputs)).name == expected

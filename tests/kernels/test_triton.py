@@ -24,6 +24,7 @@ from hypothesis import given, seed
 from hypothesis import strategies as st
 from kernel_cases import LAYOUTS, Case, cases, check_a_row_without_keys, run_tile
 from kernel_cases import check as check_tile
+from native_ranks import ADAPTER
 from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
 
 from ring_backends import dilated_attention
@@ -45,7 +46,6 @@ triton = pytest.importorskip("triton", reason="Triton is not installed")
 
 patch_interpreter()
 KERNEL = TritonDilatedKernel()
-ADAPTER = "ring_backends.adapters.native"
 
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -251,12 +251,7 @@ def test_bands_of_one_tile(band: Band, size: tuple[int, int]) -> None:
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"masked": "random", "num_kv_heads": 1},
-        {"documents": "some"},
-        {"dropout_p": 0.3, "offset": "every"},
-    ],
+    [{}, {"masked": "random", "num_kv_heads": 1}, {"documents": "some"}, {"dropout_p": 0.3, "offset": "every"}],
     ids=["plain", "key mask", "documents", "dropout"],
 )
 def test_windows(options: dict[str, Any], is_causal: bool) -> None:

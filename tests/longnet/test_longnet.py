@@ -108,10 +108,7 @@ def test_a_branch_with_an_lse_of_zero_is_kept() -> None:
     query = torch.zeros_like(query)
     got = attend(query, key, value, ts.BRANCHES, True)
     as_published = ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=True)
-    assert_near(
-        got,
-        ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=False),
-    )
+    assert_near(got, ts.reference_attention(query, key, value, ts.BRANCHES, True, detach=True, zero_is_absent=False))
     differs = (got - as_published).abs().amax((0, 2, 3)) > 1e-9
     # These are the first r rows of each segment. Each is the first row that some head covers.
     assert differs.nonzero().flatten().tolist() == [0, 1, 2, 3, 8, 16, 17, 24]

@@ -21,11 +21,7 @@ from ring_backends.testing.world import World
 @pytest.mark.parametrize("kind", ts.MODELS)
 def test_parameters_load_strictly_by_torchscales_names(kind: str) -> None:
     state = ts.make_state(tokens=kind == "decoder")
-    tables = {
-        "vocab_size": ts.VOCABULARY,
-        "num_positions": ts.POSITIONS,
-        "output_size": ts.VOCABULARY,
-    }
+    tables = {"vocab_size": ts.VOCABULARY, "num_positions": ts.POSITIONS, "output_size": ts.VOCABULARY}
     options = {"dtype": torch.float64, **(tables if kind == "decoder" else {})}
     model = ts.MODELS[kind](ts.EMBED_DIM, 4, ts.FFN_DIM, ts.LAYERS, ts.attention(), **options)
     of_model, right = ({name: x.shape for name, x in found.items()} for found in (model.state_dict(), state))

@@ -278,11 +278,7 @@ class Biased:
         (lambda score, b, h, q, k: 1.0, ValueError, r"<lambda>: returned 1\.0; it must return the score as a tensor"),
         (lambda score, b, h, q, k: score + SLOPES, ValueError, r"returned shape \[4\] for one pair; .*index captured"),
         (lambda score, b, h, q, k: k <= q, ValueError, r"returned torch\.bool; .*torch\.where\(mask, score"),
-        (
-            lambda score, b, h, q, k: score + LEARNED[h],
-            ValueError,
-            r"reads LEARNED with requires_grad=True; .*detach",
-        ),
+        (lambda score, b, h, q, k: score + LEARNED[h], ValueError, r"reads LEARNED with requires_grad=True; .*detach"),
         (Learned(), ValueError, r"score_mod = Learned: reads slopes with requires_grad=True"),
         (
             functools.partial(lambda t, s, b, h, q, k: s + t[h], LEARNED),

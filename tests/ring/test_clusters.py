@@ -85,10 +85,7 @@ def slurm():
         cluster.__exit__()
 
 
-ONE_NODE = [
-    ("#SBATCH --nodes=2\n", "#SBATCH --nodes=1\n"),
-    ("#SBATCH --gpus-per-node=4\n", ""),
-]
+ONE_NODE = [("#SBATCH --nodes=2\n", "#SBATCH --nodes=1\n"), ("#SBATCH --gpus-per-node=4\n", "")]
 
 
 class Job:

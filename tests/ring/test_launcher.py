@@ -146,10 +146,7 @@ def test_steps_at_the_same_time_have_different_ports():
         ),
         ({**SRUN, "WORLD_SIZE": "4"}, "WORLD_SIZE = 4, but srun has started 5 tasks: unset WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE = 2, but not set: RANK, MASTER_ADDR, MASTER_PORT; start .* torchrun"),
-        (
-            {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"},
-            "WORLD_SIZE = 2, but not set: MASTER_PORT",
-        ),
+        ({"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost"}, "WORLD_SIZE = 2, but not set: MASTER_PORT"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "1"}, "WORLD_SIZE is not set, but PET_NNODES = 2: .* torchrun"),
         ({"PET_NNODES": "1:4"}, "WORLD_SIZE is not set, but PET_NNODES = 1:4"),
         (

@@ -174,10 +174,7 @@ def attend_with_headers(adapter: str) -> tuple[RankResult, list[str | None]]:
     def follow(works: Any, headers: Headers, device: torch.device) -> None:
         differences.append(headers.difference(headers.numbers.tolist()))
 
-    with (
-        mock.patch.object(transfer, "stream_device", return_value=CPU),
-        mock.patch.object(transfer, "follow", follow),
-    ):
+    with mock.patch.object(transfer, "stream_device", return_value=CPU), mock.patch.object(transfer, "follow", follow):
         result = run_case_here(adapter, FOUR, "zigzag", EDGE_CASES["grouped queries"], True, "cpu")
     return result, differences
 
