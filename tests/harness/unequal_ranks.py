@@ -1,7 +1,7 @@
 """Unequal ranks: parameters that only some ranks or none use, fractional token counts, and buffers that differ.
 
-The results equal those of one process. If a framework cannot provide that, every rank raises before the step. Frameworks
-that keep gradients in buffers must not reuse the gradient of an earlier step for a parameter that no rank uses.
+The results equal those of one process. If a framework cannot provide that, every rank raises before the step.
+Frameworks that keep gradients in buffers must not reuse the gradient of an earlier step for an unused parameter.
 """
 
 from __future__ import annotations
