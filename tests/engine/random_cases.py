@@ -27,14 +27,15 @@ KINDS: dict[str, tuple[dict[str, Any], Callable[[AttentionCase], bool]]] = {
 }
 
 
-def draw(kind: str, number: int, of_seed: int) -> list[AttentionCase]:
-    """Random cases of one kind."""
-    options, belongs = KINDS[kind]
+def draw(
+    number: int, of_seed: int, belongs: Callable[[AttentionCase], bool] = lambda case: True, **options: Any
+) -> list[AttentionCase]:
+    """Random cases in fp64 that ``belongs`` accepts. ``options`` are those of ``attention_cases``."""
     found: list[AttentionCase] = []
 
     @seed(of_seed)
     @settings(max_examples=3 * number, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-    @given(attention_cases(max_n=90, dtypes=[torch.float64], **options))
+    @given(attention_cases(dtypes=[torch.float64], **options))
     def collect(case: AttentionCase) -> None:
         if belongs(case):
             found.append(case)
@@ -47,8 +48,9 @@ def main(
     kind: str, adapter: str, number: int, sizes: Annotated[str, typer.Option(help="Sizes of rings.")] = "1,2,3,4"
 ) -> None:
     compared, ring_sizes = 0, [int(size) for size in sizes.split(",")]
+    options, belongs = KINDS[kind]
     for size in ring_sizes:
-        cases = draw(kind, -(-number // len(ring_sizes)), size)
+        cases = draw(-(-number // len(ring_sizes)), size, belongs, max_n=90, **options)
         rings = RingSpec(str(size), (tuple(range(size)),), "size")
         with World(size, call_timeout=1200.0) as world:
             for index, layout in enumerate(LAYOUTS):

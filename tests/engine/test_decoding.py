@@ -8,14 +8,15 @@ import os
 import random
 import re
 import signal
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import replace
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from native_ranks import ADAPTER as NATIVE
+from random_cases import draw
 from torch import Tensor
 
 from ring_backends import DilatedPattern, Ring, RingPeerError, available_adapters
@@ -23,123 +24,65 @@ from ring_backends.adapters import native
 from ring_backends.engine.cache import Run, horizon
 from ring_backends.engine.decoding import groups
 from ring_backends.kernels.math import MathKernel
-from ring_backends.testing import score_functions
+from ring_backends.testing.calls import expected, new_attention
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
-from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, backend, new_ring, ring_here, ring_of
+from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring, ring_here, ring_of
+from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import RanksFailedError, World
-
-
-@dataclass(frozen=True)
-class Case:
-    """A random pattern, and a sequence that is decoded in random steps after a prompt of ``prompt`` tokens."""
-
-    pattern: dict[str, Any]
-    tensors: tuple[Tensor, Tensor, Tensor]
-    mask: Tensor | None
-    prompt: int
-    steps: tuple[int, ...]
-    max_len: int | None
-    sinks: Tensor | None
-    score_mod: str | None
-    seed: int
-
-    @classmethod
-    def random(cls, seed: int) -> Case:
-        draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-        branches = draw.randint(1, 3)
-        windows = [draw.choice([None, draw.randint(1, 5), draw.randint(1, 24)]) for _ in range(branches)]
-        kv_heads = draw.randint(1, 3)
-        heads, head_dim = kv_heads * draw.randint(1, 3), draw.randint(1, 5)
-        pattern = {
-            "segment_lengths": [draw.choice([None, *(draw.randint(1, 24) for _ in range(3))]) for _ in range(branches)],
-            "dilation_rates": [draw.randint(1, 6) for _ in range(branches)],
-            "head_mode": draw.choice(["all", "grouped"]) if heads >= branches else "all",
-            "offset": draw.choice([None, "mod", "block", "branch", "every", "every"]),
-            "window_lengths": draw.choice([None, windows, windows]),
-            "scale": draw.choice([None, None, 0.7, -0.3, 0.0]),
-        }
-        value_dim = draw.choice([head_dim, draw.randint(1, 7)])
-        batch, prompt = draw.randint(1, 3), draw.choice([0, draw.randint(1, 30)])
-        steps = tuple(
-            draw.choice([1, 1, 1, draw.randint(2, 9), draw.randint(9, 30)]) for _ in range(draw.randint(1, 9))
-        )
-        total = prompt + sum(steps)
-
-        def normal(heads: int, dim: int) -> Tensor:
-            return torch.randn(batch, total, heads, dim, generator=generator, dtype=torch.float64)
-
-        mask = torch.zeros(batch, total, dtype=torch.bool)
-        for row in mask:  # padding on the left or on the right of the prompt, or anywhere
-            first, last = sorted(draw.randint(0, prompt) for _ in range(2))
-            row[slice(first) if draw.random() < 0.5 else slice(last, prompt)] = True
-        if draw.random() < 0.3:
-            mask |= torch.rand(batch, total, generator=generator) < 0.2
-        tensors = normal(heads, head_dim), normal(kv_heads, head_dim), normal(kv_heads, value_dim)
-        has_mask, max_len = draw.random() < 0.5, draw.choice([None, total])
-        sinks = torch.randn(heads, generator=generator, dtype=torch.float64) if draw.random() < 0.3 else None
-        score_mod = draw.choice([None, None, *score_functions.NAMES])
-        return cls(pattern, tensors, mask if has_mask else None, prompt, steps, max_len, sinks, score_mod, seed)
-
-    def score_function(self) -> Any:
-        if self.score_mod is None:
-            return None
-        return score_functions.score_function(self.score_mod, *self.tensors[0].shape[:3], self.seed)
-
-    def expected(self) -> tuple[Tensor, Tensor]:
-        """out and LSE of the dense reference."""
-        marks: dict[str, Any] = {"key_padding_mask": self.mask, "sinks": self.sinks}
-        if self.score_mod is not None:
-            marks["modified_scores"] = partial(score_functions.modified_scores, self.score_mod, seed=self.seed)
-        return reference_attention(*self.tensors, **self.pattern, is_causal=True, **marks)
-
-    def decoded(self, module: Any) -> tuple[Tensor, Tensor]:
-        """The out and LSE of the tokens after the prompt."""
-        ring = module.ring
-        cache, scores = module.new_cache(self.max_len), {"sinks": self.sinks, "score_mod": self.score_function()}
-        if self.prompt:
-            local = [ring.shard(tensor[:, : self.prompt]) for tensor in self.tensors]
-            mask = None if self.mask is None else ring.shard(self.mask[:, : self.prompt])
-            out = module.prefill(*local, cache, seq_len=self.prompt, key_padding_mask=mask, **scores)
-            wanted = ring.shard(self.expected()[0][:, : self.prompt])
-            assert_equal(out, wanted)
-        outs, lses, start = [], [], self.prompt
-        for step in self.steps:
-            tensors = [tensor[:, start : start + step] for tensor in self.tensors]
-            mask = None if self.mask is None else self.mask[:, start : start + step]
-            out, lse = module.decode(*tensors, cache, key_padding_mask=mask, return_lse=True, **scores)
-            outs.append(out)
-            lses.append(lse)
-            start += step
-        assert cache.seq_len == start
-        assert cache.num_rows <= -(-self.prompt // ring.size) + -(-sum(self.steps) // ring.size) + 1
-        return torch.cat(outs, 1), torch.cat(lses, 2)
 
 
 def assert_equal(got: Any, wanted: Any, what: object = "") -> None:
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10, msg=lambda text: f"{what}: {text}")
 
 
-def check(seed: int, module_of: Any) -> None:
-    case = Case.random(seed)
-    out, lse = case.expected()
-    assert_equal(case.decoded(module_of(case.pattern)), (out[:, case.prompt :], lse[:, :, case.prompt :]), seed)
+@cache
+def draw_cases(of_seed: int, number: int = 20, max_n: int = 60) -> list[AttentionCase]:
+    """Random causal calls. In every tenth, all scores are 0."""
+    options = {"paddings": ["masked"], "causal": [True], "documents": [None], "dropout_ps": [0.0]}
+    cases = draw(number, of_seed, max_n=max_n, **options)
+    return [case if i % 10 else replace(case, scale=0.0) for i, case in enumerate(cases)]
 
 
-@pytest.mark.parametrize("begin", range(0, 60, 20))
-def test_one_device(begin: int) -> None:
-    for seed in range(begin, begin + 20):
-        check(seed, lambda pattern: native.RingDilatedAttention(**pattern))
+def check(case: AttentionCase, module: Any) -> None:
+    """Decode the sequence of a case in random steps after a prompt of random length."""
+    ring, random_ = module.ring, random.Random(case.seed)
+    prompt = random_.choice([0, random_.randint(0, case.seq_len)])
+    *tensors, _, mask = case.tensors()
+    right = expected(case, gradients=False)
+    cache = module.new_cache(random_.choice([None, case.seq_len]))
+    scores = {"sinks": case.sink_scores(), "score_mod": case.score_function()}
+    if prompt:
+        rows, ignored = (ring.shard(x[:, :prompt]) for x in tensors), None if mask is None else mask[:, :prompt]
+        ignored = None if ignored is None else ring.shard(ignored)
+        out = module.prefill(*rows, cache, seq_len=prompt, key_padding_mask=ignored, **scores)
+        assert_equal(out, ring.shard(right.out[:, :prompt]), case)
+    outs, lses, start = [right.out[:, :prompt]], [right.lse[:, :, :prompt]], prompt
+    while start < case.seq_len:
+        new = slice(start, start + random_.choice([1, 1, 1, random_.randint(2, 9), random_.randint(9, 30)]))
+        ignored = None if mask is None else mask[:, new]
+        rows = (x[:, new] for x in tensors)
+        out, lse = module.decode(*rows, cache, key_padding_mask=ignored, return_lse=True, **scores)
+        outs.append(out)
+        lses.append(lse)
+        start += out.shape[1]
+    assert cache.seq_len == case.seq_len
+    assert cache.num_rows <= -(-prompt // ring.size) + -(-(case.seq_len - prompt) // ring.size) + 1
+    assert_equal((torch.cat(outs, 1), torch.cat(lses, 2)), right[:2], case)
 
 
-def check_here(adapter: str, spec: RingSpec, layout: Any, seeds: range) -> None:
+@pytest.mark.parametrize("of_seed", range(3))
+def test_one_device(of_seed: int) -> None:
+    for case in draw_cases(of_seed):
+        check(case, new_attention(NATIVE, None, case))
+
+
+def check_here(adapter: str, spec: RingSpec, layout: Any, cases: list[AttentionCase]) -> None:
     ring = ring_here(adapter, spec)
-    if ring is None:
-        return
-    ring = ring.with_layout(layout)
-    for seed in seeds:
-        check(seed, lambda pattern: backend(adapter).RingDilatedAttention(**pattern, ring=ring))
+    if ring is not None:
+        for case in cases:
+            check(case, new_attention(adapter, ring.with_layout(layout), case))
 
 
 RINGS = [(NATIVE, *ring, 100 + 20 * i) for i, ring in enumerate(itertools.product((TWO, THREE, FOUR), LAYOUTS))]
@@ -152,7 +95,7 @@ CASES = [*(pytest.param(*case, marks=MORE_CASES) for case in RINGS[:-1]), RINGS[
 def test_rings(world: World, adapter: str, spec: RingSpec, layout: str, first: int) -> None:
     if reason := available_adapters()[adapter.rpartition(".")[2]]:
         pytest.skip(reason)
-    world.run(check_here, adapter, spec, layout, range(first, first + 20))
+    world.run(check_here, adapter, spec, layout, draw_cases(first))
 
 
 @pytest.mark.parametrize("stride", [1, 2, 3, 4])
@@ -331,20 +274,20 @@ def test_a_long_step_keeps_its_memory_only_until_the_next() -> None:
     assert cache.nbytes == row_bytes(2 * WINDOW)
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_what_is_forgotten(seed: int) -> None:
+@pytest.mark.parametrize("index", range(40))
+def test_what_is_forgotten(index: int) -> None:
     """The first position that the query at t or any later one sees, from the definition; exact without dilation."""
-    pattern = {**Case.random(seed).pattern, "head_mode": "all"}
-    del pattern["scale"]
+    pattern = {**draw_cases(7, 40, 24)[index].pattern_options(), "head_mode": "all"}
     rates = pattern["dilation_rates"]
-    if seed % 2:
-        pattern["dilation_rates"] = rates = [1] * len(rates)
-    sees = reference_counts(90, 6, **pattern, is_causal=True).any(0)
-    for t in range(50):  # all later segments begin and end below 90
+    if index % 2:
+        pattern["dilation_rates"] = rates = (1,) * len(rates)
+    found = [horizon(DilatedPattern(**pattern), t) for t in range(50)]
+    del pattern["padding"]
+    sees = reference_counts(150, 6, **pattern, is_causal=True).any(0)
+    for t in range(50):  # all later segments begin and end below 150
         first = int(sees[t:].any(0).nonzero()[0])
-        found = horizon(DilatedPattern(**pattern), t)
-        assert found <= first
-        assert found == first or max(rates) > 1
+        assert found[t] <= first
+        assert found[t] == first or max(rates) > 1
 
 
 def count_here(chunk: int) -> int:
