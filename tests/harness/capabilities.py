@@ -43,14 +43,14 @@ CAPABILITIES: Mapping[str, str] = {
 }
 """Every capability and its meaning."""
 
-TestOrSuite = TypeVar("TestOrSuite", bound=Callable[..., Any])
+Test = TypeVar("Test", bound=Callable[..., Any])
 
 
-def requires(*capabilities: str) -> Callable[[TestOrSuite], TestOrSuite]:
+def requires(*capabilities: str) -> Callable[[Test], Test]:
     """Skip a test, or all tests of a suite, if the adapter lacks one of these capabilities."""
     _check_known(capabilities)
 
-    def mark(test: TestOrSuite) -> TestOrSuite:
+    def mark(test: Test) -> Test:
         for function in _tests_of(test):
             function.required_capabilities = (*getattr(function, "required_capabilities", ()), *capabilities)
         return test
@@ -58,7 +58,7 @@ def requires(*capabilities: str) -> Callable[[TestOrSuite], TestOrSuite]:
     return mark
 
 
-def core(test: TestOrSuite) -> TestOrSuite:
+def core(test: Test) -> Test:
     """Mark a test, or all tests of a suite, as core behaviour, which depends only on code that all adapters share.
 
     The quick command runs these tests with one adapter (see ``core_in_matrix``). ``pytest.mark.core`` does the same to
