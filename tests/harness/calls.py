@@ -99,7 +99,8 @@ def local_call(
     marks = {"key_padding_mask": mask, "document_ids": case.document_ids()}
     for tensor in (query, key, value):
         tensor.requires_grad_(gradients)
-    options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len, "dropout_seed": case.seed}
+    options: dict[str, Any] = {"is_causal": case.is_causal, "seq_len": case.seq_len}
+    options["dropout_seed"] = case.seed if case.dropout_p else None
     options |= {name: None if x is None else x[:, rows].to(device) for name, x in marks.items()}
     sinks = case.sink_scores()
     if case.score_mod is not None:
