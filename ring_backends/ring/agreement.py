@@ -227,7 +227,8 @@ class Agreement:
             for number, name, values in self._with_values
             for field, value in values.items()
         }
-        self.begin(Configuration({**fields, **self.context}), check_again=True)
+        # A field of the call hides one of the context with the same name, and keeps its place in the message.
+        self.begin(Configuration({**fields, **self.context, **fields}), check_again=True)
         self.begin(Configuration(earlier), check_again=True)
         error = RingMismatchError(
             "the ranks differ in a call too long ago to name it. Every rank must make the same calls in the same order "

@@ -79,7 +79,8 @@ class Call:
     @property
     def position(self) -> dict[str, object]:
         own_name = {} if self.name is None else {"order of calls": self.name}
-        return {"direction": self.direction, **self.configuration.fields, **own_name, **self.details, **self.context}
+        own = {"direction": self.direction, **self.configuration.fields, **own_name, **self.details}
+        return {**own, **self.context, **own}
 
     @cached_property
     def digest(self) -> str:

@@ -105,7 +105,7 @@ def test_other_ways_are_refused(model: tuple[str, dict[str, Any]], message: str)
 
 
 def test_what_else_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification: .*, which needs probe=True"):
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification: .*pass probe=True"):
         use_ring(make_model("llama"), Ring(), probe=False)
     model = make_model("bert")
     use_ring(model, Ring())

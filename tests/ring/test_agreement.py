@@ -171,6 +171,18 @@ def waiting_rank(rank: Agreement, seq_len: int, ended: list[int]) -> Any:
     return rank.waiting(rank.begin(configuration), lambda: ended.append(rank.rank))
 
 
+def test_a_field_of_the_call_hides_one_of_the_context() -> None:
+    """The context of training with whole batches has the name input_ids, and so has a field of generate()."""
+    ranks = [agreement(store := HashStore(), 0), agreement(store, 1)]
+    for rank in ranks:
+        rank.context = {"input_ids": "of the last batch"}
+    fields = [{"order of calls": "generate", "input_ids": prompt} for prompt in ("a", "b")]
+    calls = [partial(rank.raise_difference, own) for rank, own in zip(ranks, fields, strict=True)]
+    for error in run_both(*calls):
+        assert isinstance(error, RingMismatchError)
+        assert "the ranks differ in input_ids (rank 0: a, rank 1: b)" in str(error)
+
+
 def test_a_long_wait_ends_if_rank_0_made_another_call() -> None:
     store = HashStore()
     ranks = [agreement(store, rank, 20.0) for rank in range(2)]
