@@ -81,7 +81,9 @@ def parallelize(
         ring: the ring of the model's attention.
         max_grad_norm: clip the gradient's global norm to this before each step.
         accumulation_steps: backward calls per step.
-        mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
+        mixed_precision: torch.bfloat16 or torch.float16 runs the forward under autocast; parameters and gradients keep
+            their dtype. With torch.float16, the loss is scaled (:class:`torch.amp.GradScaler`), and a step whose
+            gradient is not finite on some rank is left out.
         framework_options: passed to DistributedDataParallel.
 
     Raises:

@@ -36,6 +36,8 @@ from ring_backends.training.state import ORDER, MakeOptimizer, TrainingState, ch
 class DeepSpeedTraining(TrainingState):
     """Training by a DeepSpeed engine, the attribute ``model``. A checkpoint is a folder that DeepSpeed writes."""
 
+    _mixed_precisions = (torch.bfloat16,)
+
     def __init__(
         self,
         model: nn.Module,

@@ -116,7 +116,9 @@ def parallelize(
         accumulation_steps: backward calls per step.
         strategy: ``"sharded_ddp"`` uses OSS and ShardedDataParallel. ``"fsdp"`` uses FairScale's
             FullyShardedDataParallel, which needs a GPU.
-        mixed_precision: torch.bfloat16 runs the forward under autocast; parameters and gradients keep their dtype.
+        mixed_precision: torch.bfloat16 or torch.float16 runs the forward under autocast; parameters and gradients keep
+            their dtype. With torch.float16, the loss is scaled (:class:`torch.amp.GradScaler`), and a step whose
+            gradient is not finite on some rank is left out.
         framework_options: passed by name to OSS and ShardedDataParallel, or to FullyShardedDataParallel.
 
     Raises:

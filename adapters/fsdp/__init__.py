@@ -128,10 +128,11 @@ def parallelize(
         strategy: ``"fsdp2"`` shards with ``fully_shard`` over all ranks. ``"hsdp"`` shards with ``fully_shard`` over
             groups of ring size ranks; each group holds one replica. ``"fsdp1"`` uses FullyShardedDataParallel. Its
             parameters are flat, so ``make_optimizer`` cannot group them by shape.
-        mixed_precision: torch.bfloat16 runs forward and backward in bf16. Gradients are reduced in fp32, and the
-            optimizer updates the parameters in their own dtype. The model's inputs keep their dtype, and a call with
-            fp32 inputs runs under autocast (:mod:`ring_backends.adapters.fsdp.precision`). None computes in the model's
-            own dtype.
+        mixed_precision: torch.bfloat16 or torch.float16 runs forward and backward in this dtype. Gradients are reduced
+            in fp32, and the optimizer updates the parameters in their own dtype. The model's inputs keep their dtype,
+            and a call with fp32 inputs runs under autocast (:mod:`ring_backends.adapters.fsdp.precision`). With
+            torch.float16, the loss is scaled (:class:`torch.amp.GradScaler`), and a step whose gradient is not finite
+            on some rank is left out. None computes in the model's own dtype.
         blocks: modules of the model. Each is sharded as one unit. None takes repeated modules: those of one class in an
             nn.ModuleList or nn.Sequential. If there are none, the whole model is one unit.
         framework_options: passed to ``fully_shard`` (``mesh``, ``mp_policy``, …) or FullyShardedDataParallel.

@@ -123,6 +123,7 @@ class ShardedTraining(TrainingState):
         # An optimizer that has not stepped has no state, and get_optimizer_state_dict would make it step.
         state = self._checkpoint(with_optimizer=self.step_count > 0)
         holds = {"adapter": "fsdp", "optimizer_class": self._optimizer_class.__name__, "step": self.step_count}
+        holds |= self._scaler_state()
 
         def write(folder: Path) -> None:
             with _failures_as_errors():
@@ -167,6 +168,7 @@ class ShardedTraining(TrainingState):
         if with_optimizer:
             options = StateDictOptions(strict=False)
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"], options=options)
+        self._load_scaler(read_manifest(path))
         self.step_count = state["step"]
 
     def _checkpoint(self, with_optimizer: bool) -> dict[str, Any]:

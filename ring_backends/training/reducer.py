@@ -11,8 +11,10 @@ from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.utils import _pytree
 
 from ring_backends.ring.collectives import agree
@@ -268,19 +270,24 @@ def under_autocast(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return module if dtype is None else Autocast(module, dtype)
 
 
-def check_mixed_precision(dtype: object) -> None:
-    """Refuse a dtype for mixed precision other than torch.bfloat16 or None.
+def check_mixed_precision(dtype: object, allowed: Sequence[torch.dtype]) -> None:
+    """Refuse a dtype for mixed precision that is not allowed; None is.
 
     Raises:
         TypeError, ValueError: ``dtype`` is something else.
     """
+    names = " or ".join(map(str, allowed))
     if dtype is not None and not isinstance(dtype, torch.dtype):
-        raise TypeError(f"mixed_precision = {dtype!r}: expected torch.bfloat16, or None for the model's own dtype.")
-    if dtype not in (None, torch.bfloat16):
-        raise ValueError(
-            f"mixed_precision = {dtype}: must be torch.bfloat16 or None; in fp16 the gradients of a mean over all "
-            "tokens of a long sequence underflow."
-        )
+        raise TypeError(f"mixed_precision = {dtype!r}: expected {names}, or None for the model's own dtype.")
+    if dtype is not None and dtype not in allowed:
+        raise ValueError(f"mixed_precision = {dtype}: must be {names} with this adapter, or None.")
+
+
+def new_scaler(device: torch.device, world: Ring) -> torch.amp.GradScaler:
+    """Torch's scaler of the loss. Over several ranks, a gradient that is not finite on one of them counts for all."""
+    if world.size == 1:
+        return torch.amp.GradScaler(device.type)
+    return ShardedGradScaler(device.type, process_group=dist.group.WORLD)
 
 
 def device_of(model: nn.Module) -> torch.device:

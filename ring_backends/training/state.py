@@ -67,7 +67,7 @@ from ring_backends.training.describe import (
     persistent_buffers,
 )
 from ring_backends.training.elementwise import check_elementwise
-from ring_backends.training.reducer import check_mixed_precision, device_of, is_eager_forward
+from ring_backends.training.reducer import check_mixed_precision, device_of, is_eager_forward, new_scaler
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -102,8 +102,8 @@ class TrainingState(ABC):
         optimizer: the optimizer, as ``make_optimizer`` or the framework made it.
         divisor: the number by which the framework's reducer divides the sum of the ranks' gradients.
         step_count: optimizer steps taken so far; part of a checkpoint.
-        skipped_steps: calls of :meth:`step` in which the framework left the parameters unchanged because the gradient
-            was not finite. Only DeepSpeed's ZeRO 1 to 3 do so.
+        skipped_steps: calls of :meth:`step` that left the parameters unchanged, because the gradient was not finite.
+            Only ``mixed_precision=torch.float16`` and DeepSpeed's ZeRO 1 to 3 do so.
     """
 
     model: nn.Module
@@ -116,6 +116,9 @@ class TrainingState(ABC):
 
     _allows_freezing: ClassVar[bool] = False
     """Whether ``requires_grad`` of parameters may change between steps."""
+
+    _mixed_precisions: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16, torch.float16)
+    """The dtypes that ``mixed_precision`` may be."""
 
     _flattens: str | None = None
     """Where the optimizer gets flat parts of parameters: what an error says about it, with the way out."""
@@ -142,7 +145,7 @@ class TrainingState(ABC):
             if max_grad_norm is not None and not 0 < max_grad_norm < math.inf:
                 raise ValueError(f"max_grad_norm = {max_grad_norm}: must be positive and finite; None does not clip.")
             check_integer("accumulation_steps", accumulation_steps, 1)
-            check_mixed_precision(options.get("mixed_precision"))
+            check_mixed_precision(options.get("mixed_precision"), self._mixed_precisions)
         self.max_grad_norm = None if max_grad_norm is None else float(max_grad_norm)
         self.accumulation_steps = accumulation_steps
         self.step_count = self.skipped_steps = 0
@@ -154,6 +157,9 @@ class TrainingState(ABC):
         self._loss_counts: set[float | None] = set()
         self._trained: list[tuple[str, nn.Parameter, bool]] = []
         self._buffers = persistent_buffers(model)
+        self._scaler: torch.amp.GradScaler | None = None
+        if options.get("mixed_precision") == torch.float16:
+            self._scaler = new_scaler(device_of(model), self._world)
         fields = {
             "adapter": type(self).__name__,
             "max_grad_norm": self.max_grad_norm,
@@ -250,7 +256,7 @@ class TrainingState(ABC):
         self._counts_since_backward.clear()
         self._agree("backward", graph, {"step_token_count": counts}, if_new=True)
         with self._framework_collectives("backward"):
-            self._backward(loss)
+            self._backward(loss if self._scaler is None else self._scaler.scale(loss))
         self._loss_counts.update(counts or [None])
         self._backward_calls += 1
         self._expect_micro_batch(ends_step=self._backward_calls + 1 >= self.accumulation_steps)
@@ -297,7 +303,7 @@ class TrainingState(ABC):
                 self._reduce_accumulated()
             if factor != 1:
                 self._scale_gradients(factor)
-            is_updated = self._step()
+            is_updated = (self._scaler is None or self._unscale(self._scaler)) and self._step()
         if is_updated:
             self.step_count += 1
         else:
@@ -306,6 +312,28 @@ class TrainingState(ABC):
         self._loss_counts.clear()
         self._broadcast_buffers("step")
         self._expect_micro_batch(ends_step=self.accumulation_steps == 1)
+
+    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
+        """Divide the gradient by the scale of the loss, and adapt the scale. Returns whether the gradient is finite.
+
+        If it is not finite on some rank, all ranks clear it.
+        """
+        scale = scaler.get_scale()
+        scaler.unscale_(self.optimizer)
+        scaler.update()
+        is_finite = scaler.get_scale() >= scale
+        if not is_finite:
+            self.optimizer.zero_grad(set_to_none=True)
+        return is_finite
+
+    def _scaler_state(self) -> dict[str, Any]:
+        """The part of a checkpoint that holds the scale of the loss."""
+        return {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+
+    def _load_scaler(self, state: Mapping[str, Any]) -> None:
+        """Load what :meth:`_scaler_state` returned. A run with fp16 may go on from one without."""
+        if self._scaler is not None and "scaler" in state:
+            self._scaler.load_state_dict(state["scaler"])
 
     def _rescaling(self, step_token_count: float | None) -> float:
         """The factor that turns the gradient into that of the mean over ``step_token_count`` tokens."""
@@ -524,6 +552,7 @@ class TrainingState(ABC):
                 "optimizer": as_loadable(optimizer, "the optimizer's state_dict"),
                 "optimizer_class": self._optimizer_class.__name__,
                 "step": self.step_count,
+                **self._scaler_state(),
             }
 
         save_file(self._world, content, path)
@@ -538,6 +567,7 @@ class TrainingState(ABC):
         check_optimizer_class(state["optimizer_class"], self._optimizer_class)
         self._module.load_state_dict(state["model"])
         self._load_optimizer(state["optimizer"])
+        self._load_scaler(state)
         self.step_count = state["step"]
 
     def _full_state_dict(self) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ WITHOUT = MappingProxyType(
         "fp64 clipping": _FP32,
         "another ring size": "DeepSpeed's checkpoints hold one shard per rank",
         "copies of a wrapped model": "an engine holds process groups",
+        "loss scaling": "DeepSpeed scales the loss by itself, and only for models in fp16",
     }
 )
 

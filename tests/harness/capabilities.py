@@ -30,6 +30,7 @@ CAPABILITIES: Mapping[str, str] = {
     "gradient accumulation": "parallelize(accumulation_steps=...) accumulates gradients over micro-batches",
     "evaluation within a step": "the model may be called without gradients between backward() and step()",
     "mixed precision": "parallelize(mixed_precision=torch.bfloat16) computes in bf16 and updates fp32 parameters",
+    "loss scaling": "parallelize(mixed_precision=torch.float16) scales the loss, and leaves out steps that overflow",
     "copies of a wrapped model": "copy.deepcopy and torch.save accept the wrapped model, instead of a TypeError",
     "gradient clipping": "parallelize(max_grad_norm=...) clips the norm of the whole gradient",
     "save and load": "a training state can be saved and loaded",

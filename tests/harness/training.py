@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,6 +66,35 @@ def train_in_bf16(
         if name.endswith("projections"):
             module.register_forward_hook(look)
     return trainer.states(), seen
+
+
+def train_in_fp16(
+    adapter: str, rings: RingSpec, recipe: Recipe, path: str, options: Mapping[str, Any]
+) -> tuple[list[State], list[State], tuple[int, int]]:
+    """Train with fp16, after a step in which the loss of one rank is infinite; resume after the first further step.
+
+    Returns the states, those around the last step of the resumed run, and the numbers of steps that were left out at
+    first and by the resumed run.
+    """
+    trainer = Trainer(adapter, rings, "zigzag", recipe, options)
+    ((tokens, labels),) = trainer.micro_batches(0)
+    loss = trainer.loss(tokens, labels, None)
+    trainer.state.backward(loss * (math.inf if dist.get_rank() == 1 else 1.0))
+    trainer.state.step()
+    overflows = trainer.state.skipped_steps
+    states = [trainer.state.full_state_dict()]
+    for step in range(recipe.steps):
+        while trainer.state.step_count == step and trainer.state.skipped_steps < 20:  # the scale begins with 65,536
+            trainer.step(step)
+        states.append(trainer.state.full_state_dict())
+        if step == 0:
+            trainer.state.save(path)
+    resumed = Trainer(adapter, rings, "zigzag", replace(recipe, seed=99), options)
+    resumed.state.load(path)
+    loaded = resumed.state.full_state_dict()
+    resumed.step(recipe.steps - 1)
+    again = [loaded, resumed.state.full_state_dict()]
+    return states, again, (overflows, resumed.state.skipped_steps)
 
 
 COORDS = (1001.0, 4095.0, 3333.5, 257.0)
@@ -134,7 +165,7 @@ BAD_OPTIONS: dict[str, tuple[str, Any]] = {
     "no accumulation": ("accumulation_steps = 0", {"accumulation_steps": 0}),
     "half an accumulation": ("accumulation_steps = 1.5", {"accumulation_steps": 1.5}),
     "a precision by its name": ("mixed_precision = 'bf16'", {"mixed_precision": "bf16"}),
-    "fp16": ("mixed_precision = torch.float16", {"mixed_precision": torch.float16}),
+    "fp64": ("mixed_precision = torch.float64", {"mixed_precision": torch.float64}),
     "a negative norm": ("max_grad_norm = -1", {"max_grad_norm": -1}),
 }
 
@@ -277,6 +308,20 @@ class TrainingTests(SynchronisationTests):
         for states, seen in world.run(train_in_bf16, self.adapter, rings, recipe, options):
             assert seen == {torch.bfloat16}
             check_moves(states, wanted, 0.05, "bf16")
+
+    @requires("mixed precision", "loss scaling")
+    @pytest.mark.parametrize("rings", matrix_but(TWO, of=(TWO, FOUR)), ids=str)
+    def test_fp16(self, world: World, tmp_path: Path, rings: RingSpec) -> None:
+        """The loss is scaled. All ranks leave out a step with an infinite gradient on one of them."""
+        recipe = Recipe(dtype=torch.float32, optimizer="momentum", rate=0.02, steps=2)
+        options = {**self.framework_options, "mixed_precision": torch.float16}
+        wanted = train_alone(rings, "zigzag", recipe)
+        path = str(tmp_path / "checkpoint")
+        for states, resumed, counts in world.run(train_in_fp16, self.adapter, rings, recipe, path, options):
+            assert counts == (1, 0)
+            check_moves(states, wanted, 0.01, "fp16")
+            for state, other in zip(states[-2:], resumed, strict=True):
+                torch.testing.assert_close(state, other)
 
     @requires("mixed precision")
     @pytest.mark.parametrize(

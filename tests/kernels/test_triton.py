@@ -417,7 +417,9 @@ def run_with_compiler(script: str, *arguments: str) -> Any:
     """Run a script of this folder without the interpreter, which replaces Triton's compiler, and return its JSON."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_DEFAULT_FP_FUSION"] = "0"  # as in later releases, where a launch has to ask for it
-    command = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
+    folder = Path(__file__).parent
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), environment.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    command = [sys.executable, str(folder / script), *arguments]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout.splitlines()[-1])
