@@ -94,7 +94,7 @@ class PlanOptions(PatternOptions):
         None,
         metavar="SECONDS",
         help="Time that the host needs to launch a tile. Replaces the measured time. Default if nothing is measured: "
-        "100 µs with --device cuda, else 0.",
+        "200 µs with --device cuda, else 0.",
     )
     nproc_per_node: int | None = _constant(
         None,

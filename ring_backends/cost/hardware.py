@@ -10,8 +10,11 @@ from typing import Any
 
 _MAY_BE_ZERO = ("latency_seconds", "row_keys", "causal_row_keys", "tile_seconds", "overlap")
 
-DEFAULT_TILE_SECONDS = 100e-6
-"""Time that the host needs to launch a tile on a GPU, if it was not measured."""
+DEFAULT_TILE_SECONDS = 200e-6
+"""Time that the host needs to launch a tile on a GPU, if it was not measured.
+
+A replayed rank of a ring of 8 took 215 µs for each tile of a forward, with an H100 that was idle for 94 % of the time.
+"""
 
 
 @dataclass(frozen=True)
