@@ -143,8 +143,8 @@ LOW_PRECISION_CASES = attention_cases(
 
 
 @in_parts(4)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(case=LOW_PRECISION_CASES)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.filter_too_much], derandomize=True)
+@given(case=LOW_PRECISION_CASES)  # the same ones each time: one in some thousands exceeds twice the error by chance
 def test_rounding_is_at_most_twice_that_of_plain_attention(part: int, case: AttentionCase) -> None:
     results = single_device_results(case), plain_results(case), expected(case)
     actual, plain, exact = (found.computed() for found in results)

@@ -76,6 +76,8 @@ def leave(way: str) -> None:
     if way == "exception":
         raise ZeroDivisionError("on purpose")
     if way == "Ctrl-C":
+        # A shell lets the jobs that it starts in the background ignore the signal, and they pass this on.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.raise_signal(signal.SIGINT)
     if way == "destroyed group":
         dist.destroy_process_group()
