@@ -23,6 +23,7 @@ from torch.nn.functional import pad
 
 from ring_backends.kernels import widths
 from ring_backends.kernels.base import (
+    RAN_ON_ONE_GPU,
     Kernel,
     KernelInputs,
     blank_rows,
@@ -44,9 +45,7 @@ class AtenCudaKernel(Kernel):
 
     device_types = ("cuda",)
     reads_ignored_keys = True
-    unverified = (
-        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
-    )
+    unverified = RAN_ON_ONE_GPU
     min_capability: tuple[int, int]
 
     def not_supported_reasons(self, inputs: KernelInputs) -> list[str]:

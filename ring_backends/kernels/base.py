@@ -23,6 +23,10 @@ from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.operators import operator_reasons
 from ring_backends.kernels.score_mod import PairScores, ScoreMod
 
+RAN_ON_ONE_GPU = (
+    "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
+)
+
 
 @dataclass(frozen=True)
 class KernelInputs:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels import triton_launch
-from ring_backends.kernels.base import KernelInputs, check_tile
+from ring_backends.kernels.base import RAN_ON_ONE_GPU, KernelInputs, check_tile
 from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
@@ -38,9 +38,7 @@ class TritonDilatedKernel(StepKernel):
     name = "triton_dilated"
     device_types = ("cuda",)
     dtypes = (torch.bfloat16, torch.float16, torch.float32)
-    unverified = (
-        "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
-    )
+    unverified = RAN_ON_ONE_GPU
     has_dropout = True
     has_score_mod = True
     takes_value_dim = True

@@ -281,6 +281,11 @@ class Launch:
         return grads, grads
 
 
+MAX_COMPILED = 8192
+_compiled: dict[Hashable, Any] = {}
+"""What Triton compiled, by what it compiled it for: at most :data:`MAX_COMPILED` entries."""
+
+
 def launch(
     kernel: Any,
     num_programs: int,
@@ -311,10 +316,6 @@ def launch(
             if len(_compiled) >= MAX_COMPILED:
                 _compiled.clear()
             _compiled[key] = compiled
-
-
-MAX_COMPILED = 8192
-_compiled: dict[Hashable, Any] = {}
 
 
 def _what_is_compiled(value: Any) -> Hashable:

@@ -111,10 +111,7 @@ def merge_rows(
 
 def rows_table(rows: DilatedRows, device: torch.device) -> Tensor:
     """The rows as int64 numbers, as :data:`HEADER` describes. Nobody may change the tensor."""
-    table = rows.views.get(device)  # the hash of the rows would take longer than their launch
-    if not isinstance(table, Tensor):
-        table = rows.views[device] = _rows_table(rows, device)
-    return keep_if_captured(table, device)
+    return keep_if_captured(_rows_table(rows, device), device)
 
 
 @lru_cache(maxsize=4096)

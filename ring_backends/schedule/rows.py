@@ -64,6 +64,14 @@ class DilatedRows:
     rows: int
     runs: tuple[HeadRun, ...]
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        """Kept, because the hash of many runs takes as long as a launch, and every launch looks up its rows."""
+        return hash((self.start, self.segments, self.segment_stride, self.rate, self.rows, self.runs))
+
     @cached_property
     def num_heads(self) -> int:
         return sum(run.num_heads for run in self.runs)
@@ -75,7 +83,7 @@ class DilatedRows:
 
     @cached_property
     def views(self) -> dict[object, object]:
-        """What kernels work out about these rows: of a tensor by its shape and strides, on a device for Triton."""
+        """What kernels work out about these rows of a tensor, by its shape and strides."""
         return {}
 
     def part_of_segments(self, segments: range) -> DilatedRows:

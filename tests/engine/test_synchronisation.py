@@ -6,6 +6,8 @@ copies.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -58,6 +60,12 @@ class RefuseCopiedNumbers(TorchFunctionMode):
         return result
 
 
+@contextlib.contextmanager
+def refuse_copies() -> Iterator[None]:
+    with RefuseCopies(), RefuseCopiedNumbers():
+        yield
+
+
 class NoTransfer(Transfer):
     def wait(self, timeout: timedelta) -> None:
         pass
@@ -98,7 +106,7 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
         pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
     pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
     ring = Ring(size=ring_size, ranks=tuple(range(ring_size)), layout_kind="zigzag")
-    with RefuseCopies(), RefuseCopiedNumbers():
+    with refuse_copies():
         inputs = inputs_on_gpu(ring_size, dtype)
         marks = inputs.query.shape[:2]
         if option == "key mask":
@@ -127,7 +135,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
     pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
     cache = KeyValueCache(Ring(ranks=(0,)), pattern)
-    with RefuseCopies(), RefuseCopiedNumbers():
+    with refuse_copies():
         query = torch.empty(2, 1, 12, 16, device="meta", dtype=dtype)
         key, value = (torch.empty(2, 1, 4, 16, device="meta", dtype=dtype) for _ in range(2))
         ignored = torch.empty(2, 1, device="meta", dtype=torch.bool) if has_mask else None
@@ -157,8 +165,7 @@ def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) ->
 )
 def test_what_is_refused(wait: Any) -> None:
     with (
-        RefuseCopies(),
-        RefuseCopiedNumbers(),
+        refuse_copies(),
         pytest.raises((AssertionError, NotImplementedError, RuntimeError), match=r"copies|meta"),
     ):
         wait(torch.empty(4, device="meta"))
