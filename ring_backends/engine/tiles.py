@@ -34,8 +34,10 @@ TILE_SPAN = "ring_backends::tile"
 If the kernel computes all tiles of a step at once, it shows the step.
 """
 
-MIN_PART_BYTES = 8 * 2**20
-"""The smallest query of a part for which a kernel call costs less time than the copies that it saves."""
+MIN_PART_FLOPS = 2e11
+"""The least FLOPs of a part's forward. A GPU is then busy with a part until the host has launched the next one: a part
+takes three launches or more, and each took 130 µs on the machine of an H100. A backward takes three times as many
+launches, and 2.5 times as many FLOPs."""
 
 MIN_COPY_BYTES = 2**16
 """The smallest rows that are copied for a kernel that prefers contiguous rows."""
@@ -191,12 +193,13 @@ class TileRunner:
         """Cut large tiles by heads, if the kernel then reads their rows where they lie, and no copy is needed."""
         if not self.kernel.reads_strided_rows:
             return tiles
-        row_bytes = query.shape[0] * query.shape[3] * query.element_size()
-        return self._cut(tiles, row_bytes)
+        batch, *_, head_dim = query.shape
+        return self._cut(tiles, 4 * batch * head_dim)
 
-    def _cut(self, tiles: Sequence[Tile], row_bytes: int) -> Iterator[Tile]:
+    def _cut(self, tiles: Sequence[Tile], flops_per_pair: int) -> Iterator[Tile]:
         for tile in tiles:
-            is_cut = tile.queries.size * row_bytes >= len(tile.lattices) * MIN_PART_BYTES
+            pairs = tile.queries.size * tile.keys.rows // (2 if tile.is_causal else 1)
+            is_cut = pairs * flops_per_pair >= len(tile.lattices) * MIN_PART_FLOPS
             yield from tile.lattices if is_cut else [tile]
 
     # --- rows ---------------------------------------------------------------------------------------------------------

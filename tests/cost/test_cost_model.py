@@ -72,8 +72,8 @@ def test_half_precision_keeps_sums_of_two_blocks_in_fp32() -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 @pytest.mark.parametrize(("itemsize", "head_dim"), [(2, 128), (4, 64), (8, 32)])
 def test_buffers_of_long_hops_take_the_share_of_the_planner(itemsize: int, head_dim: int, device_type: str) -> None:
-    layout = SequenceLayout(2**20, 8)
-    schedule = RingSchedule(DilatedPattern.longnet([2**20], [1]), layout, 16, 4, True)
+    layout = SequenceLayout(2**22, 8)
+    schedule = RingSchedule(DilatedPattern.longnet([2**22], [1]), layout, 16, 4, True)
     cost = RingCost(schedule, 2, head_dim, itemsize, device_type)
     share = limits_of(device_type).communication_share
     assert cost.communication_bytes == pytest.approx(share * int(cost.tensor_bytes.max()), rel=1e-6)

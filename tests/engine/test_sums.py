@@ -72,7 +72,7 @@ def test_tiles_cut_by_lattices(num_kv_heads: int, head_mode: str) -> None:
     case = replace(case, dtype=torch.float64)
     with (
         mock.patch.object(MathKernel, "reads_strided_rows", True),
-        mock.patch.object(tiles, "MIN_PART_BYTES", 0),
+        mock.patch.object(tiles, "MIN_PART_FLOPS", 0),
         mock.patch.object(TileRunner, "forward", autospec=True, side_effect=TileRunner.forward) as forward,
     ):
         check_results(results(case, kernel="math"), expected(case), 1e-12)
