@@ -24,6 +24,7 @@ from ring_backends.kernels.steps import StepRows
 from ring_backends.schedule.bands import CAUSAL
 from ring_backends.schedule.rank_plan import HeadBlock, Tile
 from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.schedule.sums import Roles
 
 ROWS = (256, 1024, 4096, 16384)
 HEAD_DIMS = (64, 128)
@@ -79,7 +80,7 @@ class _Branch:
         lattice = DilatedRows(0, segments, length, rate, rows, runs)
         shape = (1, segments * length, HEADS, head_dim)
         query, key, value, grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
-        stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), is_opened=False)
+        stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), Roles())
         return cls(
             Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL),
             StepRows(query, key, value),

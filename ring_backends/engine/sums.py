@@ -1,11 +1,4 @@
-"""Collects the results of the tiles of one block of heads.
-
-Results are merged and added up in the statistics dtype. For fp32 and fp64 inputs this happens in the tensors that the
-call returns. For bf16 and fp16 inputs it needs separate tensors, the sums, which are rounded once at the end. To save
-memory, results of some branches go directly to the tensors that the call returns: those of the base branch
-(:class:`~ring_backends.schedule.rank_plan.HeadBlock`) are stored there, and those of one or two merged branches are
-merged immediately. Only rows of the other branches then need sums. docs/architecture.md has a picture.
-"""
+"""Collects the results of the tiles of one block of heads, where :mod:`ring_backends.schedule.sums` says."""
 
 from __future__ import annotations
 
@@ -91,16 +84,16 @@ class BlockOut:
     def _new_sums(self) -> Merged:
         results, block = self.results, self.block
         lse = torch.full_like(results.lse, -math.inf) if block.others else results.lse
-        if not block.is_opened:
+        if not block.roles.is_opened:
             lse.fill_(-math.inf)
         return Merged(_sums(results.out, block, [branch.queries for branch in block.others]), lse)
 
     def of(self, tile: Tile) -> Merged:
         """What the result of a tile is merged into."""
-        return self.sums if self.block.has_sums(tile) else self.results
+        return self.sums if self.block.roles.has_sums(tile.branch) else self.results
 
     def merge_tile(self, tile: Tile, tile_out: Tensor, tile_lse: Tensor) -> None:
-        if tile.branch == self.block.base:
+        if tile.branch == self.block.roles.base:
             self._out.store(self.block.heads, tile.queries, tile_out)
             scatter(self._lse, tile.queries, tile_lse)
         elif tile.opens_queries:
@@ -121,7 +114,7 @@ class BlockOut:
                 merge_rows(*self.results, *self.sums, rows)
             if branch is not self.block.others[0]:  # a row of several branches is merged once
                 fill_rows([(self.sums.lse, rows) for rows in branch.queries], -math.inf)
-        if self.block.base is None and self.sums.out.dtype != self._out.dtype:
+        if self.block.roles.base is None and self.sums.out.dtype != self._out.dtype:
             self.results.out.copy_(self.sums.out)
 
 
@@ -152,11 +145,11 @@ class BlockGrads:
 
     def of(self, tile: Tile) -> Grads:
         """What the gradients of a tile are added to."""
-        return self.sums if self.block.has_sums(tile) else self.results
+        return self.sums if self.block.roles.has_sums(tile.branch) else self.results
 
     def add_tile(self, tile: Tile, tile_grads: Sequence[Tensor], parcels: WireBuffer | None) -> None:
         """Add the gradients of a tile. Those of keys from another rank are added to the buffer of their parcel."""
-        if tile.branch == self.block.base:
+        if tile.branch == self.block.roles.base:
             assert isinstance(tile.keys, DilatedRows)
             rows = tile.queries, tile.keys, tile.keys
             for (result, heads), of_result, grad in zip(self._results, rows, tile_grads, strict=True):
@@ -187,7 +180,7 @@ class BlockGrads:
             add_rows(parts)
             if branch is not self.block.others[0]:  # a row of several branches is added once
                 fill_rows([(sums, rows) for _, rows, sums in parts], 0.0)
-        if self.block.base is None:
+        if self.block.roles.base is None:
             for result, sums in zip(self.results, self.sums, strict=True):
                 if sums.dtype != result.dtype:
                     result.copy_(sums)
@@ -202,7 +195,7 @@ def _sums(result: Tensor, block: HeadBlock, others: Sequence[tuple[DilatedRows, 
     dtype = statistics_dtype(result.dtype)
     is_separate = bool(block.others) or result.dtype != dtype
     sums = torch.empty_like(result, dtype=dtype) if is_separate else result
-    if not block.is_opened:
+    if not block.roles.is_opened:
         return sums.zero_()
     _, *added = others or [()]
     fill_rows([(sums, rows) for side in added for rows in side], 0.0)

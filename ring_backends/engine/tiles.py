@@ -185,7 +185,7 @@ class TileRunner:
             return ((self.kernel, tiles),)
 
         def key(tile: Tile) -> tuple[bool, Kernel]:
-            return block.has_sums(tile), self._in_place.get(tile.branch, self.kernel)
+            return block.roles.has_sums(tile.branch), self._in_place.get(tile.branch, self.kernel)
 
         return [(kernel, tuple(group)) for (_, kernel), group in groupby(tiles, key)]
 

@@ -6,9 +6,9 @@ It also builds the hops of spread branches, whose parcels travel for all blocks 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, groupby, takewhile
+from itertools import chain, groupby
 
 from torch import Tensor
 
@@ -17,7 +17,6 @@ from ring_backends.schedule.branch import BranchSchedule
 from ring_backends.schedule.crossing import CrossingPieces
 from ring_backends.schedule.pattern import num_covered
 from ring_backends.schedule.rank_plan import (
-    BranchRows,
     HeadBlock,
     Message,
     Parcel,
@@ -30,6 +29,7 @@ from ring_backends.schedule.rank_plan import (
 )
 from ring_backends.schedule.ring_schedule import RingSchedule
 from ring_backends.schedule.rows import DilatedRows, head_runs
+from ring_backends.schedule.sums import BranchRows, Roles, assign_roles
 from ring_backends.schedule.tiling import TileSize, cut
 from ring_backends.schedule.travel import Travel
 
@@ -131,75 +131,50 @@ class BlockBuilder:
         return tuple(SpreadHop(_messages(hop.sends), _messages(hop.receives)) for hop in hops), parcels
 
     def block(
-        self,
-        size: TileSize | None,
-        spread_parcels: SpreadParcels,
-        *,
-        cuts_base: bool,
-        uncut: frozenset[int],
-        rounds_sums: bool,
+        self, sizes: Sequence[TileSize], base_size: TileSize, spread_parcels: SpreadParcels, *, is_rounded: bool
     ) -> HeadBlock:
         """Build the block.
 
         Args:
-            size: size of the tiles; None does not cut tiles.
+            sizes: how large the tiles of each branch are.
+            base_size: how large those of the base branch are instead (:mod:`ring_backends.schedule.sums`).
             spread_parcels: the parcels of spread branches.
-            cuts_base: whether this also applies to the base branch.
-            uncut: branches to which it does not apply.
-            rounds_sums: whether results have a lower precision than sums.
+            is_rounded: whether results have a lower precision than sums.
         """
-        num_heads = self.query_heads.stop - self.query_heads.start
+        num_heads, sizes = self.query_heads.stop - self.query_heads.start, [*sizes]
         branches = [branch for branch in self.schedule.branches if self.heads[branch.index]]
         opening = next((b for b in branches if b.rate == 1 and len(self.heads[b.index]) == num_heads), None)
-        branches.sort(key=lambda branch: (branch is not opening, branch.rate))
-        base = None
-        takes_bands = size is None or size.takes_bands
-        if opening is not None and self._is_single(opening, size if cuts_base else None, takes_bands=takes_bands):
-            base = opening.index
-        merged: tuple[int, ...] = ()
-        if base is not None and rounds_sums:
-            rest = branches[1:]
-            singles = [
-                branch.index
-                for branch in takewhile(
-                    lambda b: (
-                        self._is_single(b, None, takes_bands=True)
-                        if b.index in uncut
-                        else self._is_single(b, size, takes_bands=takes_bands)
-                    ),
-                    rest,
-                )
-            ]
-            merged = tuple(singles if len(singles) == len(rest) == 2 else singles[:1])
-        without_sums = (base, *merged)
-        others: list[BranchRows] = []
-        for branch in branches:
-            has_sums = branch.index not in without_sums
-            opens_sums = base is not None and rounds_sums and has_sums and not others
-            rows = self._local(branch, opens=branch is opening or opens_sums)
-            if has_sums:
-                others.append(rows)
-            if branch.index in self.travel.spreads:
+
+        def is_single(branch: BranchSchedule) -> bool:
+            return self._is_single(branch, base_size if branch is opening else sizes[branch.index])
+
+        roles = assign_roles(branches, opening, is_single, is_rounded=is_rounded)
+        if roles.base is not None:
+            sizes[roles.base] = base_size
+        rows = {}
+        for index in roles.order:
+            branch = self.schedule.branches[index]
+            rows[index] = self._local(branch, opens=roles.opens(index))
+            if index in self.travel.spreads:
                 self.drafts[self.spread_step].spread_tiles += self._spread_tiles(branch, spread_parcels)
             else:
                 self._around(branch)
-        if base is not None and not cuts_base:
-            uncut |= {base}
-        steps = _alternate_queries(draft.finish(size, uncut, merged) for draft in self.drafts)
-        if base is None or not rounds_sums:
-            others = []
-        has_all_heads = self.kv_heads.stop - self.kv_heads.start == self.schedule.kv_heads
         return HeadBlock(
-            self.query_heads, self.kv_heads, steps, opening is not None, base, merged, tuple(others), has_all_heads
+            self.query_heads,
+            self.kv_heads,
+            _alternate_queries(draft.finish(sizes, roles) for draft in self.drafts),
+            roles,
+            others=tuple(rows[index] for index in roles.others),
+            has_all_heads=self.kv_heads.stop - self.kv_heads.start == self.schedule.kv_heads,
         )
 
-    def _is_single(self, branch: BranchSchedule, size: TileSize | None, *, takes_bands: bool) -> bool:
+    def _is_single(self, branch: BranchSchedule, size: TileSize) -> bool:
         """Whether each row of a branch is in one tile only, after a cut to tiles of this size."""
         if self._own_pieces(branch) or self.schedule.pattern.padding == "zeros":
             return False
-        if branch.band is not None and not takes_bands:
+        if branch.band is not None and not size.takes_bands:
             return False
-        return size is None or -(-branch.segment_length // branch.rate) <= size.rows_of_part
+        return -(-branch.segment_length // branch.rate) <= size.rows_of_part
 
     def _local(self, branch: BranchSchedule, *, opens: bool) -> BranchRows:
         """Add the tiles with local keys, and return the branch's rows.
@@ -471,16 +446,14 @@ class _Draft:
     spread_tiles: list[Tile] = field(default_factory=list)
     phantoms: list[Phantom] = field(default_factory=list)
 
-    def finish(self, size: TileSize | None, uncut: Set[int], merged: Container[int]) -> Step:
-        """The step, with its tiles cut, except those of the branches ``uncut``.
+    def finish(self, sizes: Sequence[TileSize], roles: Roles) -> Step:
+        """The step, with its tiles cut.
 
-        Tiles of the branches ``merged`` keep all heads of a stream together, so that a key's gradient is rounded once.
+        Tiles of merged branches keep all heads of a stream together, so that a key's gradient is rounded once.
         """
 
         def parts(tile: Tile) -> Iterable[Tile]:
-            if size is None or tile.branch in uncut:
-                return [tile]
-            return cut(tile, size, keeps_streams=tile.opens_keys or tile.branch in merged)
+            return cut(tile, sizes[tile.branch], keeps_streams=tile.opens_keys or tile.branch in roles.merged)
 
         return Step(
             sends=_messages(self.sends),

@@ -15,7 +15,7 @@ from ring_backends.schedule.block_builder import BlockBuilder
 from ring_backends.schedule.limits import limits_of
 from ring_backends.schedule.rank_plan import HeadBlock, RankPlan, Step
 from ring_backends.schedule.ring_schedule import RingSchedule, key_value_dim, statistics_itemsize
-from ring_backends.schedule.tiling import TileSize
+from ring_backends.schedule.tiling import UNCUT, UNLIMITED, TileSize
 from ring_backends.schedule.travel import Travel
 from ring_backends.torch_internals import untraced
 
@@ -43,7 +43,7 @@ def rank_plan(
     Args:
         batch, head_dim, value_dim, itemsize, device_type: sizes and device type of the inputs, the same on every rank.
             They decide into how many parts heads and hops are cut. None means a ``value_dim`` of ``head_dim``.
-        tile_bytes: maximum size of the query of one tile. It may differ between ranks. None does not cut tiles.
+        tile_bytes: maximum size of the query of one tile. It may differ between ranks. None cuts no tiles.
         threads: number of threads that share the computation of a tile. It may differ between ranks.
         takes_bands: whether the kernel takes tiles with any band (:mod:`ring_backends.schedule.bands`).
         uncut: branches whose tiles are not cut.
@@ -51,7 +51,7 @@ def rank_plan(
     """
     if batch == 0:
         return RankPlan(rank, ())
-    size = None
+    size = UNCUT
     if tile_bytes is not None:
         max_rows = max(1, tile_bytes // (batch * head_dim * itemsize))
         few_heads = backward and device_type == "cpu"
@@ -64,10 +64,10 @@ def rank_plan(
     hops, parcels = BlockBuilder(schedule, travel, rank, 0, schedule.kv_heads).spread()
     bounds = [schedule.kv_heads * block // num_blocks for block in range(num_blocks + 1)]
     builders = (BlockBuilder(schedule, travel, rank, first, last, shares) for first, last in pairwise(bounds))
-    cuts_base, rounds_sums = limits_of(device_type).cuts_base, itemsize < statistics_itemsize(itemsize)
-    blocks = [
-        builder.block(size, parcels, cuts_base=cuts_base, uncut=uncut, rounds_sums=rounds_sums) for builder in builders
-    ]
+    tile_sizes = [UNCUT if branch in uncut else size for branch in range(schedule.pattern.num_branches)]
+    base_size = size if limits_of(device_type).cuts_base else replace(size, max_rows=UNLIMITED)
+    is_rounded = itemsize < statistics_itemsize(itemsize)
+    blocks = [builder.block(tile_sizes, base_size, parcels, is_rounded=is_rounded) for builder in builders]
     if len(hops) > 1:
         blocks[0] = _hide_hops(blocks[0], range(1, len(hops)))
     if backward and (travel.num_steps or hops):

@@ -14,6 +14,7 @@ from functools import cached_property
 
 from ring_backends.schedule.bands import CAUSAL, Band
 from ring_backends.schedule.rows import DilatedRows
+from ring_backends.schedule.sums import BranchRows, Roles
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,9 +113,7 @@ class Tile:
     Attributes:
         stream_of_head: ``stream_of_head[i]`` is the stream of ``keys`` that query head i attends to.
         band: which keys each query sees; None for all.
-        opens_queries: whether this is the first tile for its query rows. The results of a first tile are stored, and
-            not merged or added. First means first among the tiles whose results go to the same place: the results of
-            the call, or the sums (:meth:`HeadBlock.has_sums`).
+        opens_queries: whether this is the first tile for its query rows (:mod:`ring_backends.schedule.sums`).
         opens_keys: the same for its key rows.
     """
 
@@ -209,43 +208,21 @@ class Step:
 
 
 @dataclass(frozen=True)
-class BranchRows:
-    """The rows of one branch on this rank, each once."""
-
-    queries: tuple[DilatedRows, ...]
-    keys: tuple[DilatedRows, ...]
-
-
-@dataclass(frozen=True)
 class HeadBlock:
     """A range of query heads, their key/value heads, and the steps that compute them.
 
-    docs/architecture.md has a picture of ``base``, ``merged``, ``others`` and sums.
-
     Attributes:
-        is_opened: whether every row of every head has a first tile (``opens_queries``, ``opens_keys``). If so, no sum
-            is filled with zeros first.
-        base: a branch whose tiles hold every row of every head exactly once, or None. Its tiles come first.
-        merged: branches whose results are merged into those of the base at once, without sums. In each of them, a row
-            is in one tile only. There are two if the block has exactly three branches: sums of the third would hold the
-            result of one tile, and save no rounding.
+        roles: where the results of each branch are added up.
+        others: the rows of each branch in ``roles.others``.
         has_all_heads: whether the block has all heads of the call.
-        others: if there is a base and results are rounded (bf16, fp16), the rows of each branch but base and merged, by
-            rate; else empty. Tiles open the rows of the first of them.
     """
 
     heads: slice
     kv_heads: slice
     steps: tuple[Step, ...]
-    is_opened: bool
-    base: int | None = None
-    merged: tuple[int, ...] = ()
+    roles: Roles
     others: tuple[BranchRows, ...] = ()
     has_all_heads: bool = False
-
-    def has_sums(self, tile: Tile) -> bool:
-        """Whether the results of a tile are merged into sums, and not into the results of the call."""
-        return tile.branch not in (self.base, *self.merged)
 
 
 @dataclass(frozen=True)

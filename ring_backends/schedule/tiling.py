@@ -38,6 +38,10 @@ ACCELERATOR_TILE_SHARE = 1 / 8
 """The same on an accelerator, where more launches would cost more than memory."""
 
 
+UNLIMITED = 2**62
+"""More rows than any tile has."""
+
+
 @dataclass(frozen=True)
 class TileSize:
     """How large the tiles of a plan are.
@@ -61,6 +65,10 @@ class TileSize:
     def rows_of_part(self) -> int:
         """Maximum number of rows of one head in one segment."""
         return max(MIN_TILE_ROWS, min(self.max_rows, MIN_ROWS_OF_PART), self.max_rows // self.parts)
+
+
+UNCUT = TileSize(UNLIMITED, takes_bands=True)
+"""For kernels that take any tile, and need no memory for its rows."""
 
 
 def max_tile_bytes(device: torch.device, query_bytes: int, *, backward: bool) -> int:

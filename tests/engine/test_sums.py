@@ -133,9 +133,9 @@ def test_rows_of_a_plan_with_a_base(case: AttentionCase) -> None:
 
 def check_block(block: HeadBlock, local_len: int) -> None:
     tiles = [tile for step in block.steps for tile in step.tiles]
-    if block.base is None:
+    if block.roles.base is None:
         assert not block.others
-        assert not block.merged
+        assert not block.roles.merged
         return
     for side, heads in (("queries", block.heads), ("keys", block.kv_heads)):
         num_heads = heads.stop - heads.start
@@ -145,9 +145,9 @@ def check_block(block: HeadBlock, local_len: int) -> None:
             numbers: list[int] = gather(everything, rows).flatten().tolist()
             return numbers
 
-        of_base = [x for tile in tiles if tile.branch == block.base for x in elements(getattr(tile, side))]
+        of_base = [x for tile in tiles if tile.branch == block.roles.base for x in elements(getattr(tile, side))]
         assert sorted(of_base) == everything.flatten().tolist()
-        for branch in block.merged:
+        for branch in block.roles.merged:
             of_merged = [x for tile in tiles if tile.branch == branch for x in elements(getattr(tile, side))]
             assert len(of_merged) == len(set(of_merged)), "a branch merges a row into a rounded result once"
         touched: set[int] = set()
@@ -156,8 +156,8 @@ def check_block(block: HeadBlock, local_len: int) -> None:
         for tile in tiles:
             rows = getattr(tile, side)
             opens = getattr(tile, f"opens_{side}")
-            assert not (opens and tile.branch in block.merged), "it comes after the base"
-            if not block.has_sums(tile) or not isinstance(rows, DilatedRows):
+            assert not (opens and tile.branch in block.roles.merged), "it comes after the base"
+            if not block.roles.has_sums(tile.branch) or not isinstance(rows, DilatedRows):
                 continue
             for element in elements(rows):
                 assert opens <= (element in opened and element not in touched)

@@ -174,12 +174,12 @@ def check_openings(schedule: RingSchedule) -> None:
                     if isinstance(getattr(tile, side), DilatedRows):
                         rows = gather(rows_of, getattr(tile, side)).flatten()
                         if getattr(tile, f"opens_{side}"):
-                            assert block.is_opened
+                            assert block.roles.is_opened
                             assert not seen[rows].any()
-                        elif block.is_opened:
+                        elif block.roles.is_opened:
                             assert seen[rows].all()
                         seen[rows] = True
-                assert seen.all() or not block.is_opened
+                assert seen.all() or not block.roles.is_opened
 
 
 def check_bytes(schedule: RingSchedule) -> None:
