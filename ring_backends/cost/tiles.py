@@ -1,9 +1,10 @@
 """The rows and visible pairs of each rank's tiles, counted from a schedule.
 
 A *span* is the part of one segment that one rank holds: a whole segment, or a *piece* of a segment that crosses ranks.
-One tile computes a span's queries against the span's own keys. This tile is causal if the call is causal. For every
-other piece of the segment that the queries see, one more tile computes them against its keys, without a mask. With a
-window, the queries see the pieces within its reach, and the last rows of the farthest one.
+One tile computes a span's queries against the span's own keys. With the zigzag layout, it also computes a span that
+lies alike in the rank's other chunk. This tile is causal if the call is causal. For every other piece of the segment
+that the queries see, one more tile computes them against its keys, without a mask. With a window, the queries see the
+pieces within its reach, and the last rows of the farthest one.
 """
 
 from __future__ import annotations
@@ -66,10 +67,33 @@ class TileCounts:
             of_chunks = (full > 0) * _distinct(full_rows, heads_at) + _distinct(tail_rows, heads_at)
             of_pieces, others = _distinct(branch.rows_of_pieces, heads_at), self._others(branch)
             own += self._by_rank(self.schedule.layout.chunk_ranks(), of_chunks)
-            own += self._by_rank(pieces.rank, of_pieces)
+            own += self._by_rank(pieces.rank, of_pieces) - self._joined(branch, full, _distinct(full_rows, heads_at))
             rows = self._by_rank(pieces.rank, of_pieces * others), self._by_rank(pieces.rank, of_pieces * (others > 0))
             of_branches.append(rows)
         return own, tuple(of_branches)
+
+    def _joined(self, branch: BranchSchedule, full: Tensor, of_full: Tensor) -> Tensor:
+        """How many tiles each rank saves because one computes the spans of both its chunks: int64 [ring size].
+
+        Args:
+            full: number of full segments in each chunk: int64 [chunks].
+            of_full: number of tiles of such segments: int64 [1].
+        """
+        layout, pieces = self.schedule.layout, branch.pieces
+        if layout.num_chunks == layout.ring_size:
+            return self._zeros(torch.int64)
+        starts, of_pieces = layout.chunk_starts(), _distinct(branch.rows_of_pieces, branch.heads_at)
+        lengths, begin = starts.diff(), -starts[:-1] % branch.segment_length
+        low, high = torch.arange(layout.num_chunks, device="cpu").view(2, -1).unbind()
+        high = high.flip(0)  # rank i holds the chunks low[i] and high[i]
+        adjoins = lengths[low] + begin[high] == begin[low] + full[low] * branch.segment_length
+        alike = (full[low] > 0) & (full[high] > 0) & (adjoins | ((full[low] == 1) & (full[high] == 1)))
+        filled = pieces.stop - pieces.start == lengths[pieces.chunk]
+        phase, tiles = torch.full_like(lengths, -1), torch.zeros_like(lengths)
+        phase[pieces.chunk[filled]] = (pieces.start - pieces.segment_start)[filled] % branch.rate
+        tiles[pieces.chunk[filled]] = of_pieces[filled]
+        pieces_alike = (phase[low] == phase[high]) & (phase[low] >= 0) & (lengths[low] == lengths[high])
+        return alike * of_full + pieces_alike * tiles[low]
 
     def num_tiles(self, travel: Travel) -> tuple[Tensor, Tensor, Tensor]:
         """Tiles of each rank with keys of the same span, of rows that go around, and of spread rows: [ring size] each.

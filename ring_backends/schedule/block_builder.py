@@ -51,6 +51,16 @@ class _Span:
         """How many rows of the segment lie before the span."""
         return num_covered(self.phase, offset, rate)
 
+    def joined(self, other: _Span, rate: int) -> _Span | None:
+        """Both spans as one, if their rows lie alike and their segments are equally spaced; else None."""
+        step = other.local_start - self.local_start
+        if self.length != other.length or (self.phase - other.phase) % rate:
+            return None
+        if self.segments == other.segments == 1 or step == self.segments * self.stride:
+            stride = step if self.segments == 1 else self.stride
+            return replace(self, segments=self.segments + other.segments, stride=stride)
+        return None
+
     def rows(
         self, heads: Sequence[int], offsets: Sequence[int], rate: int, num_rows: int, first_row: int = 0
     ) -> DilatedRows:
@@ -188,7 +198,7 @@ class BlockBuilder:
         crossing = self._own_pieces(branch)
         own = [
             replace(tile, opens_queries=opens, opens_keys=opens)
-            for span in [*self._whole_segments(branch), *(piece.span for piece in crossing)]
+            for span in self._own_spans(branch, crossing)
             for tile in self._tiles(branch, span, span)
         ]
         draft.tiles += own
@@ -200,6 +210,17 @@ class BlockBuilder:
             draft.phantoms += self._phantoms(branch, crossing)
         keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
         return BranchRows(tuple(tile.queries for tile in own), keys)
+
+    def _own_spans(self, branch: BranchSchedule, crossing: Sequence[_Piece]) -> Iterator[_Span]:
+        """The spans whose queries see the keys of the same span. Those of two chunks become one if possible."""
+        whole = [*self._whole_segments(branch)]
+        full = [span for span in whole if span.length == branch.segment_length]
+        pieces = [(piece.span, piece.span.length == self.layout.chunk_len(piece.chunk)) for piece in crossing]
+        for spans in (full, [span for span, fills_chunk in pieces if fills_chunk]):
+            joined = spans[0].joined(spans[1], branch.rate) if len(spans) == 2 else None
+            yield from spans if joined is None else [joined]
+        yield from (span for span in whole if span.length != branch.segment_length)
+        yield from (span for span, fills_chunk in pieces if not fills_chunk)
 
     def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
         """Yield the segments within one chunk: full segments as one span, and the sequence's short last segment."""

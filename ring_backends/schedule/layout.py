@@ -55,6 +55,9 @@ class SequenceLayout:
         size, extra = self.seq_len // self.num_chunks, self.seq_len % self.num_chunks  # torch.compile lacks divmod
         return chunk * size + min(chunk, extra)
 
+    def chunk_len(self, chunk: int) -> int:
+        return self.chunk_start(chunk + 1) - self.chunk_start(chunk)
+
     def chunk_starts(self) -> Tensor:
         """First global position of every chunk, then seq_len: int64 [num_chunks + 1]."""
         size, extra = divmod(self.seq_len, self.num_chunks)
@@ -78,7 +81,7 @@ class SequenceLayout:
 
     def local_len(self, rank: int) -> int:
         """How many positions ``rank`` holds."""
-        return sum(self.chunk_start(chunk + 1) - self.chunk_start(chunk) for chunk in self.chunks(rank))
+        return sum(self.chunk_len(chunk) for chunk in self.chunks(rank))
 
     def positions(self, rank: int, device: torch.device | str = "cpu") -> Tensor:
         """The global position of each local row of ``rank``: int64 [local seq]."""

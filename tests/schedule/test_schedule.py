@@ -276,6 +276,16 @@ def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) 
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
 
+def test_one_tile_computes_both_chunks_of_a_zigzag_rank() -> None:
+    """Chunks have 32 positions. Whole segments and pieces that fill a chunk are segments of one tile."""
+    pattern = DilatedPattern((8, 32, 64, 48), (1, 2, 4, 4))
+    schedule = RingSchedule(pattern, SequenceLayout(256, 4, "zigzag"), num_heads=4, is_causal=True)
+    (block,) = rank_plan(schedule, 1, batch=1, head_dim=4, itemsize=4).blocks
+    tiles = [tile for tile in block.steps[0].tiles if not tile.parcels]
+    segments = {branch: [tile.queries.segments for tile in tiles if tile.branch == branch] for branch in range(4)}
+    assert segments == {0: [8], 1: [2], 2: [2], 3: [1, 1, 1]}
+
+
 @pytest.mark.parametrize("rate", [1, 4])
 @pytest.mark.parametrize(
     ("layout", "sent", "received"),
