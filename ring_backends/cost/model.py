@@ -213,7 +213,10 @@ class RingCost:
         latencies = hops + MESSAGE_COST * travel.num_spread_messages * directions
         moved = self._moved_bytes(backward=backward).double() / hardware.bytes_per_second
         communication = (moved + latencies * hardware.latency_seconds) * (moved > 0)
-        last_hop = communication / hops if backward else torch.zeros_like(communication)
+        last_hop = torch.zeros_like(communication)
+        if backward:  # of K, V, dK and dV, the last hop carries only dK and dV, taken as half of the bytes
+            share = 2 / hops if travel.num_steps else travel.first_hop_share
+            last_hop = (moved / 2 * share + latencies / hops * hardware.latency_seconds) * (moved > 0)
         hidden = hardware.overlap * torch.minimum(communication - last_hop, compute - last)
         return compute + communication - hidden
 

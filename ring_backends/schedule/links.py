@@ -39,15 +39,14 @@ def rows_at(branch: BranchSchedule, ring_size: int, *, first: int, behind: int =
 
 
 def rows_spread(branch: BranchSchedule, ring_size: int, spread: Spread) -> Tensor:
-    """The rows that each rank sends if the rows of the branch are spread: int64 [ring size]."""
-    total = torch.zeros(ring_size, dtype=torch.int64, device="cpu")
+    """The rows that each rank sends in each hop if the rows of the branch are spread: int64 [hops, ring size]."""
+    total = torch.zeros(spread.num_hops, ring_size, dtype=torch.int64, device="cpu")
     (rows, reach), longest = branch.travelling, branch.longest_reach
-    step = spread.strides[-2] if spread.num_hops > 1 else longest + 1  # ranks in between send nothing
-    for distance in range(0, longest + 1, step):
-        receivers = torch.tensor([receiver for _, receiver in spread.sends(distance, longest)], device="cpu")
-        if len(receivers):
-            sent = (rows.unsqueeze(-1) * (receivers <= reach.unsqueeze(-1))).sum((1, 2))
-            total.index_add_(0, _rank_at(branch, distance), sent)
+    for hop, stride in enumerate(spread.strides):
+        step = spread.strides[hop - 1] if hop else longest + 1  # ranks in between have no rows before this hop
+        for distance in range(0, longest + 1, step):
+            receivers = (reach - distance).clamp(0, step - 1) // stride
+            total[hop].index_add_(0, _rank_at(branch, distance), (rows * receivers).sum(1))
     return total
 
 

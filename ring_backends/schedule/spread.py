@@ -62,18 +62,17 @@ class Spread:
         per_hop = reach if self.num_hops == 1 else self.strides[-2] - 1
         return self.num_hops * per_hop
 
-    def most_received(self, reach: int) -> int:
-        """How many ranks, at most, receive the rows of one source in one hop."""
-        hops = [self.arrival(distance)[0] for distance in range(1, reach + 1)]
-        return max((hops.count(hop) for hop in set(hops)), default=0)
+    def cost(self, reach: int) -> float:
+        """The latency of all hops, and the time of the host to post them, relative to the latency of one hop."""
+        return self.num_hops + MESSAGE_COST * self.num_messages(reach)
 
 
 def spreads(reach: int) -> list[Spread]:
-    """The trees for routes of ``reach`` hops, the one with the least latency and time of the host first."""
-    size, found = reach + 1, {}
+    """The trees for routes of ``reach`` hops, the one with the least cost first."""
+    size, found = reach + 1, set()
     for num_hops in range(1, max(1, reach).bit_length() + 1):
         fan_out = next(number for number in range(2, size + 2) if number**num_hops >= size)
         strides = tuple(fan_out**power for power in range(num_hops - 1, -1, -1))
         if strides[0] <= reach:
-            found[Spread(strides)] = num_hops + MESSAGE_COST * num_hops * (fan_out - 1)
-    return sorted(found, key=found.__getitem__)
+            found.add(Spread(strides))
+    return sorted(found, key=lambda spread: spread.cost(reach))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -44,15 +45,10 @@ class Travel:
             if branch.longest_reach
         }
         found: dict[int, tuple[Spread, int]] = {}
-        left = SPREAD_SHARE * self.tensor_rows
-        for index in sorted(received, key=received.__getitem__):
-            branch = self.branches[index]
-            for spread in spreads(branch.longest_reach):
-                rows = self._buffer_rows(branch, spread, received[index])
-                if rows <= left:
-                    found[index] = spread, rows
-                    left -= rows
-                    break
+        sparsest = sorted(received, key=received.__getitem__)
+        while sparsest and not found:
+            found = self._trees({index: received[index] for index in sparsest})
+            sparsest.pop()
         steps = max((branch.longest_reach for branch in self.branches if branch.index not in found), default=0)
         return {
             index: (spread, rows)
@@ -60,15 +56,47 @@ class Travel:
             if self.branches[index].longest_reach > min(steps, 2 * spread.num_hops)
         }
 
-    def _buffer_rows(self, branch: BranchSchedule, spread: Spread, received: int) -> int:
-        """The size of the buffers of a spread branch, in rows of K or V.
+    def _trees(self, received: Mapping[int, int]) -> dict[int, tuple[Spread, int]]:
+        """The tree of each branch and the rows of its buffers; empty if these are too large together.
 
-        A rank has the received rows and a copy of its own. In a backward, it also has the gradients of the received
-        rows. Later, these and the gradients that arrive in one hop exist instead.
+        The hops of all branches travel at the same time, so the slowest tree counts. Among trees that are at most as
+        slow, each branch takes that with the smallest buffers.
         """
-        own = int(_own_rows(branch, self.ring_size).max())
-        arriving = min(received, own * spread.most_received(branch.longest_reach)) if self.grad_size else 0
-        return 2 * max(received + own + self.grad_size * received, self.grad_size * (received + arriving))
+        found: dict[int, tuple[Spread, int]] = {}
+        limit = SPREAD_SHARE * self.tensor_rows
+        if sum(self._rows_with_keys(index, rows) for index, rows in received.items()) > limit:
+            return {}
+        reach = {index: self.branches[index].longest_reach for index in received}
+        trees = {index: [(tree.cost(reach[index]), tree) for tree in spreads(reach[index])] for index in received}
+        for slowest in sorted({cost for of_branch in trees.values() for cost, _ in of_branch}):
+            for index, rows in received.items():
+                fast = [(tree, self._buffer_rows(index, tree, rows)) for cost, tree in trees[index] if cost <= slowest]
+                if fast:
+                    found[index] = min(fast, key=itemgetter(1))
+            if len(found) == len(received) and sum(rows for _, rows in found.values()) <= limit:
+                return found
+        return {}
+
+    def _rows_with_keys(self, index: int, received: int) -> int:
+        """The size of the buffers of a spread branch during its tiles, in rows of K or V.
+
+        A rank has the received rows, a copy of its own, and in a backward the gradients of the received rows.
+        """
+        own = int(_own_rows(self.branches[index], self.ring_size).max())
+        return 2 * (received + own + self.grad_size * received)
+
+    def _buffer_rows(self, index: int, spread: Spread, received: int) -> int:
+        """The largest size of the buffers of a spread branch, in rows of K or V.
+
+        After its tiles, a rank has the gradients of the received rows, and those that arrive in one hop.
+        """
+        arriving = int(self._sent(index, spread).max()) if self.grad_size else 0
+        return max(self._rows_with_keys(index, received), 2 * self.grad_size * (received + arriving))
+
+    @cached_property
+    def _sent(self) -> Callable[[int, Spread], Tensor]:
+        """The rows that each rank sends in each hop if a branch is spread: int64 [hops, ring size]."""
+        return cache(lambda index, spread: rows_spread(self.branches[index], self.ring_size, spread))
 
     @cached_property
     def spreads(self) -> dict[int, Spread]:
@@ -84,6 +112,12 @@ class Travel:
     def num_spread_hops(self) -> int:
         """The number of hops after which all rows of spread branches have arrived; 0 if no branch is spread."""
         return max((spread.num_hops for spread in self.spreads.values()), default=0)
+
+    @cached_property
+    def first_hop_share(self) -> float:
+        """The share of the spread rows that travel in the first hop. Their dK and dV come home in the last one."""
+        sent = [self._sent(index, tree) for index, tree in self.spreads.items()]
+        return sum(int(of_hops[0].sum()) for of_hops in sent) / max(1, sum(int(of_hops.sum()) for of_hops in sent))
 
     @cached_property
     def around(self) -> tuple[BranchSchedule, ...]:
@@ -117,7 +151,7 @@ class Travel:
         total = torch.zeros(self.ring_size, dtype=torch.int64, device="cpu")
         for branch in self.branches:
             if branch.index in self.spreads:
-                total += rows_spread(branch, self.ring_size, self.spreads[branch.index])
+                total += self._sent(branch.index, self.spreads[branch.index]).sum(0)
             else:
                 total += rows_at(branch, self.ring_size, first=0, behind=1)
         return total
