@@ -87,16 +87,15 @@ def attend(variant: str, head_dim: int, dtype: torch.dtype) -> None:
     value_dim = head_dim // 2 if "narrow values" in variant else head_dim
     key, value = (torch.zeros(2, 512, 2, dim, dtype=dtype, requires_grad=True) for dim in (head_dim, value_dim))
     options: dict[str, Any] = {}
-    if "key mask" in variant:
-        options["key_padding_mask"] = torch.zeros(2, 512, dtype=torch.bool)
-    if "documents" in variant:
-        options |= {"document_ids": torch.zeros(2, 512, dtype=torch.int64), "dropout_p": 0.1, "dropout_seed": 0}
-    if "soft cap" in variant:
-        options["score_mod"] = score_mods.softcap(30.0)
-    if "distances" in variant:
-        options["score_mod"] = score_mods.distance(torch.zeros(2, 512, 2), torch.zeros(4))
-    if "window" in variant:
-        options["window_lengths"] = [200]
+    for name, added in {
+        "key mask": {"key_padding_mask": torch.zeros(2, 512, dtype=torch.bool)},
+        "documents": {"document_ids": torch.zeros(2, 512, dtype=torch.int64)},
+        "dropout": {"dropout_p": 0.1, "dropout_seed": 0},
+        "soft cap": {"score_mod": score_mods.softcap(30.0)},
+        "distances": {"score_mod": score_mods.distance(torch.zeros(2, 512, 2), torch.zeros(4))},
+        "window": {"window_lengths": [200]},
+    }.items():
+        options |= added if name in variant else {}
     with mock.patch("ring_backends.engine.call.select_kernel", return_value=TritonDilatedKernel()):
         out = dilated_attention(query, key, value, [512], [2], is_causal=True, **options)
         out.backward(torch.zeros_like(out))

@@ -7,13 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import Kernel, widths
+from ring_backends.kernels import Kernel, KernelInputs, kernels, widths
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
@@ -23,12 +24,17 @@ from ring_backends.schedule.bands import CAUSAL, Band, trimmed
 from ring_backends.testing.calls import difference, largest
 
 CPU_KERNELS = [AtenCpuFlashKernel(), MathKernel(), MathKernel(block=4)]
-
-
 CUDA_KERNELS = [AtenCudaFlashKernel(), AtenCudaEfficientKernel(), AtenCudaCudnnKernel()]
-
-
 PRECISIONS = [torch.float32, torch.bfloat16, torch.float16]
+
+each_gpu_kernel = pytest.mark.parametrize(
+    "kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name
+)
+
+
+def skip_if_refused(kernel: Kernel, inputs: KernelInputs) -> None:
+    if reasons := kernel.not_supported_reasons(inputs):
+        pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
 
 
 class CountOperators(TorchDispatchMode):

@@ -8,6 +8,7 @@ Triton.
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any, ClassVar
 from unittest import mock
 
@@ -83,26 +84,18 @@ def main() -> None:
     whole = torch.zeros(2, 512, 4, 64, dtype=torch.bfloat16)
     unaligned = torch.zeros(whole.numel() + 1, dtype=torch.bfloat16)[1:].view(whole.shape)
 
-    def gather(tensor: torch.Tensor) -> None:
-        gather_rows.gather_into(gathered, tensor, rows)
-
     with (
         mock.patch.object(triton_rows_launch, "can_launch", return_value=True),
         mock.patch.object(triton_launch, "capability", return_value=(9, 0)),
     ):
         report: dict[str, Any] = {}
         for name in ("rows", "plain", "documents, dropout", "soft cap"):
-
-            def call(name: str = name) -> None:
-                if name == "rows":
-                    compile_triton.move_and_merge_rows(64, torch.bfloat16)
-                else:
-                    compile_triton.attend(name, 64, torch.bfloat16)
-
+            attend = partial(compile_triton.attend, name)
+            call = partial(compile_triton.move_and_merge_rows if name == "rows" else attend, 64, torch.bfloat16)
             first, second = launches(call, finds_compiled=False), launches(call, finds_compiled=True)
             report[name] = [len(first), first == second]
         aligned, other, again = (
-            launches(lambda tensor=tensor: gather(tensor), finds_compiled=found)[0]
+            launches(partial(gather_rows.gather_into, gathered, tensor, rows), finds_compiled=found)[0]
             for tensor, found in ((whole, False), (unaligned, False), (whole, True))
         )
         report["alignment"] = [aligned[0] != other[0], aligned == again]

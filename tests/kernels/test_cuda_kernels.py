@@ -90,9 +90,7 @@ class CudaOperators(TorchDispatchMode):
         grads = self.flash_gradients(*given, lse, cum_q, cum_k, max_q, max_k, hidden, scale)
         return tuple(grad.transpose(1, 2) for grad in grads)
 
-    def flash_attention_backward(
-        self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, seed, offset, *, scale
-    ):
+    def flash_attention_backward(self, do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, dropout, causal, *_, scale):
         hidden = causal_pairs(q, k, causal)
         return self.flash_gradients(do, q, k, v, out, lse, cum_q, cum_k, max_q, max_k, hidden, scale)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ring_backends import dilated_attention
+from ring_backends.activation_checkpointing import keep_attention
 from ring_backends.adapters.native import RingDilatedAttention
 from ring_backends.kernels.dropout import Dropout
 from ring_backends.testing.reference import _splitmix as splitmix
@@ -120,11 +122,17 @@ def test_the_seed_is_drawn_from_the_cpu_generator() -> None:
     assert torch.equal(torch.get_rng_state(), state)  # no seed is drawn if none is needed
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_a_recomputed_call_has_the_same_mask(use_reentrant: bool) -> None:
+KEPT = {"use_reentrant": False, "context_fn": keep_attention, "preserve_rng_state": False}
+
+
+@pytest.mark.parametrize(
+    "options", [{"use_reentrant": False}, {"use_reentrant": True}, KEPT], ids=["recomputed", "reentrant", "kept"]
+)
+def test_a_recomputed_call_has_the_same_mask(options: dict[str, Any]) -> None:
+    """Kept attention needs no state of torch's generator, although this provides the seed."""
     attention = RingDilatedAttention([16, 40], [1, 2], dropout_p=P)
     grads = []
-    for attend in (attention, partial(checkpoint, attention, use_reentrant=use_reentrant)):
+    for attend in (attention, partial(checkpoint, attention, **options)):
         leaves = [x.requires_grad_() for x in tensors()]
         torch.manual_seed(5)
         attend(*leaves).square().sum().backward()

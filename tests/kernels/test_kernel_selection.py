@@ -32,18 +32,16 @@ from ring_backends.kernels import (
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
 from ring_backends.score_mods import softcap
 
+Setup = Callable[..., None]
+"""What a fixture returns. A test calls it to set up a GPU, or measured times."""
+
 
 @pytest.fixture
-def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def gpu_of(monkeypatch: pytest.MonkeyPatch) -> Setup:
     """A function that makes torch report a GPU of a given compute capability."""
 
     def claim(
-        capability: tuple[int, int],
-        *,
-        flash: bool = True,
-        cudnn: int | None = 91600,
-        triton: str | None = "no Triton",
-        hip: str | None = None,
+        capability: tuple[int, int], flash: bool = True, cudnn: int = 91600, triton: Any = "no Triton", hip: Any = None
     ) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
@@ -115,79 +113,75 @@ STEP = {"needs_grad": False, "is_step": True}
     ids=str,
 )
 def test_cuda_prefers_what_the_gpu_can_run(
-    gpu_of: Callable[..., None], capability: tuple[int, int], gpu: dict[str, Any], inputs: dict[str, Any], expected: str
+    gpu_of: Setup, capability: tuple[int, int], gpu: dict[str, Any], inputs: dict[str, Any], expected: str
 ) -> None:
     gpu_of(capability, **gpu)
     assert select_kernel("auto", inputs_of(**inputs)).name == expected
 
 
-def test_cudnn_is_refused_in_a_wrong_version_and_where_results_must_repeat(
-    gpu_of: Callable[..., None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cudnn_is_refused_where_results_must_repeat(gpu_of: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu_of((9, 0))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-        assert select_kernel("auto", inputs_of()).name == "aten_cuda_flash"
-        with pytest.raises(ValueError, match="deterministic"):
-            select_kernel("aten_cuda_cudnn", inputs_of())
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    assert select_kernel("auto", inputs_of()).name == "aten_cuda_flash"
+    with pytest.raises(ValueError, match="deterministic"):
+        select_kernel("aten_cuda_cudnn", inputs_of())
+
+
+def test_cudnn_is_refused_in_a_wrong_version(gpu_of: Setup) -> None:
     gpu_of((9, 0), cudnn=91002)
     with pytest.raises(ValueError, match=r"cuDNN 9\.15\.1 .*91002"):
         select_kernel("aten_cuda_cudnn", inputs_of())
 
 
-def test_which_kernels_call_a_score_mod(gpu_of: Callable[..., None]) -> None:
+def test_which_kernels_call_a_score_mod(gpu_of: Setup) -> None:
     def branching(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return score if q_idx > kv_idx else -score
 
     gpu_of((9, 0))
     assert select_kernel("auto", inputs_of(score_mod=softcap(30.0))).name == "math"
     gpu_of((9, 0), triton=None)
-    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=softcap(30.0))).name == "triton_dilated"
-    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=softcap(30.0), has_dropout=True)).name == "math"
-    assert select_kernel("auto", inputs_of(head_dim=64, score_mod=branching)).name == "math"
-    for name, score_mod, why in (
-        ("aten_cuda_flash", softcap(30.0), "it cannot call a score_mod"),
-        ("triton_dilated", branching, "it cannot translate the score_mod: RuntimeError: .* meta tensors"),
-    ):
-        with pytest.raises(ValueError, match=rf"{name}: .*{why}"):
-            select_kernel(name, inputs_of(head_dim=64, score_mod=score_mod))
+    capped, branches = (inputs_of(head_dim=64, score_mod=score_mod) for score_mod in (softcap(30.0), branching))
+    assert select_kernel("auto", capped).name == "triton_dilated"
+    assert select_kernel("auto", replace(capped, has_dropout=True)).name == "math"
+    assert select_kernel("auto", branches).name == "math"
+    with pytest.raises(ValueError, match=r"aten_cuda_flash: .*it cannot call a score_mod"):
+        select_kernel("aten_cuda_flash", capped)
+    why = "it cannot translate the score_mod: RuntimeError: .* meta tensors"
+    with pytest.raises(ValueError, match=f"triton_dilated: .*{why}"):
+        select_kernel("triton_dilated", branches)
 
 
 @pytest.mark.parametrize(
-    ("inputs", "expected", "refused"),
+    ("head_dim", "value_dim", "expected", "refused"),
     [
-        ({"head_dim": 64, "value_dim": 100}, "math", ["aten_cuda_flash", "aten_cuda_cudnn", "aten_cuda_efficient"]),
-        ({"head_dim": 100, "value_dim": 128}, "aten_cuda_flash", ["aten_cuda_cudnn", "aten_cuda_efficient"]),
-        ({"head_dim": 192, "value_dim": 128}, "aten_cuda_cudnn", []),
-        ({"head_dim": 192, "value_dim": 64}, "aten_cuda_flash", ["aten_cuda_cudnn"]),
-        ({"head_dim": 64, "value_dim": 512}, "aten_cuda_efficient", ["aten_cuda_flash", "triton_dilated"]),
+        (64, 100, "math", ["aten_cuda_flash", "aten_cuda_cudnn", "aten_cuda_efficient"]),
+        (100, 128, "aten_cuda_flash", ["aten_cuda_cudnn", "aten_cuda_efficient"]),
+        (192, 128, "aten_cuda_cudnn", []),
+        (192, 64, "aten_cuda_flash", ["aten_cuda_cudnn"]),
+        (64, 512, "aten_cuda_efficient", ["aten_cuda_flash", "triton_dilated"]),
     ],
-    ids=str,
 )
 def test_values_of_another_width(
-    gpu_of: Callable[..., None], inputs: dict[str, int], expected: str, refused: list[str]
+    gpu_of: Setup, head_dim: int, value_dim: int, expected: str, refused: list[str]
 ) -> None:
     """Kernels that take one width get the wider one. The others take both."""
     gpu_of((9, 0))
-    assert select_kernel("auto", inputs_of(**inputs)).name == expected
+    inputs = inputs_of(head_dim=head_dim, value_dim=value_dim)
+    assert select_kernel("auto", inputs).name == expected
     for name in refused:
-        with pytest.raises(
-            ValueError, match=rf"value_dim={inputs['value_dim']}, .*\n  {name}: .*(head|value)_dim must be"
-        ):
-            select_kernel(name, inputs_of(**inputs))
+        with pytest.raises(ValueError, match=rf"value_dim={value_dim}, .*\n  {name}: .*(head|value)_dim must be"):
+            select_kernel(name, inputs)
 
 
 @pytest.mark.parametrize(("capability", "expected"), [((10, 0), True), ((8, 0), False), ((12, 0), False)])
-def test_gpus_with_latent_attention_in_cudnn(
-    gpu_of: Callable[..., None], capability: tuple[int, int], *, expected: bool
-) -> None:
+def test_gpus_with_latent_attention_in_cudnn(gpu_of: Setup, capability: tuple[int, int], expected: bool) -> None:
     gpu_of(capability)
     reasons = AtenCudaCudnnKernel().not_supported_reasons(inputs_of(head_dim=192, value_dim=128))
     assert reasons == ([] if expected else ["head_dim must be at most 128 on this GPU"])
 
 
 @pytest.mark.parametrize("option", [None, "has_key_mask", "has_documents", "has_dropout"])
-def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., None], option: str | None) -> None:
+def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Setup, option: str | None) -> None:
     gpu_of((9, 0), triton="Triton is not installed")
     inputs = inputs_of(head_dim=64, **{option: True} if option else {})
     assert select_kernel("auto", inputs).name != "triton_dilated"
@@ -196,16 +190,17 @@ def test_triton_is_never_chosen_where_it_is_not_installed(gpu_of: Callable[..., 
 
 
 @pytest.fixture
-def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Setup:
     """A function that writes a file as ``info --probe`` does, and lets RING_BACKENDS_PROBE name it."""
 
     def write(*times: tuple[str, int, int, float], device: str = "NVIDIA H100", **change: Any) -> None:
         """Times are (kernel, head_dim, rows, seconds of forward and backward together)."""
-        listed = []
-        for kernel, head_dim, rows, seconds in times:
-            entry = {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
-            entry |= {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
-            listed.append(entry | change)
+        listed = [
+            {"kernel": kernel, "dtype": "bfloat16", "head_dim": head_dim, "rows": rows, "rate": 1}
+            | {"forward_seconds": seconds / 4, "backward_seconds": seconds * 3 / 4}
+            | change
+            for kernel, head_dim, rows, seconds in times
+        ]
         file = tmp_path / "probe.json"
         file.write_text(json.dumps({"kernel_times": {"device": device, "times": listed}}))
         monkeypatch.setenv("RING_BACKENDS_PROBE", str(file))
@@ -213,9 +208,7 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., N
     return write
 
 
-def test_dilated_rows_may_have_a_kernel_of_their_own(
-    gpu_of: Callable[..., None], measured: Callable[..., None]
-) -> None:
+def test_dilated_rows_may_have_a_kernel_of_their_own(gpu_of: Setup, measured: Setup) -> None:
     def chosen(lengths: list[int], rates: list[int], ring_size: int = 1, **options: bool) -> tuple[str, str | None]:
         inputs, layout = inputs_of(**options), SequenceLayout(2**17, ring_size)
         dense, in_place = kernels_of_call("auto", inputs, DilatedPattern(lengths, rates), layout)
@@ -232,15 +225,14 @@ def test_dilated_rows_may_have_a_kernel_of_their_own(
     assert chosen([2048], [1]) == ("aten_cuda_cudnn", None)
     assert chosen([8192], [4]) == ("triton_dilated", None)
     assert chosen([2048, 8192], [1, 4], has_dropout=True) == ("triton_dilated", None)
-    times = [("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001)]
-    measured(*times, rate=4)
+    measured(("triton_dilated", 128, 2048, 0.002), ("aten_cuda_flash", 128, 2048, 0.001), rate=4)
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
     assert explain_choice(inputs_of(is_dilated=True))[1].startswith("measured here")
     gpu_of((9, 0))
     assert chosen([2048, 8192], [1, 4]) == ("aten_cuda_cudnn", None)
 
 
-def test_short_windows_prefer_a_kernel_that_takes_bands(gpu_of: Callable[..., None]) -> None:
+def test_short_windows_prefer_a_kernel_that_takes_bands(gpu_of: Setup) -> None:
     def chosen(lengths: list[int | None], rates: list[int], windows: list[int | None]) -> str:
         pattern = DilatedPattern(lengths, rates, window_lengths=windows)  # type: ignore[arg-type]
         return kernels_of_call("auto", inputs_of(), pattern, SequenceLayout(2**17, 1))[0].name
@@ -282,15 +274,12 @@ TIMES = [
         (104, None, "aten_cuda_flash"),
     ],
 )
-def test_measured_times_decide(
-    gpu_of: Callable[..., None], measured: Callable[..., None], head_dim: int, rows: int | None, expected: str
-) -> None:
+def test_measured_times_decide(gpu_of: Setup, measured: Setup, head_dim: int, rows: int | None, expected: str) -> None:
     gpu_of((9, 0), triton=None)
     measured(*TIMES)
     inputs = inputs_of(head_dim=head_dim, rows=rows)
-    assert select_kernel("auto", inputs).name == expected
     name, why = explain_choice(inputs)
-    assert name == expected
+    assert name == expected == select_kernel("auto", inputs).name
     assert why.startswith("measured here with head_dim")
     # A kernel that cannot run the call is not chosen, however fast it was.
     gpu_of((9, 0), triton="Triton is not installed")
@@ -300,7 +289,7 @@ def test_measured_times_decide(
     assert select_kernel("auto", replace(inputs, has_key_mask=True)).name == "triton_dilated"
 
 
-def test_measured_times_in_words(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
+def test_measured_times_in_words(gpu_of: Setup, measured: Setup) -> None:
     gpu_of((9, 0))
     measured(*TIMES)
     name, why = explain_choice(inputs_of(rows=256))
@@ -309,23 +298,20 @@ def test_measured_times_in_words(gpu_of: Callable[..., None], measured: Callable
     assert "triton_dilated cannot: no Triton" in why
 
 
-def test_times_of_another_gpu_or_dtype_are_not_used(gpu_of: Callable[..., None], measured: Callable[..., None]) -> None:
+def test_times_of_another_gpu_or_dtype_are_not_used(gpu_of: Setup, measured: Setup) -> None:
     gpu_of((9, 0))
-    measured(*TIMES, device="NVIDIA A100")
-    name, why = explain_choice(inputs_of())
-    assert name == "aten_cuda_cudnn"
-    assert "563" in why
-    assert "RING_BACKENDS_PROBE was measured on NVIDIA A100" in why
-    measured(*TIMES, dtype="float16")  # the file is read again after a change
-    name, why = explain_choice(inputs_of())
-    assert name == "aten_cuda_cudnn"
-    assert "no times in torch.bfloat16" in why
+    for change, words in (
+        ({"device": "NVIDIA A100"}, "563.*RING_BACKENDS_PROBE was measured on NVIDIA A100"),
+        ({"dtype": "float16"}, "no times in torch.bfloat16"),  # the file is read again after a change
+    ):
+        measured(*TIMES, **change)
+        name, why = explain_choice(inputs_of())
+        assert name == "aten_cuda_cudnn"
+        assert re.search(words, why), why
 
 
 @pytest.mark.parametrize("content", [None, "", "[]", "{}", '{"kernel_times": {"device": "x"}}', "rows"])
-def test_a_file_without_times_is_an_error(
-    gpu_of: Callable[..., None], measured: Callable[..., None], tmp_path: Path, content: str | None
-) -> None:
+def test_a_file_without_times_is_an_error(gpu_of: Setup, measured: Setup, tmp_path: Path, content: str | None) -> None:
     measured(("aten_cuda_flash", 128, 0, 1.0))
     if content is None:
         (tmp_path / "probe.json").unlink()
@@ -335,6 +321,10 @@ def test_a_file_without_times_is_an_error(
     gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"RING_BACKENDS_PROBE = .*info --probe --json FILE.*unset"):
         select_kernel("auto", inputs_of(head_dim=64))
+
+
+TOO_WIDE = "; aten_cuda_cudnn cannot: head_dim and value_dim must be .*128$"
+IN_THE_SAME_LAUNCH = "^it computes key masks, documents, dropout and score_mods in the same launch$"
 
 
 @pytest.mark.parametrize(
@@ -349,17 +339,12 @@ def test_a_file_without_times_is_an_error(
             "aten_cuda_flash",
             "; aten_cuda_cudnn cannot: head_dim and value_dim must be .*128$",
         ),
-        (
-            (9, 0),
-            {"has_key_mask": True},
-            "triton_dilated",
-            "^it computes key masks, documents, dropout and score_mods in the same launch$",
-        ),
+        ((9, 0), {"has_key_mask": True}, "triton_dilated", IN_THE_SAME_LAUNCH),
         ((7, 5), {"dtype": torch.float16}, "aten_cuda_efficient", "^the first .*; aten_cuda_flash cannot: it needs"),
     ],
 )
 def test_the_choice_in_words(
-    gpu_of: Callable[..., None], capability: tuple[int, int], inputs: dict[str, Any], expected: str, words: str
+    gpu_of: Setup, capability: tuple[int, int], inputs: dict[str, Any], expected: str, words: str
 ) -> None:
     gpu_of(capability, triton=None)
     call = inputs_of(**inputs)
@@ -377,13 +362,10 @@ def test_the_error_without_a_usable_kernel_lists_inputs_and_reasons() -> None:
     inputs = KernelInputs(CPU, torch.int64, head_dim=64)
     with pytest.raises(ValueError, match="no kernel can run") as info:
         select_kernel("auto", inputs)
-    message = str(info.value)
-    assert str(inputs) in message
-    assert "torch.int64" in message
-    for kernel in kernels():
-        for reason in kernel.not_supported_reasons(inputs):
-            assert reason in message
-        assert f"{kernel.name}: " in message
+    assert "torch.int64" in str(inputs)
+    reasons = [reason for kernel in kernels() for reason in kernel.not_supported_reasons(inputs)]
+    for part in (str(inputs), *reasons, *(f"{name}: " for name in kernel_names())):
+        assert part in str(info.value)
 
 
 def test_a_kernel_chosen_by_name_is_never_replaced() -> None:
@@ -412,38 +394,22 @@ def test_only_the_cuda_kernels_are_unverified() -> None:
     assert [kernel.name for kernel in kernels() if kernel.unverified is None] == ["aten_cpu_flash", "math"]
 
 
-@pytest.mark.parametrize(
-    ("capability", "expected"),
-    [
-        ((6, 1), torch.float32),
-        ((7, 0), torch.float16),
-        ((7, 5), torch.float16),
-        ((8, 0), torch.bfloat16),
-        ((12, 0), torch.bfloat16),
-    ],
-)
-def test_auto_dtype_by_gpu_generation(
-    gpu_of: Callable[..., None], capability: tuple[int, int], expected: torch.dtype
-) -> None:
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp64": torch.float64, "fp32": torch.float32}
+GENERATIONS = {(6, 1): "fp32", (7, 0): "fp16", (7, 5): "fp16", (8, 0): "bf16", (12, 0): "bf16"}
+
+
+@pytest.mark.parametrize(("capability", "name"), GENERATIONS.items())
+def test_auto_dtype_by_gpu_generation(gpu_of: Setup, capability: tuple[int, int], name: str) -> None:
     gpu_of(capability)
-    assert auto_dtype("cuda:0") == expected
-    assert resolve_dtype("auto", CUDA) == expected
-    assert auto_dtype(CPU) == torch.float32
-    assert auto_dtype("meta") == torch.float32
+    assert auto_dtype("cuda:0") == resolve_dtype("auto", CUDA) == DTYPES[name]
+    assert auto_dtype(CPU) == auto_dtype("meta") == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("dtype", "names"),
-    [
-        (torch.float16, ("fp16", "float16")),
-        (torch.bfloat16, ("bf16", "bfloat16")),
-        (torch.float64, ("fp64", "float64")),
-        (torch.float32, ("fp32", "float32", "auto")),
-    ],
-    ids=str,
-)
-def test_resolve_dtype(dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    assert {resolve_dtype(spec, CPU) for spec in (dtype, *names)} == {dtype}
+@pytest.mark.parametrize("name", DTYPES)
+def test_resolve_dtype(name: str) -> None:
+    dtype = DTYPES[name]
+    assert {resolve_dtype(spec, CPU) for spec in (name, dtype, str(dtype).removeprefix("torch."))} == {dtype}
+    assert resolve_dtype("auto", CPU) == torch.float32
 
 
 @pytest.mark.parametrize("spec", ["half", "", torch.int32, torch.float8_e4m3fn, 16], ids=str)

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from triton_interpreter import check, fixed_examples, interpreted, patch_interpreter, results
+from triton_interpreter import check_call, fixed_examples, interpreted, patch_interpreter
 
 from ring_backends.kernels import gather_rows, triton_rows_launch
 from ring_backends.kernels.gather_rows import add_rows, fill_rows, gather_many, merge_rows, scatter_many, scatter_merge
@@ -42,7 +42,10 @@ def small_blocks_on_the_cpu() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class RowsCase:
-    """Rows of a tensor [batch, seq, heads, …]. ``phases`` holds one number for each of ``heads``."""
+    """Rows of a tensor [batch, seq, heads, …]. ``phases`` holds one number for each of ``heads``.
+
+    The other numbers are those of ``DilatedRows``: start, segments, segment stride, rate, and rows.
+    """
 
     batch: int
     seq_len: int
@@ -50,33 +53,29 @@ class RowsCase:
     head_dim: int | None
     heads: tuple[int, ...]
     phases: tuple[int, ...]
-    start: int
-    segments: int
-    segment_stride: int
-    rate: int
-    rows: int
-    layout: str
-    seed: int
+    numbers: tuple[int, int, int, int, int]
+    layout: str = "contiguous"
+    seed: int = 0
 
     @property
     def dilated(self) -> DilatedRows:
-        runs = head_runs(self.heads, self.phases)
-        return DilatedRows(self.start, self.segments, self.segment_stride, self.rate, self.rows, runs)
+        return DilatedRows(*self.numbers, head_runs(self.heads, self.phases))
 
     def indices(self) -> tuple[Tensor, Tensor, Tensor]:
         """The batch entry, position and head of each gathered row: they broadcast to [groups, heads, rows]."""
-        groups = torch.arange(self.batch * self.segments)[:, None, None]
-        segment_starts = self.start + groups % self.segments * self.segment_stride
-        phases = torch.tensor(self.phases)[:, None]
-        positions = segment_starts + phases + self.rate * torch.arange(self.rows)
-        return groups // self.segments, positions, torch.tensor(self.heads)[:, None]
+        start, segments, segment_stride, rate, rows = self.numbers
+        groups = torch.arange(self.batch * segments)[:, None, None]
+        segment_starts = start + groups % segments * segment_stride
+        positions = segment_starts + torch.tensor(self.phases)[:, None] + rate * torch.arange(rows)
+        return groups // segments, positions, torch.tensor(self.heads)[:, None]
 
     def tensor(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
         return LAYOUTS[self.layout](self.random((self.batch, self.seq_len, self.num_heads), dtype, seed))
 
     def values(self, dtype: torch.dtype, seed: int = 0) -> Tensor:
         """Gathered rows, whose rows lie outermost in memory."""
-        return self.random((self.batch * self.segments, self.rows, len(self.heads)), dtype, seed).transpose(1, 2)
+        _, segments, _, _, rows = self.numbers
+        return self.random((self.batch * segments, rows, len(self.heads)), dtype, seed).transpose(1, 2)
 
     def random(self, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(self.seed + seed)
@@ -114,11 +113,7 @@ def rows_cases(draw: st.DrawFn, *, head_dims: tuple[int | None, ...] = (4, 1, 3,
         head_dim=draw(st.sampled_from(head_dims)),
         heads=tuple(heads),
         phases=tuple(phases),
-        start=start,
-        segments=segments,
-        segment_stride=segment_stride,
-        rate=rate,
-        rows=rows,
+        numbers=(start, segments, segment_stride, rate, rows),
         layout=draw(st.sampled_from(sorted(LAYOUTS))),
         seed=draw(st.integers(0, 2**16)),
     )
@@ -225,7 +220,7 @@ def test_the_same_rows_of_two_results_are_merged(case: RowsCase) -> None:
 
 
 def test_a_nan_stays_in_its_row_and_two_runs_are_equal() -> None:
-    case = RowsCase(2, 40, 3, 4, (2, 0), (1, 0), 1, 2, 18, 2, 8, "contiguous", 0)
+    case = RowsCase(2, 40, 3, 4, (2, 0), (1, 0), (1, 2, 18, 2, 8))
     tile_out, tile_lse = case.values(torch.bfloat16, 1), case.values(torch.float32, 2)[..., 0].contiguous()
     tile_out[1, 0, 3] = math.nan
     runs = []
@@ -242,14 +237,13 @@ def test_a_nan_stays_in_its_row_and_two_runs_are_equal() -> None:
     torch.testing.assert_close(*runs, rtol=0, atol=0, equal_nan=True)
 
 
-SMALL = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), 0, 1, 30, 2, 14, "contiguous", 0)
+SMALL = RowsCase(1, 30, 2, 3, (0, 1), (0, 1), (0, 1, 30, 2, 14))
 
 
 def test_many_tensors_take_several_launches() -> None:
-    case = SMALL
-    parts = [Rows(case.tensor(torch.float32, i), case.dilated, case.values(torch.float32, 99)) for i in range(11)]
+    parts = [Rows(SMALL.tensor(torch.float32, i), SMALL.dilated, SMALL.values(torch.float32, 99)) for i in range(11)]
     gather_many(parts)
-    assert all(torch.equal(part.values, part.tensor[case.indices()]) for part in parts)
+    assert all(torch.equal(part.values, part.tensor[SMALL.indices()]) for part in parts)
 
 
 def test_a_launch_without_rows_does_nothing() -> None:
@@ -262,8 +256,7 @@ def test_a_launch_without_rows_does_nothing() -> None:
 
 @pytest.mark.parametrize("name", ["nothing divides anything", "grouped queries", "zero keys at the end"])
 def test_other_kernels_with_these_rows_equal_the_reference(name: str) -> None:
-    case = replace(EDGE_CASES[name], dtype=torch.float32)
-    check(case, results(case, kernel="aten_cpu_flash"))
+    check_call(replace(EDGE_CASES[name], dtype=torch.float32), "aten_cpu_flash")
 
 
 def test_tensors_without_values_and_on_other_devices_are_left_to_torch() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,7 @@ from ring_backends.kernels.triton_score_mod import UntranslatableError, translat
 from ring_backends.testing.calls import difference
 from ring_backends.testing.reference import reference_attention
 
-if os.environ.get("TRITON_INTERPRET") == "1":
-    patch_interpreter()
+patch_interpreter()
 
 N, HEADS = 21, 4
 BIASES = torch.randn(HEADS, N, generator=torch.Generator().manual_seed(0))
@@ -78,20 +76,17 @@ def constant_parts(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Ten
     return score * gate + factor + torch.floor(score) * score
 
 
-def without_score(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return BIASES[head, q] * BIASES[head, k]
-
-
-def unchanged(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score
-
-
-FUNCTIONS: list[ScoreMod] = [smooth, roots, pieces, integers, loads, in_place, hypotenuse, constant_parts]
-FUNCTIONS += [without_score, unchanged]
+NAMED = (smooth, roots, pieces, integers, loads, in_place, hypotenuse, constant_parts)
+FUNCTIONS: dict[str, ScoreMod] = {
+    **{function.__name__: function for function in NAMED},
+    "without_score": lambda score, batch, head, q, k: BIASES[head, q] * BIASES[head, k],
+    "unchanged": lambda score, batch, head, q, k: score,
+    "relative": score_mods.relative(torch.randn(8, HEADS)),
+}
 
 
 @interpreted
-@pytest.mark.parametrize("function", [*FUNCTIONS, score_mods.relative(torch.randn(8, HEADS))], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("is_causal", [True, False], ids=["causal", "not causal"])
 def test_translations_equal_the_function(function: ScoreMod, is_causal: bool) -> None:
     generator = torch.Generator().manual_seed(2)
@@ -153,78 +148,36 @@ def test_a_call_with_known_code_that_has_no_translation() -> None:
             dilated_attention(rows, rows, rows, **options, kernel="triton_dilated", score_mod=power(1.7))
 
 
-def branching(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score if q > k else -score
-
-
-def a_row(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + BIASES[head].sum()
-
-
-def another_operator(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.lgamma(score)
-
-
-def another_power(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score**1.7
-
-
-def a_factor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.add(score, q, alpha=2)
-
-
-def reversed_factor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.rsub(score, q, alpha=2)
-
-
-def floor_of_a_quotient(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score // 3.0
-
-
-def narrow_integers(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + (GROUPS[q] - GROUPS[k])
-
-
-def sums_of_bools(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where((q > 1) + (k > 1), score, -score)
-
-
-def a_copied_tensor(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return score + BIASES.to(score.device)[head, k]
-
-
-def a_changed_view(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
+def changed_view(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
     score = score * 2
     score.view(()).mul_(2)
     return score
 
 
-def limits(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.clamp(score, min=FACTOR)
+REFUSED: dict[str, tuple[ScoreMod, str]] = {
+    "a branch": (lambda score, b, h, q, k: score if q > k else -score, "RuntimeError: .* meta tensors"),
+    "a row": (lambda score, b, h, q, k: score + BIASES[h].sum(), "index does not return one number"),
+    "another operator": (lambda score, *_: torch.lgamma(score), "torch.ops.aten.lgamma has no translation"),
+    "another power": (lambda score, *_: score**1.7, "torch.ops.aten.pow has no translation"),
+    "a factor": (lambda score, b, h, q, k: torch.add(score, q, alpha=2), "torch.ops.aten.add has an alpha"),
+    "a reversed factor": (lambda score, b, h, q, k: torch.rsub(score, q, alpha=2), "torch.ops.aten.rsub has an alpha"),
+    "floor of a quotient": (lambda score, *_: score // 3.0, "torch.ops.aten.floor_divide has no translation"),
+    "narrow integers": (lambda score, b, h, q, k: score + (GROUPS[q] - GROUPS[k]), "it computes in torch.int32"),
+    "sums of bools": (
+        lambda score, b, h, q, k: torch.where((q > 1) + (k > 1), score, -score),
+        "torch.ops.aten.add returns a bool",
+    ),
+    "a copied tensor": (
+        lambda score, b, h, q, k: score + BIASES.to(score.device)[h, k],
+        "a tensor on the device of the score",
+    ),
+    "a changed view": (changed_view, "shares memory with another"),
+    "limits": (lambda score, *_: torch.clamp(score, min=FACTOR), "torch.ops.aten.clamp has tensors as limits"),
+    "complex numbers": (lambda score, *_: torch.view_as_real(score * 1j)[0], "complex numbers"),
+}
 
 
-def complex_numbers(score: Tensor, batch: Tensor, head: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.view_as_real(score * 1j)[0]
-
-
-REFUSED: list[tuple[Any, str]] = [
-    (branching, "RuntimeError: .* meta tensors"),
-    (a_row, "index does not return one number"),
-    (another_operator, "torch.ops.aten.lgamma has no translation"),
-    (another_power, "torch.ops.aten.pow has no translation"),
-    (a_factor, "torch.ops.aten.add has an alpha"),
-    (reversed_factor, "torch.ops.aten.rsub has an alpha"),
-    (floor_of_a_quotient, "torch.ops.aten.floor_divide has no translation"),
-    (narrow_integers, "it computes in torch.int32"),
-    (sums_of_bools, "torch.ops.aten.add returns a bool"),
-    (a_copied_tensor, "a tensor on the device of the score"),
-    (a_changed_view, "shares memory with another"),
-    (limits, "torch.ops.aten.clamp has tensors as limits"),
-    (complex_numbers, "complex numbers"),
-]
-
-
-@pytest.mark.parametrize(("function", "why"), REFUSED, ids=lambda x: getattr(x, "__name__", ""))
+@pytest.mark.parametrize(("function", "why"), REFUSED.values(), ids=REFUSED)
 def test_functions_that_have_no_translation(function: ScoreMod, why: str) -> None:
     with pytest.raises(UntranslatableError, match=why):
         translate(function)

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from native_ranks import ADAPTER
 from torch import Tensor
 
-from ring_backends import dilated_attention
-from ring_backends.testing.calls import Results, check_bounded, expected, largest
+from ring_backends import Ring
+from ring_backends.testing.calls import Results, check_bounded, expected, largest, local_call, new_attention
 from ring_backends.testing.strategies import AttentionCase
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -71,15 +72,14 @@ def patch_interpreter() -> None:
 
 
 def results(case: AttentionCase, kernel: str = "triton_dilated") -> Results:
-    query, key, value, grad_out, mask = case.tensors()
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    options = {"document_ids": case.document_ids(), "dropout_p": case.dropout_p, "dropout_seed": case.seed}
-    options |= {"key_padding_mask": mask, "kernel": kernel, "return_lse": True}
-    sinks = [x.requires_grad_() for x in [case.sink_scores()] if x is not None]
-    options |= {"sinks": sinks[0]} if sinks else {}
-    options |= {} if case.score_mod is None else {"score_mod": case.score_function()}
-    out, lse = dilated_attention(*leaves, **case.options(), **options)
-    return Results(out.detach(), lse, *torch.autograd.grad(out, leaves + sinks, grad_out))
+    """The results of one device with a kernel."""
+    attention = new_attention(ADAPTER, None, case, kernel=kernel)
+    return local_call(ADAPTER, Ring(), case, attention=attention).results()
+
+
+def check_call(case: AttentionCase, kernel: str = "triton_dilated") -> None:
+    """Check the results of one device with a kernel."""
+    check(case, results(case, kernel))
 
 
 def error_norm(actual: Tensor, wanted: Tensor) -> float:
