@@ -9,12 +9,12 @@ from zlib import crc32
 import pytest
 import torch
 from hypothesis import HealthCheck, given, seed, settings
+from kernel_cases import each_gpu_kernel, skip_if_refused
 from native_ranks import ADAPTER
-from test_capture_gpu import DEVICE, call_of, each_dtype, each_kernel, on_host
+from test_capture_gpu import DEVICE, call_of, each_dtype, on_host
 
 from ring_backends import score_mods
-from ring_backends.kernels import Kernel
-from ring_backends.kernels.base import KernelInputs
+from ring_backends.kernels import Kernel, KernelInputs
 from ring_backends.testing.calls import Results, check_bounded, expected, largest, new_attention, precision
 from ring_backends.testing.marks import needs_gpu
 from ring_backends.testing.score_functions import NAMES
@@ -32,6 +32,9 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+SIZES: dict[str, Any] = {"head_dims": (64, 16, 128), "value_dims": (None, 32)}
+
+
 def check(got: Results, case: AttentionCase) -> None:
     """No error may exceed twice the error of plain attention in the same dtype, and four roundings.
 
@@ -44,26 +47,16 @@ def check(got: Results, case: AttentionCase) -> None:
 
 @each_dtype
 @pytest.mark.parametrize("kind", KINDS)
-@each_kernel
+@each_gpu_kernel
 def test_random_calls_equal_the_reference(kernel: Kernel, kind: str, dtype: torch.dtype) -> None:
     names = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
     marks: dict[str, Any] = {name: kind in (option, "all") for name, option in names.items()}
     marks["score_mod"] = score_mods.softcap(1.5) if kind == "score_mod" else None
-    reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, 64, **marks))
-    if reasons:
-        pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
+    skip_if_refused(kernel, KernelInputs(torch.device(DEVICE, 0), dtype, 64, **marks))
 
     @seed(crc32(repr((kernel.name, kind, dtype)).encode()))
     @settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-    @given(
-        case=attention_cases(
-            max_n=400,
-            head_dims=(64, 16, 128),
-            value_dims=(None, 32),
-            dtypes=[dtype],
-            **{"score_mods": [None], **KINDS[kind]},
-        )
-    )
+    @given(case=attention_cases(max_n=400, dtypes=[dtype], **SIZES, **{"score_mods": [None], **KINDS[kind]}))
     def check_case(case: AttentionCase) -> None:
         case = replace(case, batch=min(case.batch, 2))
         attention = new_attention(ADAPTER, None, case, kernel=kernel.name)

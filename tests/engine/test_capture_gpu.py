@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import each_gpu_kernel, skip_if_refused
 from native_ranks import ADAPTER
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from ring_backends.kernels import Kernel, kernels
-from ring_backends.kernels.base import KernelInputs
+from ring_backends.kernels import Kernel, KernelInputs
 from ring_backends.ring.ring import Ring
 from ring_backends.testing.calls import LocalCall, Results, check_rounded, local_call, new_attention
 from ring_backends.testing.marks import needs_gpu
@@ -22,16 +22,7 @@ from ring_backends.testing.strategies import AttentionCase
 pytestmark = needs_gpu
 
 DEVICE = "cuda"
-CASE = AttentionCase(
-    seq_len=300,
-    segment_lengths=(64, 300),
-    dilation_rates=(1, 3),
-    batch=2,
-    num_heads=6,
-    num_kv_heads=3,
-    head_dim=16,
-    is_causal=True,
-)
+CASE = AttentionCase(300, (64, 300), (1, 3), batch=2, num_heads=6, num_kv_heads=3, head_dim=16, is_causal=True)
 CASES = {
     "plain": CASE,
     "not causal": replace(CASE, is_causal=False),
@@ -41,9 +32,6 @@ CASES = {
 }
 SEEDS = (1, 2, 3)
 
-each_kernel = pytest.mark.parametrize(
-    "kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name
-)
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 each_case = pytest.mark.parametrize("name", CASES)
 
@@ -52,9 +40,7 @@ def case_for(kernel: Kernel, name: str, dtype: torch.dtype) -> AttentionCase:
     """The case, if the kernel can run it on this GPU."""
     case = replace(CASES[name], dtype=dtype)
     marks = {"has_key_mask": case.masked is not None, "has_documents": case.documents is not None}
-    reasons = kernel.not_supported_reasons(KernelInputs(torch.device(DEVICE, 0), dtype, case.head_dim, **marks))
-    if reasons:
-        pytest.skip(f"{kernel.name} cannot run this call: {'; '.join(reasons)}")
+    skip_if_refused(kernel, KernelInputs(torch.device(DEVICE, 0), dtype, case.head_dim, **marks))
     return case
 
 
@@ -86,7 +72,7 @@ def capture(call: LocalCall) -> tuple[Callable[[], None], Results]:
 
 @each_dtype
 @each_case
-@each_kernel
+@each_gpu_kernel
 def test_a_captured_call_is_replayed_with_other_inputs(kernel: Kernel, name: str, dtype: torch.dtype) -> None:
     case = case_for(kernel, name, dtype)
     attention = new_attention(ADAPTER, None, case, kernel=kernel.name)
@@ -102,7 +88,7 @@ def test_a_captured_call_is_replayed_with_other_inputs(kernel: Kernel, name: str
 
 
 @each_case
-@each_kernel
+@each_gpu_kernel
 def test_inductor_puts_a_call_into_a_cuda_graph(kernel: Kernel, name: str) -> None:
     case = case_for(kernel, name, torch.float16)
     attention = new_attention(ADAPTER, None, case, kernel=kernel.name)

@@ -67,20 +67,6 @@ def test_the_kept_tensors_are_out_and_lse() -> None:
     assert kept == 2 * of_call
 
 
-def test_recomputation_repeats_the_dropout_of_the_forward() -> None:
-    """This also holds with ``preserve_rng_state=False``, although torch's generator provides the seed."""
-    attention = native.RingDilatedAttention(*BRANCHES, dropout_p=0.4)
-    grads = []
-    for run in (
-        lambda *tensors: attention(*tensors),
-        partial(checkpoint, attention, use_reentrant=False, context_fn=keep_attention, preserve_rng_state=False),
-    ):
-        tensors = inputs()
-        torch.manual_seed(1)
-        grads.append(torch.autograd.grad(run(*tensors).square().sum(), tensors))
-    assert_near(*grads, 0)
-
-
 def test_remembered_tensors_belong_to_one_call() -> None:
     remembering = remember_attention(region)
     remembering(*inputs())

@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch._inductor.config
-from native_ranks import ADAPTER
+from native_ranks import ADAPTER, assert_near
 from torch import Tensor, nn
 from torch._dynamo.backends import cudagraphs
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -77,15 +77,9 @@ def fresh() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def tensors(
-    seq_len: int = SEQ_LEN, *, batch: int = 1, dtype: torch.dtype = torch.float64, **options: Any
-) -> list[Tensor]:
+def tensors(seq_len: int = SEQ_LEN, *, batch: int = 1, **options: Any) -> list[Tensor]:
     """query, key and value."""
-    return [torch.randn(batch, seq_len, HEADS, HEAD_DIM, dtype=dtype, **options) for _ in range(3)]
-
-
-def assert_equal(got: Any, wanted: Any, tolerance: float = FP64_TOLERANCE) -> None:
-    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance)
+    return [torch.randn(batch, seq_len, HEADS, HEAD_DIM, **{"dtype": torch.float64, **options}) for _ in range(3)]
 
 
 def results(block: Any, **options: Any) -> list[Tensor]:
@@ -120,7 +114,7 @@ def test_a_compiled_block_has_one_operator_per_direction(name: str) -> None:
     graphs, block = Graphs(), Block(RingDilatedAttention(**PATTERN))
     options = OPTIONS[name]
     got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), **options)
-    assert_equal(got, results(Block(Reference()), **options), 1e-9)
+    assert_near(got, results(Block(Reference()), **options), 1e-9)
     assert graphs.operators() == [{"attend_forward": 1}, {"attend_backward": 1}]
     for graph in (*graphs.forward, *graphs.backward):
         assert not [node for node in graph.graph.nodes if is_vector_of_int64(node.meta.get("val"))]
@@ -184,7 +178,7 @@ def test_another_length_is_compiled_again() -> None:
     function = torch.compile(attention, fullgraph=True, backend=counter)
     for seq_len, graphs in ((40, 1), (24, 2), (40, 2), (17, 3)):
         inputs = tensors(seq_len)
-        assert_equal(function(*inputs), reference_attention(*inputs, **PATTERN)[0])
+        assert_near(function(*inputs), reference_attention(*inputs, **PATTERN)[0])
         assert counter.frame_count == graphs
 
 
@@ -198,7 +192,7 @@ def test_numbers_that_torch_makes_symbols() -> None:
     for width, rate, scale in ((8, 1, 0.5), (10, 2, -0.25), (20, 4, 0.75)):
         attention = RingDilatedAttention([width, 40], [1, rate], scale=scale)
         wanted, _ = reference_attention(*inputs, (width, 40), (1, rate), scale=scale)
-        assert_equal(function(attention, *inputs), wanted)
+        assert_near(function(attention, *inputs), wanted)
 
 
 def test_equal_modules_share_one_graph() -> None:
@@ -216,7 +210,7 @@ def test_autocast_casts_the_call(dtype: torch.dtype) -> None:
         with torch.autocast("cpu", dtype=dtype):
             out = function(*inputs)
         answers.append([out, *torch.autograd.grad(out.float().square().sum(), inputs)])
-    assert_equal(*answers, tolerance=0)
+    assert_near(*answers, 0)
 
 
 @pytest.mark.parametrize("how", ["recomputed", "kept"])
@@ -230,7 +224,7 @@ def test_activation_checkpointing(how: str) -> None:
 
     block.__class__ = Checkpointed
     got = results(torch.compile(block, fullgraph=True, backend=graphs.backend), is_causal=True)
-    assert_equal(got, results(Block(Reference()), is_causal=True), 1e-9)
+    assert_near(got, results(Block(Reference()), is_causal=True), 1e-9)
     forward, backward = graphs.operators()
     assert forward == {"attend_forward": 1}
     assert backward["attend_backward"] == 1
@@ -243,7 +237,7 @@ def test_a_call_does_not_need_its_module_any_more() -> None:
     out = torch.compile(attention, fullgraph=True, backend="aot_eager")(*inputs)
     wanted = torch.autograd.grad(reference_attention(*inputs, **PATTERN)[0].sum(), inputs)
     with mock.patch.dict(compiled._modules.data, clear=True):
-        assert_equal(torch.autograd.grad(out.sum(), inputs), wanted)
+        assert_near(torch.autograd.grad(out.sum(), inputs), wanted)
 
 
 def test_errors_quote_the_message_of_the_check() -> None:

@@ -8,7 +8,8 @@ import os
 import random
 import re
 import signal
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from unittest import mock
 import pytest
 import torch
 from native_ranks import ADAPTER as NATIVE
+from native_ranks import on_ring
 from random_cases import draw
 from torch import Tensor
 
@@ -28,7 +30,7 @@ from ring_backends.testing.calls import expected, new_attention
 from ring_backends.testing.failing_calls import A_MOMENT, SHORT, Ended, ending
 from ring_backends.testing.marks import MORE_CASES
 from ring_backends.testing.reference import reference_attention, reference_counts
-from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring, ring_here, ring_of
+from ring_backends.testing.rings import FOUR, LAYOUTS, THREE, TWO, RingSpec, new_ring, ring_here
 from ring_backends.testing.strategies import AttentionCase
 from ring_backends.testing.world import RanksFailedError, World
 
@@ -119,12 +121,21 @@ def tokens(number: int, seed: int = 0, batch: int = B, dtype: torch.dtype = torc
     return [torch.randn(batch, number, h, D, generator=generator, dtype=torch.float64).to(dtype) for h in heads]
 
 
-def joined(*parts: list[Tensor]) -> list[Tensor]:
-    return [torch.cat(tensors, 1) for tensors in zip(*parts, strict=True)]
-
-
 def last_rows(sequence: list[Tensor], number: int, pattern: Any = PATTERN, mask: Tensor | None = None) -> Tensor:
     return reference_attention(*sequence, **pattern, is_causal=True, key_padding_mask=mask)[0][:, -number:]
+
+
+def check_step(module: Any, cache: Any, new: list[Tensor], *before: list[Tensor], tolerance: float = 1e-10) -> None:
+    """Decode tokens after those ``before``, and compare them with the last rows of a causal call."""
+    out = module.decode(*new, cache)
+    sequence = [torch.cat(tensors, 1) for tensors in zip(*before, new, strict=True)]
+    wanted = last_rows(sequence, new[0].shape[1], asdict(module.pattern))
+    assert out.dtype == new[0].dtype
+    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance)
+
+
+def first(number: int, tensors: list[Tensor]) -> list[Tensor]:
+    return [tensor[:, :number] for tensor in tensors]
 
 
 def attending(ring: Ring | None = None, pattern: Any = PATTERN, **options: Any) -> tuple[Any, Any]:
@@ -138,39 +149,25 @@ def row_bytes(rows: int) -> int:
     return 2 * rows * B * HK * D * 8
 
 
-def edit_here() -> None:
-    check_edits(ring_of(NATIVE, TWO))
-
-
 def check_edits(ring: Ring) -> None:
     """Truncate a cache, copy it, and reorder its batch."""
     module, cache = attending(ring)
-    prompt, first, second, third = tokens(9, 1), tokens(5, 2), tokens(4, 3), tokens(2, 4)
+    prompt, draft, new = tokens(9, 1), tokens(5, 2), tokens(4, 3)
     module.prefill(*(ring.shard(tensor) for tensor in prompt), cache, seq_len=9)
-    module.decode(*first, cache)
+    module.decode(*draft, cache)
     copied = copy.deepcopy(cache)
-
     cache.truncate(11)  # two of the new tokens stay
-    kept = joined(prompt, [tensor[:, :2] for tensor in first])
-    out = module.decode(*second, cache)
-    assert_equal(out, last_rows(joined(kept, second), 4))
-
+    check_step(module, cache, new, prompt, first(2, draft))
     cache.truncate(4)  # a part of the prompt
-    out = module.decode(*third, cache)
-    wanted = last_rows(joined([tensor[:, :4] for tensor in prompt], third), 2)
-    assert_equal(out, wanted)
-
+    check_step(module, cache, new, first(4, prompt))
     order = torch.tensor([1, 1, 0])
     copied.select_batch(order)
-    third = [tensor[order] for tensor in third]
-    out = module.decode(*third, copied)
-    whole = joined([tensor[order] for tensor in joined(prompt, first)], third)
-    assert_equal(out, last_rows(whole, 2))
+    check_step(module, copied, *([tensor[order] for tensor in tensors] for tensors in (new, prompt, draft)))
 
 
 def test_truncate_copy_and_reorder(pair: World) -> None:
     check_edits(Ring())
-    pair.run(edit_here)
+    pair.run(on_ring, check_edits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -178,11 +175,8 @@ def test_dtypes(dtype: torch.dtype) -> None:
     module, cache = attending()
     prompt, new = tokens(20, 1, dtype=dtype), tokens(3, 2, dtype=dtype)
     module.prefill(*prompt, cache)
-    out = module.decode(*new, cache)
-    assert out.dtype == dtype
-    wanted = last_rows(joined(prompt, new), 3)
     tolerance = {torch.float32: 1e-6, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(out.double(), wanted, rtol=0, atol=tolerance)
+    check_step(module, cache, new, prompt, tolerance=tolerance)
 
 
 def test_a_nan_in_an_ignored_key() -> None:
@@ -302,8 +296,7 @@ def calls_of_a_chunk(ring: Ring, chunk: int) -> int:
     cache, prompt, new = module.new_cache(), tokens(50, 1), tokens(chunk, 2)
     module.decode(*prompt, cache)
     with mock.patch.object(MathKernel, "forward", autospec=True, side_effect=MathKernel.forward) as forward:
-        out = module.decode(*new, cache)
-    assert_equal(out, last_rows(joined(prompt, new), chunk, pattern))
+        check_step(module, cache, new, prompt)
     return forward.call_count
 
 
@@ -333,17 +326,14 @@ def test_truncation_of_forgotten_tokens() -> None:
     module.decode(*draft, cache)
     for tokens_left in (3, 0):  # of the last step
         cache.truncate(90 + tokens_left)
-        checked = copy.copy(cache)
-        out = module.decode(*new, checked)
-        kept = joined(prompt, [tensor[:, :tokens_left] for tensor in draft], new)
-        assert_equal(out, last_rows(kept, 4, pattern))
+        check_step(module, copy.copy(cache), new, prompt, first(tokens_left, draft))
     for seq_len in (1, 80, 89):
         with pytest.raises(ValueError, match="has forgotten; truncate to at least 90, or to 0 and begin again"):
             cache.truncate(seq_len)
     assert cache.seq_len == 90
     cache.truncate(0)
     module.prefill(*draft, cache)
-    assert_equal(module.decode(*new, cache), last_rows(joined(draft, new), 4, pattern))
+    check_step(module, cache, new, draft)
 
 
 def test_truncation_to_the_end_of_a_forgotten_segment() -> None:
@@ -357,8 +347,7 @@ def test_truncation_to_the_end_of_a_forgotten_segment() -> None:
     cache.truncate(24)
     with pytest.raises(ValueError, match=r"seq_len = 20: .* before position 24, .* at least 24, or to 0"):
         cache.truncate(20)
-    out = module.decode(*new, cache)
-    assert_equal(out, last_rows(joined([tensor[:, :24] for tensor in sequence], new), 3, pattern))
+    check_step(module, cache, new, first(24, sequence))
 
 
 def test_a_batch_that_is_selected_after_tokens_are_forgotten() -> None:
@@ -400,65 +389,61 @@ def test_a_prompt_after_truncation_fits_the_memory(prompt: list[Tensor], message
         module.prefill(*prompt, cache)
     assert cache.seq_len == 0
     module.prefill(*tokens(6, 1), cache)
-    out = module.decode(*tokens(1, 2), cache)
-    assert_equal(out, last_rows(joined(tokens(6, 1), tokens(1, 2)), 1))
+    check_step(module, cache, tokens(1, 2), tokens(6, 1))
 
 
-def early_here() -> None:
+def check_early_edits(ring: Ring) -> None:
     """A batch is reordered, and inference mode ends, when rank 1 holds no row yet."""
-    module, cache = attending(ring_of(NATIVE, TWO))
-    first, second = tokens(1, 1), tokens(1, 2)
+    module, cache = attending(ring)
     with torch.inference_mode():
-        module.decode(*first, cache)
+        module.decode(*tokens(1, 1), cache)
     cache.select_batch(torch.tensor([1, 0]))
-    out = module.decode(*second, cache)
-    whole = joined([tensor[[1, 0]] for tensor in first], second)
-    assert_equal(out, last_rows(whole, 1))
+    check_step(module, cache, tokens(1, 2), [tensor[[1, 0]] for tensor in tokens(1, 1)])
 
 
 def test_ranks_without_rows(pair: World) -> None:
-    pair.run(early_here)
+    pair.run(on_ring, check_early_edits)
 
 
-def test_invalid_arguments() -> None:
-    module = native.RingDilatedAttention(**PATTERN, dropout_p=0.1)
-    cache = module.new_cache()
-    with pytest.raises(ValueError, match=r"dropout_p = 0.1: decoding has no dropout; call eval\(\)"):
-        module.decode(*tokens(1), cache)
-    module.eval()
+INVALID: dict[str, Callable[[Any, Any], Any]] = {
+    r"ValueError: cache has 4 tokens: prefill\(\) begins a sequence": lambda m, c: m.prefill(*tokens(4), c),
+    "ValueError: seq_len = 4: the cache has max_len = 3": lambda m, c: m.prefill(*tokens(4), m.new_cache(max_len=3)),
+    r"TypeError: query = \[1\]: expected a torch\.Tensor": lambda m, c: m.prefill([1], *tokens(4)[1:], m.new_cache()),
+    "ValueError: query has no tokens": lambda m, c: m.decode(*tokens(0), c),
+    "ValueError: key has batch = 3, but the cache has 2": lambda m, c: m.decode(*tokens(1, batch=3), c),
+    "ValueError: key has dtype = torch.float32, but the cache has torch.float64": (
+        lambda m, c: m.decode(*tokens(1, dtype=torch.float32), c)
+    ),
+    "ValueError: key has key/value heads = 4, but the cache has 2": (
+        lambda m, c: m.decode(tokens(1)[0], *(x.repeat(1, 1, 2, 1) for x in tokens(1)[1:]), c)
+    ),
+    r"ValueError: dropout_p = 0.1: decoding has no dropout; call eval\(\)": (
+        lambda m, c: native.RingDilatedAttention(**PATTERN, dropout_p=0.1, ring=m.ring).decode(*tokens(1), c)
+    ),
+    "ValueError: cache was made for a contiguous ring of 1, but this module is on a": (
+        lambda m, c: m.decode(*tokens(1), attending(Ring())[1])
+    ),
+    r"ValueError: cache was made for .*window_lengths=\(16,\)\), and this module has Dilated": (
+        lambda m, c: m.decode(*tokens(1), attending(m.ring, WINDOWS[0])[1])
+    ),
+    "TypeError: cache = list": lambda m, c: m.decode(*tokens(1), []),
+    "ValueError: seq_len = 5: the cache has 4 tokens": lambda m, c: c.truncate(5),
+    "ValueError: indices = .*2.*: expected at least one number from 0 to 1": lambda m, c: c.select_batch(
+        torch.tensor([2])
+    ),
+    r"TypeError: indices = \[0\]: expected a tensor": lambda m, c: c.select_batch([0]),
+    "ValueError: cache has seq_len = 0: there is no batch": lambda m, c: m.new_cache().select_batch(torch.tensor([0])),
+    "ValueError: max_len = 0": lambda m, c: m.new_cache(max_len=0),
+}
+
+
+@pytest.mark.parametrize("message", INVALID)
+def test_invalid_arguments(message: str) -> None:
+    module, cache = attending()
     module.prefill(*tokens(4), cache)
-    with pytest.raises(ValueError, match=r"cache has 4 tokens: prefill\(\) begins a sequence"):
-        module.prefill(*tokens(4), cache)
-    with pytest.raises(ValueError, match="key has batch = 3, but the cache has 2"):
-        module.decode(*tokens(1, batch=3), cache)
-    with pytest.raises(ValueError, match=r"key has dtype = torch.float32, but the cache has torch.float64"):
-        module.decode(*tokens(1, dtype=torch.float32), cache)
-    query, key, value = tokens(1)
-    with pytest.raises(ValueError, match="key has key/value heads = 4, but the cache has 2"):
-        module.decode(query, key.repeat(1, 1, 2, 1), value.repeat(1, 1, 2, 1), cache)
-    with pytest.raises(ValueError, match="query has no tokens"):
-        module.decode(*tokens(0), cache)
-    with pytest.raises(ValueError, match="cache was made for a contiguous ring of 1, but this module is on a"):
-        module.decode(*tokens(1), native.RingDilatedAttention(**PATTERN, ring=Ring()).new_cache())
-    others = native.RingDilatedAttention(**WINDOWS[0], ring=module.ring).new_cache()
-    with pytest.raises(ValueError, match=r"cache was made for .*window_lengths=\(16,\)\), and this module has Dilated"):
-        module.decode(*tokens(1), others)
-    with pytest.raises(TypeError, match="cache = list"):
-        module.decode(*tokens(1), [])
-    with pytest.raises(ValueError, match="seq_len = 5: the cache has 4 tokens"):
-        cache.truncate(5)
-    with pytest.raises(ValueError, match=r"indices = .*2.*: expected at least one number from 0 to 1"):
-        cache.select_batch(torch.tensor([2]))
-    with pytest.raises(ValueError, match="seq_len = 4: the cache has max_len = 3"):
-        module.prefill(*tokens(4), module.new_cache(max_len=3))
-    with pytest.raises(TypeError, match=r"indices = \[0\]: expected a tensor"):
-        cache.select_batch([0])
-    with pytest.raises(TypeError, match=r"query = \[1\]: expected a torch\.Tensor"):
-        module.prefill([1], *tokens(4)[1:], module.new_cache(max_len=3))
-    with pytest.raises(ValueError, match="cache has seq_len = 0: there is no batch yet"):
-        module.new_cache().select_batch(torch.tensor([0]))
-    with pytest.raises(ValueError, match="max_len = 0"):
-        module.new_cache(max_len=0)
+    with pytest.raises((TypeError, ValueError)) as raised:
+        INVALID[message](module, cache)
+    assert re.match(message, f"{raised.typename}: {raised.value}")
 
 
 def after_steps(number: int) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ from unittest import mock
 
 import pytest
 import torch
+from kernel_cases import each_gpu_kernel, skip_if_refused
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -28,8 +29,7 @@ from ring_backends.engine.decoding import check_step
 from ring_backends.engine.forward import forward
 from ring_backends.engine.hops import Hops
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.kernels import kernels
-from ring_backends.kernels.base import KernelInputs
+from ring_backends.kernels import KernelInputs
 from ring_backends.kernels.constants import constant
 from ring_backends.ring.ring import Ring, Traffic
 from ring_backends.ring.transfer import Transfer
@@ -88,37 +88,39 @@ def run(call: AttentionCall, inputs: AttentionInputs, hops: Hops | None) -> tupl
     return backward(call, inputs, out, lse, torch.empty_like(out), hops)
 
 
+def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return torch.tanh(score) - head * (q_idx - kv_idx)
+
+
+NEEDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "key mask": {"has_key_mask": True},
+    "documents": {"has_documents": True},
+    "dropout": {"has_dropout": True},
+    "zero keys": {},
+    "score_mod": {"score_mod": score_mod},
+}
+
+
 @pytest.mark.parametrize("ring_size", matrix_but(4, of=(1, 4)))
-@pytest.mark.parametrize("option", ["plain", "key mask", "documents", "dropout", "zero keys", "score_mod"])
-@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
+@pytest.mark.parametrize("option", NEEDS)
+@each_gpu_kernel
 def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
-    named = {"has_key_mask": "key mask", "has_documents": "documents", "has_dropout": "dropout"}
-    flags: dict[str, Any] = {name: option == which for name, which in named.items()}
-
-    def score_mod(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        return torch.tanh(score) - head * (q_idx - kv_idx)
-
-    needs = KernelInputs(
-        torch.device("meta"), dtype, 16, **flags, score_mod=score_mod if option == "score_mod" else None
-    )
-    if kernel.not_supported_reasons(needs):
-        pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
+    skip_if_refused(kernel, KernelInputs(torch.device("meta"), dtype, 16, **NEEDS[option]))
     pattern = DilatedPattern([64, 300], [1, 3], padding="zeros" if option == "zero keys" else "masked")
     ring = Ring(size=ring_size, ranks=tuple(range(ring_size)), layout_kind="zigzag")
     with refuse_copies():
         inputs = inputs_on_gpu(ring_size, dtype)
         marks = inputs.query.shape[:2]
-        if option == "key mask":
-            inputs = replace(inputs, key_padding_mask=torch.empty(marks, dtype=torch.bool, device="meta"))
-        if option == "documents":
-            inputs = replace(inputs, document_ids=torch.empty(marks, dtype=torch.int64, device="meta"))
-        if option == "dropout":
-            inputs = replace(inputs, dropout_p=0.1, dropout_seed=torch.zeros(1, dtype=torch.int64, device="cpu"))
-        if option == "score_mod":
-            inputs = replace(inputs, score_mod=score_mod)
-        if option == "zero keys":
-            inputs = replace(inputs, is_causal=False)
+        options: dict[str, dict[str, Any]] = {
+            "key mask": {"key_padding_mask": torch.empty(marks, dtype=torch.bool, device="meta")},
+            "documents": {"document_ids": torch.empty(marks, dtype=torch.int64, device="meta")},
+            "dropout": {"dropout_p": 0.1, "dropout_seed": torch.zeros(1, dtype=torch.int64, device="cpu")},
+            "score_mod": {"score_mod": score_mod},
+            "zero keys": {"is_causal": False},
+        }
+        inputs = replace(inputs, **options.get(option, {}))
         with mock.patch("ring_backends.engine.call.select_kernel", return_value=kernel):
             inputs, call = check_call(inputs, pattern, ring, None, kernel.name)
         grads = run(call, inputs, None if ring_size == 1 else no_hops())
@@ -126,12 +128,10 @@ def test_no_call_makes_the_host_wait(kernel: Any, option: str, ring_size: int) -
 
 
 @pytest.mark.parametrize("has_mask", [False, True])
-@pytest.mark.parametrize("kernel", [kernel for kernel in kernels() if "cpu" not in kernel.name], ids=lambda x: x.name)
+@each_gpu_kernel
 def test_no_step_of_decoding_makes_the_host_wait(kernel: Any, has_mask: bool) -> None:
     dtype = torch.float32 if torch.float16 not in kernel.dtypes else torch.float16
-    needs = KernelInputs(torch.device("meta"), dtype, 16, has_key_mask=has_mask, needs_grad=False)
-    if kernel.not_supported_reasons(needs):
-        pytest.skip("; ".join(kernel.not_supported_reasons(needs)))
+    skip_if_refused(kernel, KernelInputs(torch.device("meta"), dtype, 16, has_key_mask=has_mask, needs_grad=False))
     # With rate 2, heads 0, 2, 4, ... of the first offset have the key/value heads 0, 0, 1, 2, 2, 3.
     pattern = DilatedPattern([64, 300], [1, 2], window_lengths=[None, 2])
     cache = KeyValueCache(Ring(ranks=(0,)), pattern)
