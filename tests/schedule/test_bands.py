@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from kernel_cases import outside_of
 from torch import Tensor
 
 from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band, Part, cut_band, trimmed
@@ -17,14 +18,8 @@ RANDOM = settings(max_examples=600, deadline=None, derandomize=True, database=No
 
 
 def shown(num_queries: int, num_keys: int, band: Band | None) -> Tensor:
-    """bool [queries, keys]: whether each query sees each key, from the definition."""
-    distance = torch.arange(num_queries)[:, None] - torch.arange(num_keys)
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if band is not None and band.below is not None:
-        seen &= distance <= band.below
-    if band is not None and band.above is not None:
-        seen &= -distance <= band.above
-    return seen
+    """bool [queries, keys]: whether each query sees each key."""
+    return ~outside_of(band or Band(), num_queries, num_keys)
 
 
 def parts_of(num_queries: int, num_keys: int, band: Band, max_rows: int) -> Iterator[Part]:
