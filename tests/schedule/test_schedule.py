@@ -182,6 +182,14 @@ def check_openings(schedule: RingSchedule) -> None:
                 assert seen.all() or not block.roles.is_opened
 
 
+def check_plans(schedule: RingSchedule, case: AttentionCase) -> None:
+    check_symmetry(schedule)
+    check_forwarding(schedule)
+    check_bytes(schedule)
+    check_completeness(schedule, case)
+    check_openings(schedule)
+
+
 def check_bytes(schedule: RingSchedule) -> None:
     """Check that the computed totals equal the sums over the steps of all ranks."""
     for plan in plans_of(schedule):
@@ -219,13 +227,8 @@ def test_every_visible_pair_is_computed_exactly_once(
 @settings(max_examples=10, deadline=None)
 @given(case=CASES, ring_size=st.integers(1, 8), layout=LAYOUTS)
 def test_fine_cuts_change_only_the_number_of_hops(part: int, case: AttentionCase, ring_size: int, layout: str) -> None:
-    schedule = case.schedule(ring_size, layout)
     with fine_cuts():
-        check_symmetry(schedule)
-        check_forwarding(schedule)
-        check_bytes(schedule)
-        check_completeness(schedule, case)
-        check_openings(schedule)
+        check_plans(case.schedule(ring_size, layout), case)
 
 
 @in_parts(5)
@@ -236,15 +239,9 @@ def test_spread_branches(part: int, case: AttentionCase, ring_size: int, layout:
     with every_branch_spread(message_cost):
         schedule = case.schedule(ring_size, layout)
         assert schedule.travel(itemsize=4, backward=True).num_steps == 0
-        check_symmetry(schedule)
-        check_forwarding(schedule)
-        check_bytes(schedule)
-        check_completeness(schedule, case)
-        check_openings(schedule)
+        check_plans(schedule, case)
         with fine_cuts():
-            check_symmetry(schedule)
-            check_completeness(schedule, case)
-            check_openings(schedule)
+            check_plans(schedule, case)
 
 
 @in_parts(5)
@@ -269,9 +266,7 @@ def test_only_needed_rows_travel(part: int, case: AttentionCase, ring_size: int,
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) -> None:
-    schedule = RingSchedule(
-        DilatedPattern((8, 16), (1, 2)), SequenceLayout(256, 8, layout), num_heads=4, is_causal=is_causal
-    )
+    schedule = AttentionCase(256, (8, 16), (1, 2), num_heads=4, num_kv_heads=4, is_causal=is_causal).schedule(8, layout)
     assert schedule.travel(itemsize=4).num_steps == schedule.travel(itemsize=4).num_spread_hops == 0
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
@@ -341,12 +336,8 @@ def test_causal_chunks_stop_where_no_later_rank_needs_them() -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_forwarded_rows_are_not_copied_if_segments_nest(layout: str, is_causal: bool) -> None:
-    schedule = RingSchedule(
-        DilatedPattern((16, 32, 64, 128), (1, 2, 2, 4)),
-        SequenceLayout(128, 16, layout),
-        num_heads=4,
-        is_causal=is_causal,
-    )
+    case = AttentionCase(128, (16, 32, 64, 128), (1, 2, 2, 4), num_heads=4, num_kv_heads=4, is_causal=is_causal)
+    schedule = case.schedule(16, layout)
     row_format = RowFormat(1, 4, 4, torch.float32)
     for plan in plans_of(schedule):
         arrived = WireBuffer.of(row_format, (), torch.device("cpu"))
@@ -375,7 +366,8 @@ def test_communication_buffers_are_a_twentieth_of_the_tensors() -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_every_thread_gets_a_head_or_a_segment_of_a_tile(batch: int, backward: bool) -> None:
     """The kernel on the CPU divides heads and segments among threads, but not always the rows of one head."""
-    schedule = schedule_of_branches((8192, 16384), (1, 2), seq_len=16384, num_heads=4)
+    case = AttentionCase(16384, (8192, 16384), (1, 2), num_heads=4, num_kv_heads=4, is_causal=True)
+    schedule = case.schedule(1)
     sizes = {**SIZES, "batch": batch, "backward": backward, "tile_bytes": batch * 8192 * 4 * 4}
 
     def shapes(threads: int) -> set[tuple[int, int, int]]:
@@ -390,7 +382,7 @@ def test_every_thread_gets_a_head_or_a_segment_of_a_tile(batch: int, backward: b
 
 
 def test_backward_tiles_have_few_heads() -> None:
-    schedule = schedule_of_branches((1024,), (1,), seq_len=16384, num_heads=4)
+    schedule = AttentionCase(16384, (1024,), (1,), num_heads=4, num_kv_heads=4, is_causal=True).schedule(1)
     for backward, expected in ((False, (1, 4)), (True, (4, 1))):
         plan = rank_plan(schedule, 0, **SIZES, backward=backward, tile_bytes=4096 * 4 * 4)
         queries = [tile.queries for step in steps_of(plan) for tile in step.tiles]
@@ -409,16 +401,8 @@ def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> N
                 assert tile.parcels == before.parcels or tile.queries == before.queries
 
 
-def schedule_of_branches(
-    lengths: tuple[int, ...], rates: tuple[int, ...], *, seq_len: int, num_heads: int
-) -> RingSchedule:
-    return RingSchedule(DilatedPattern(lengths, rates), SequenceLayout(seq_len, 1), num_heads, is_causal=True)
-
-
 def test_the_description_has_tables_of_branches_and_ranks() -> None:
-    schedule = RingSchedule(
-        DilatedPattern((2048, 65536), (1, 16)), SequenceLayout(65536, 4), num_heads=8, is_causal=True
-    )
+    schedule = AttentionCase(65536, (2048, 65536), (1, 16), num_heads=8, num_kv_heads=8, is_causal=True).schedule(4)
     text = schedule.describe(batch=1, head_dim=64, itemsize=2)
     assert "65,536 tokens, contiguous, ring of 4" in text
     for heading in ("segment length", "dilation rate", "sent forward", "sent backward", "GFLOP forward"):
