@@ -6,16 +6,17 @@ so the difference is what `parallelize` adds for each block and for each step.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from options import Json, Repeats, Shrink
-from report import Row, ratios, report
+import typer
+from calls import in_turns
+from options import Repeats, Shrink
+from report import Row, compared
 from torch import Tensor, nn
 
 from ring_backends.registry import load_adapter
@@ -28,17 +29,17 @@ FRAMEWORKS = {"fsdp": "fully_shard", "deepspeed": "ZeRO 3"}
 _ZERO = {"stage": 3, "reduce_bucket_size": 1_000_000, "stage3_prefetch_bucket_size": 100_000, "sub_group_size": 10**6}
 
 
-def blocks_command(repeats: Repeats = 31, shrink: Shrink = 1, json: Json = None) -> None:
+def blocks(
+    repeats: Repeats = 31,
+    shrink: Shrink = 1,
+    frameworks: Annotated[str, typer.Option(help="Adapters of the frameworks.")] = ",".join(FRAMEWORKS),
+) -> list[Row]:
     """Measure forwards and steps of 16 small blocks on two ranks, relative to the framework without `parallelize`.
 
     A forward has 2,048 tokens. The frameworks are FSDP2 and DeepSpeed's ZeRO 3.
     """
-    report("blocks", {"repeats": repeats, "shrink": shrink}, blocks(repeats, shrink), json)
-
-
-def blocks(repeats: int, shrink: int, frameworks: Sequence[str] = tuple(FRAMEWORKS)) -> list[Row]:
     rows = []
-    for name in frameworks:
+    for name in frameworks.split(","):
         with World(2, call_timeout=3600.0) as world:
             of_ranks = world.run(measure, name, TOKENS // shrink, repeats)
         for part in ("forward", "step"):
@@ -46,16 +47,8 @@ def blocks(repeats: int, shrink: int, frameworks: Sequence[str] = tuple(FRAMEWOR
             ours, alone = (
                 [max(call) for call in zip(*(r[part][who] for r in of_ranks), strict=True)] for who in (0, 1)
             )
-            rows.append(
-                {
-                    "framework": FRAMEWORKS[name],
-                    "part": part,
-                    "seconds": statistics.median(ours),
-                    "framework_alone": statistics.median(alone),
-                    **ratios(ours, alone),
-                    "calls": {"ours": ours, "framework alone": alone},
-                }
-            )
+            times = compared(seconds=ours, framework_alone=alone)
+            rows.append({"framework": FRAMEWORKS[name], "part": part, **times})
     return rows
 
 
@@ -90,24 +83,16 @@ class Contestant:
         self.finish_step(self.model(x).square().sum())
 
 
-def measure(framework: str, tokens: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
+def measure(framework: str, tokens: int, repeats: int) -> dict[str, list[list[float]]]:
     """The seconds of each forward and step on this rank, of ours and of the framework alone, which take turns."""
     adapter = load_adapter(framework)
     ring = adapter.initialize()
     x = torch.randn(1, tokens // ring.size, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
     contestants = _ours(framework, adapter, ring, tokens), _alone(framework, adapter, ring, tokens)
-    found = {}
-    for part in ("step", "forward"):
-        calls: tuple[list[float], list[float]] = [], []
-        for repeat in range(3 + repeats):
-            for contestant, seconds in zip(contestants, calls, strict=True):
-                dist.barrier()
-                started = time.perf_counter()
-                getattr(contestant, part)(x)
-                if repeat >= 3:  # the others are a warm-up
-                    seconds.append(time.perf_counter() - started)
-        found[part] = calls
-    return found
+    return {
+        part: in_turns([partial(getattr(contestant, part), x) for contestant in contestants], repeats, warm_up=3)
+        for part in ("step", "forward")
+    }
 
 
 def _model(adapter: Any, ring: Ring, tokens: int) -> nn.Module:

@@ -6,7 +6,6 @@ and the same call on one rank. `latency` delays every hop of a ring of 8, as a s
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +16,8 @@ import by_hand
 import torch
 import torch.distributed as dist
 import typer
-from options import Json, Repeats
-from report import Row, ratios, report
+from options import Repeats
+from report import Row, compared
 from torch import Tensor
 
 from ring_backends.adapters import native
@@ -34,42 +33,25 @@ SPARSE = ((256, 4096, 131072), (1, 8, 64))
 """The segment lengths and dilation rates that `train` chooses for 131,072 tokens."""
 
 
-def tiny_calls_command(repeats: Repeats = 11, json: Json = None) -> None:
-    """Measure calls of 64 tokens: two branches on one device, and one branch on two ranks."""
-    report("tiny calls", {"repeats": repeats}, [*one_device(repeats), *ring_of_two(repeats)], json)
+def tiny_calls(repeats: Repeats = 11) -> list[Row]:
+    """Measure calls of 64 tokens: two branches on one device, and one branch on two ranks.
 
-
-def one_device(repeats: int) -> list[Row]:
-    """Calls with two branches, relative to the same by hand."""
+    The forward on two ranks is relative to a bare hop and the same call on one rank. On two cores, threads of gloo wait
+    for a core while a rank computes. A hop therefore takes longer in a loop that also computes than in a loop of its
+    own. The sums are measured in both ways.
+    """
     with World(1, call_timeout=3600.0) as world:
         found = world.run(measure_one_device, repeats)[0]
-    return [_row(f"one device, {direction}", ours, "by hand", hand) for direction, (ours, hand) in found.items()]
-
-
-def ring_of_two(repeats: int) -> list[Row]:
-    """A forward of one branch on two ranks, relative to a bare hop and the same call on one rank.
-
-    On two cores, threads of gloo wait for a core while a rank computes. A hop therefore takes longer in a loop that
-    also computes than in a loop of its own. The sums are measured in both ways.
-    """
+    rows = [_row(f"one device, {direction}", ours, "by hand", hand) for direction, (ours, hand) in found.items()]
     with World(2, call_timeout=3600.0) as world:
         ours, hop, alone, both = world.run(measure_ring, repeats)[0]
-    apart = [sum(pair) for pair in zip(hop, alone, strict=True)]
-    return [
-        _row("ring of two, forward", ours, "hop + one rank, apart", apart),
-        _row("ring of two, forward", ours, "hop + one rank, in one loop", both),
-    ]
+    sums = {"apart": [sum(pair) for pair in zip(hop, alone, strict=True)], "in one loop": both}
+    return rows + [_row("ring of two, forward", ours, f"hop + one rank, {how}", x) for how, x in sums.items()]
 
 
 def _row(call: str, ours: Sequence[float], other: str, others: Sequence[float]) -> Row:
-    return {
-        "call": call,
-        "us": statistics.median(ours) * 1e6,
-        "relative_to": other,
-        "its_us": statistics.median(others) * 1e6,
-        **ratios(ours, others),
-        "calls": {"ours": ours, other: others},
-    }
+    times = compared(us=[1e6 * seconds for seconds in ours], its_us=[1e6 * seconds for seconds in others])
+    return {"call": call, "relative_to": other, **times}
 
 
 def measure_one_device(repeats: int) -> dict[str, list[list[float]]]:
@@ -82,20 +64,18 @@ def measure_one_device(repeats: int) -> dict[str, list[list[float]]]:
     def both(attend: Callable[..., Tensor]) -> Callable[[], Any]:
         return lambda: torch.autograd.grad(attend(*leaves), leaves, grad_out)
 
-    def ours(*tensors: Tensor) -> Tensor:
-        out: Tensor = attention(*tensors, is_causal=True)
-        return out
+    def ours(*tensors: Tensor) -> Any:
+        return attention(*tensors, is_causal=True)
 
-    def hand(*tensors: Tensor) -> Tensor:
-        out: Tensor = by_hand.TwoBranches.apply(*tensors, TOKENS // RATE)  # type: ignore[no-untyped-call]
-        return out
+    def hand(*tensors: Tensor) -> Any:
+        return by_hand.TwoBranches.apply(*tensors, TOKENS // RATE)  # type: ignore[no-untyped-call]
 
     torch.testing.assert_close(ours(query, key, value), hand(query, key, value))
     contestants = {
         "forward": (lambda: ours(query, key, value), lambda: by_hand.attend(query, key, value, TOKENS // RATE)),
         "forward and backward": (both(ours), both(hand)),
     }
-    return {name: _in_turns(calls, repeats) for name, calls in contestants.items()}
+    return {name: in_turns(calls, repeats, at_once=CALLS_AT_ONCE) for name, calls in contestants.items()}
 
 
 def measure_ring(repeats: int) -> list[list[float]]:
@@ -118,40 +98,37 @@ def measure_ring(repeats: int) -> list[list[float]]:
         hop()
         alone(query, key, value)
 
-    return _in_turns((lambda: attention(*local), hop, lambda: alone(query, key, value), hop_and_call), repeats)
+    calls = (lambda: attention(*local), hop, lambda: alone(query, key, value), hop_and_call)
+    return in_turns(calls, repeats, at_once=CALLS_AT_ONCE)
 
 
-def _in_turns(calls: Sequence[Callable[[], Any]], repeats: int) -> list[list[float]]:
-    """Seconds per call of each, which take turns. The first turn is a warm-up."""
+def in_turns(
+    calls: Sequence[Callable[[], Any]], repeats: int, *, warm_up: int = 1, at_once: int = 1
+) -> list[list[float]]:
+    """Seconds per call of each, which take turns. All ranks begin a turn of ``at_once`` calls together."""
     seconds: list[list[float]] = [[] for _ in calls]
-    for _ in range(1 + repeats):
+    for _ in range(warm_up + repeats):
         for call, of_call in zip(calls, seconds, strict=True):
             if dist.is_initialized():
                 dist.barrier()
             started = time.perf_counter()
-            for _ in range(CALLS_AT_ONCE):
+            for _ in range(at_once):
                 call()
-            of_call.append((time.perf_counter() - started) / CALLS_AT_ONCE)
-    return [of_call[1:] for of_call in seconds]
+            of_call.append((time.perf_counter() - started) / at_once)
+    return [of_call[warm_up:] for of_call in seconds]
 
 
-def latency_command(
+def latency(
     milliseconds: Annotated[float, typer.Option(help="Latency of a hop.")] = 2.0,
     tokens: Annotated[int, typer.Option(help="Length of the sequence.")] = 131072,
     repeats: Repeats = 5,
-    json: Json = None,
-) -> None:
+) -> list[Row]:
     """Measure forward and backward of a sparse pattern on 8 ranks whose hops have a latency.
 
     The rows of the last branch are spread in few hops, or go around. Both take turns.
     """
-    options = {"milliseconds": milliseconds, "tokens": tokens, "repeats": repeats}
-    report("latency", options, latency(milliseconds / 1e3, tokens, repeats), json)
-
-
-def latency(seconds: float, tokens: int, repeats: int) -> list[Row]:
     with World(8, call_timeout=3600.0) as world:
-        by_rank = world.run(measure_latency, seconds, tokens, repeats)
+        by_rank = world.run(measure_latency, milliseconds / 1e3, tokens, repeats)
     rows = []
     for direction in ("forward", "backward"):
         ways = {

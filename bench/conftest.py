@@ -32,32 +32,19 @@ def _words(text: str) -> list[str]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("ring", "benchmarks of ring attention")
-    group.addoption(
-        "--seq-lens",
-        type=_integers,
-        help="sequence lengths, for example 2048,4096; default: the powers of two from 2,048 to 65,536",
-    )
-    group.addoption("--ring-sizes", type=_integers, help="ring sizes, for example 2,4; default: 1,2,4")
-    group.addoption("--dtypes", type=_words, help="dtypes from fp32, bf16, fp16 and fp64; default: fp32,bf16")
-    group.addoption(
-        "--contestants", type=_words, help="contestants to run, for example 'native,dense ring'; default: all"
-    )
-    group.addoption("--layout", choices=["contiguous", "zigzag"], default="contiguous")
-    group.addoption("--device", choices=["cpu", "cuda"], default="cpu")
-    group.addoption("--rounds", type=int, default=7, help="timed calls per case, after a warm-up call")
-    group.addoption(
-        "--budget",
-        type=float,
-        default=60.0,
-        help="seconds per case; if one call takes longer, the case has only this call, without warm-up",
-    )
-    group.addoption("--no-memory", action="store_true", help="do not measure memory; measuring it starts new ranks")
-    group.addoption(
-        "--smoke",
-        action="store_true",
-        help="check with tiny sizes that the benchmarks run; takes seconds, and the times mean nothing",
-    )
+    option = parser.getgroup("ring", "benchmarks of ring attention").addoption
+    option("--seq-lens", type=_integers, help="sequence lengths; default: the powers of two from 2,048 to 65,536")
+    option("--ring-sizes", type=_integers, help="ring sizes, for example 2,4; default: 1,2,4")
+    option("--dtypes", type=_words, help="dtypes from fp32, bf16, fp16 and fp64; default: fp32,bf16")
+    option("--contestants", type=_words, help="contestants to run, for example 'native,dense ring'; default: all")
+    option("--layout", choices=["contiguous", "zigzag"], default="contiguous")
+    option("--device", choices=["cpu", "cuda"], default="cpu")
+    option("--rounds", type=int, default=7, help="timed calls per case, after a warm-up call")
+    budget = "seconds per case; if one call takes longer, the case has only this call, without warm-up"
+    option("--budget", type=float, default=60.0, help=budget)
+    option("--no-memory", action="store_true", help="do not measure memory; measuring it starts new ranks")
+    smoke = "check with tiny sizes that the benchmarks run; takes seconds, and the times mean nothing"
+    option("--smoke", action="store_true", help=smoke)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -77,9 +64,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize a benchmark. The last parameter changes fastest, so both directions share a case's inputs."""
     option = metafunc.config.option
-    contestants = getattr(metafunc.module, "CONTESTANTS", None)
-    if contestants is None:  # the module has no contestants
-        return
+    contestants = getattr(metafunc.module, "CONTESTANTS", ())
     values: dict[str, list[Any]] = {
         "contestant": [name for name in contestants if option.contestants is None or name in option.contestants],
         "ring_size": option.ring_sizes,
@@ -88,7 +73,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "direction": ["forward", "backward"],
     }
     for name, parameters in values.items():
-        if name in metafunc.fixturenames:
+        if contestants and name in metafunc.fixturenames:
             metafunc.parametrize(name, parameters)
 
 

@@ -6,10 +6,12 @@ the whole sequence. It shows the cost without dilation.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,8 +34,6 @@ from ring_backends.ring.ring import Ring
 from ring_backends.ring.transfer import Transfer
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-_BRANCHES = ("segment_lengths", "dilation_rates", "window_lengths")
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,10 @@ def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
 
 
 def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
-    lengths, rates, windows = (getattr(case.pattern, name) for name in _BRANCHES)
-    score_mod = _score_mod(case)
+    pattern, score_mod = dataclasses.asdict(case.pattern), _score_mod(case)
     sharded: dict[str, Any] = {"is_causal": case.causal, "seq_len": case.seq_len}
     if case.contestant == ONE_DEVICE:
-        options: dict[str, Any] = {"is_causal": case.causal, "window_lengths": windows, "score_mod": score_mod}
-        return lambda q, k, v: dilated_attention(q, k, v, lengths, rates, **options), None
+        return partial(dilated_attention, **pattern, is_causal=case.causal, score_mod=score_mod), None
     if case.contestant == SDPA:
         return _sdpa(case.causal), None
     if case.contestant == MASKED_SDPA:
@@ -99,15 +97,14 @@ def _attend(case: Case, ring: Ring) -> tuple[Attend, Any]:
     if case.contestant == FLEX:
         return _flex(case), None
     if case.contestant == ALL_GATHER:
-        return lambda q, k, v: all_gather_attention(q, k, v, case.pattern, ring, **sharded), None
+        return partial(all_gather_attention, pattern=case.pattern, ring=ring, **sharded), None
     if case.contestant == DENSE_RING:
-        return lambda q, k, v: dense_ring_attention(q, k, v, case.pattern, ring, **sharded), None
+        return partial(dense_ring_attention, pattern=case.pattern, ring=ring, **sharded), None
     if case.contestant == SYNCHRONOUS:
-        attention: Any = SynchronousRingDilatedAttention(lengths, rates, ring=ring, window_lengths=windows)
+        attention: Any = SynchronousRingDilatedAttention(**pattern, ring=ring)
     else:
-        backend = load_adapter(case.contestant)
-        attention = backend.RingDilatedAttention(lengths, rates, ring=ring, window_lengths=windows)
-    return lambda q, k, v: attention(q, k, v, **sharded, score_mod=score_mod), attention
+        attention = load_adapter(case.contestant).RingDilatedAttention(**pattern, ring=ring)
+    return partial(attention, **sharded, score_mod=score_mod), attention
 
 
 def _score_mod(case: Case) -> Any:
@@ -149,14 +146,8 @@ def _window_mask(case: Case) -> Tensor:
 
 def _flex(case: Case) -> Attend:
     """Compiled ``flex_attention`` with a block mask, which is made here. On CPUs, it has no backward."""
-    mask = create_block_mask(
-        lambda batch, head, query, key: _is_in_window(case, query, key),
-        1,
-        1,
-        case.seq_len,
-        case.seq_len,
-        device=case.device,
-    )
+    sizes = (1, 1, case.seq_len, case.seq_len)
+    mask = create_block_mask(lambda b, h, query, key: _is_in_window(case, query, key), *sizes, device=case.device)
     flex: Any = torch.compile(flex_attention)
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

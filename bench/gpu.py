@@ -33,6 +33,7 @@ PARTS: dict[str, Part] = {
     "syncs": gpu_parts.synchronizations,
     "blocks": gpu_blocks.block_sizes,
 }
+NEED_A_GPU = ("tests", "blocks")
 
 Device = Annotated[str, typer.Option(metavar="cuda|cpu", help="cpu: only to test the command, with --shrink.")]
 Minutes = Annotated[float, typer.Option(min=0, help="Cases that would begin later in a part are left out.")]
@@ -64,16 +65,16 @@ def main(
         write("modelled", {"constants": CONSTANTS}, rows, json)
 
 
-def _require(device: str) -> None:
+def _require(device: str, name: str = "") -> None:
     if device == "cuda" and not torch.cuda.is_available():
-        print(
-            "No CUDA device. `gpu.py --model` prints the modelled table; --device cpu --shrink 256 tests the command."
-        )
+        print("No CUDA device. `gpu.py --model` prints the modelled table; --device cpu --shrink 256 tests a command.")
         raise typer.Exit(1)
+    if device == "cpu" and name in NEED_A_GPU:
+        raise typer.BadParameter(f"--device: {name} needs a GPU; leave --device out.")
 
 
 def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, json: Path | None) -> None:
-    _require(device)
+    _require(device, name)
     options = {"device": device, "shrink": shrink, "repeats": repeats, "minutes": minutes}
     budget = Budget(minutes)
     rows: list[Row] = []
@@ -90,40 +91,16 @@ def _measure(name: str, device: str, shrink: int, repeats: int, minutes: float, 
         print(f"The {minutes:g} minutes of this part are over; later cases were left out.")
 
 
-def _add_part(name: str, repeats: Repeats, help: str) -> None:
-    @app.command(name, help=help)
+def _add_part(name: str, repeats: Repeats) -> None:
+    @app.command(name, help=PARTS[name].__doc__)
     def command(
         device: Device = "cuda", shrink: Shrink = 1, repeats: Repeats = repeats, minutes: Minutes = 9, json: Json = None
     ) -> None:
         _measure(name, device, shrink, repeats, minutes, json)
 
 
-_add_part(
-    "kernels",
-    7,
-    "Time each kernel alone: forward and backward, 256 to 32,768 rows, head_dim 64 and 128, two memory layouts.",
-)
-_add_part(
-    "one-device", 5, "Time `dilated_attention` relative to its bare kernel calls, with 131,072 and 1,048,576 tokens."
-)
-_add_part(
-    "rivals",
-    5,
-    "Time `dilated_attention` against flex_attention and against the method of LongNet, on the same pattern.",
-)
-_add_part("ring", 5, "Replay one rank of rings of 2 to 64: time per tile, share of time without a kernel, peak memory.")
-
-
-@app.command("syncs")
-def syncs_command(device: Device = "cuda", shrink: Shrink = 1, minutes: Minutes = 9, json: Json = None) -> None:
-    """Count how often a call makes the host wait for the GPU."""
-    _measure("syncs", device, shrink, 1, minutes, json)
-
-
-@app.command("blocks")
-def blocks_command(shrink: Shrink = 1, repeats: Repeats = 5, minutes: Minutes = 9, json: Json = None) -> None:
-    """Time the Triton kernels in blocks of several sizes. Most of the time goes to compiling them."""
-    _measure("blocks", "cuda", shrink, repeats, minutes, json)
+for name in PARTS:
+    _add_part(name, 7 if name == "kernels" else 5)
 
 
 @app.command("all")
@@ -146,7 +123,7 @@ def all_command(
     commands = {"tests": _tests_command(directory), **{name: _part_command(name, options, directory) for name in PARTS}}
     failed = []
     for name, command in commands.items():
-        if name in ("tests", "blocks") and device == "cpu":
+        if name in NEED_A_GPU and device == "cpu":
             print(f"{name}: left out, since they need a GPU")
             continue
         print(f"{name}: at most {minutes + 1:g} minutes", flush=True)
@@ -169,12 +146,9 @@ def _tests_command(directory: Path | None) -> list[str]:
 
 
 def _part_command(name: str, options: dict[str, object], directory: Path | None) -> list[str]:
-    """Run one part, with those of the options that it has."""
-    known = {parameter.name for parameter in typer.main.get_command(app).commands[name].params}
-    given = {option: value for option, value in options.items() if option in known}
     if directory is not None:
-        given["json"] = directory.absolute() / f"gpu-{name}.json"
-    return [sys.executable, __file__, name, *(f"--{option}={value}" for option, value in given.items())]
+        options = {**options, "json": directory.absolute() / f"gpu-{name}.json"}
+    return [sys.executable, __file__, name, *(f"--{option}={value}" for option, value in options.items())]
 
 
 if __name__ == "__main__":

@@ -16,19 +16,15 @@ from ring_backends.cost.machine import peak_memory_bytes, reset_peak_memory, syn
 OUT_OF_MEMORY = "out of memory"
 
 
-@dataclass
 class Budget:
     """The time that a part may take. Cases that would begin later are left out."""
 
-    minutes: float
-    started: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.started = time.monotonic()
+    def __init__(self, minutes: float) -> None:
+        self._end = time.monotonic() + 60 * minutes
 
     @property
     def is_spent(self) -> bool:
-        return time.monotonic() - self.started > 60 * self.minutes
+        return time.monotonic() > self._end
 
 
 @dataclass(frozen=True)

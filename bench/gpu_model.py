@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from case import Case
 from gpu_cases import GpuCase
 from gpu_counts import LaunchCounter, row_launches, triton_launches
 from gpu_replay import Replay, busiest_rank, no_pass
@@ -49,54 +48,8 @@ NOTES = (
 FLASH, AUTO, TRITON = "flash", "auto", "triton_dilated"
 
 
-@dataclass
-class Modelled:
-    """One pass of one call with one kernel.
-
-    Attributes:
-        launches, bytes: by operator.
-        wire_bytes: what this rank sends.
-    """
-
-    tiles: int
-    flops: int
-    flops_per_second: float
-    wire_bytes: int
-    launches: dict[str, int] = field(default_factory=dict)
-    bytes: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def num_launches(self) -> int:
-        return sum(self.launches.values())
-
-    @property
-    def kernel_seconds(self) -> float:
-        return self.flops / self.flops_per_second
-
-    @property
-    def other_bytes(self) -> int:
-        return sum(self.bytes.values())
-
-    @property
-    def other_seconds(self) -> float:
-        return self.other_bytes / BYTES_PER_SECOND
-
-    @property
-    def host_seconds(self) -> float:
-        return self.num_launches * LAUNCH_SECONDS
-
-    @property
-    def share(self) -> float:
-        return self.kernel_seconds / (self.kernel_seconds + self.other_seconds)
-
-    @property
-    def is_host_bound(self) -> bool:
-        return self.host_seconds > self.kernel_seconds + self.other_seconds
-
-
-def model(given: GpuCase, kernel: str) -> tuple[Modelled, Modelled]:
+def model(case: Case, kernel: str) -> tuple[Row, Row]:
     """Model the forward and the backward of the rank with most work."""
-    case = given.case
     counter = LaunchCounter()
 
     def ring_pass(outgoing: Any, incoming: Any, tag: int) -> Any:
@@ -109,13 +62,11 @@ def model(given: GpuCase, kernel: str) -> tuple[Modelled, Modelled]:
         gpu, layout = KernelInputs(torch.device("cuda"), torch.bfloat16, case.head_dim), replay.call.layout
         with mock.patch("ring_backends.engine.call.select_kernel", _select):
             _, in_place = kernels_of_call("auto", gpu, case.pattern, layout)
-        call = dataclasses.replace(replay.call, in_place=in_place)
-        replay = dataclasses.replace(replay, call=call)
+        replay = dataclasses.replace(replay, call=dataclasses.replace(replay.call, in_place=in_place))
     with row_launches(counter), triton_launches(counter):
         replay.backward(replay.forward())  # fills the caches of plans and tables
-        run = partial(_count, counter, replay)
-        out, forward = run(backward=False)
-        _, backward = run(out, backward=True)
+        out, forward = _modelled(counter, replay)
+        _, backward = _modelled(counter, replay, out)
     return forward, backward
 
 
@@ -127,59 +78,52 @@ def _select(name: str, inputs: KernelInputs) -> Kernel:
     return AtenCudaFlashKernel() if inputs.has_window and rows <= MAX_ROWS_OF_WINDOW else AtenCudaCudnnKernel()
 
 
-def _count(
-    counter: LaunchCounter, replay: Replay, out: Tensor | None = None, *, backward: bool
-) -> tuple[Any, Modelled]:
+def _modelled(counter: LaunchCounter, replay: Replay, out: Tensor | None = None) -> tuple[Any, Row]:
+    """Run the forward, or the backward of ``out``, and model its row."""
+    backward = out is not None
     counter.launches.clear()
     counter.bytes.clear()
     replay.ring.traffic.reset()
     with counter:
         result = replay.forward() if out is None else replay.backward(out)
+    launches, other_bytes = sum(counter.launches.values()), sum(counter.bytes.values())
     rate = BACKWARD_FLOPS_PER_SECOND if backward else FORWARD_FLOPS_PER_SECOND
-    tiles, flops = replay.num_tiles(backward=backward), replay.flops(backward=backward)
-    sent = replay.ring.traffic.bytes
-    return result, Modelled(tiles, flops, rate, sent, dict(counter.launches), dict(counter.bytes))
+    kernels_ms, other_ms = replay.flops(backward=backward) / rate * 1e3, other_bytes / BYTES_PER_SECOND * 1e3
+    host_ms = launches * LAUNCH_SECONDS * 1e3
+    return result, {
+        "pass": "backward" if backward else "forward",
+        "tiles": replay.num_tiles(backward=backward),
+        "launches": launches,
+        "kernels_ms": kernels_ms,
+        "other_GB": other_bytes / 1e9,
+        "other_ms": other_ms,
+        "kernels_share": kernels_ms / (kernels_ms + other_ms),
+        "host_ms": host_ms,
+        "host_bound": "yes" if host_ms > kernels_ms + other_ms else "no",
+        "sent_bytes": replay.ring.traffic.bytes,
+        "launches_by_operator": dict(counter.launches),
+        "bytes_by_operator": dict(counter.bytes),
+    }
 
 
 def modelled_rows(cases: Sequence[GpuCase]) -> list[Row]:
     """One row per call, kernel and direction."""
-    rows: list[Row] = []
-    for given in cases:
-        for kernel in (FLASH, AUTO, TRITON):
-            for direction, found in zip(("forward", "backward"), model(given, kernel), strict=True):
-                rows.append(
-                    {
-                        "call": given.name,
-                        "kernel": kernel,
-                        "pass": direction,
-                        "tiles": found.tiles,
-                        "launches": found.num_launches,
-                        "kernels_ms": found.kernel_seconds * 1e3,
-                        "other_GB": found.other_bytes / 1e9,
-                        "other_ms": found.other_seconds * 1e3,
-                        "kernels_share": found.share,
-                        "host_ms": found.host_seconds * 1e3,
-                        "host_bound": "yes" if found.is_host_bound else "no",
-                        "sent_bytes": found.wire_bytes,
-                        "targets": "; ".join(_targets(given, found, direction == "backward")),
-                        "launches_by_operator": found.launches,
-                        "bytes_by_operator": found.bytes,
-                    }
-                )
-    return rows
+    return [
+        {"call": given.name, "kernel": kernel, **row, "targets": "; ".join(_targets(given, row))}
+        for given in cases
+        for kernel in (FLASH, AUTO, TRITON)
+        for row in model(given.case, kernel)
+    ]
 
 
-def _targets(given: GpuCase, found: Modelled, backward: bool) -> Iterator[str]:
-    target = given.target
-    if target.share is not None:
-        yield f"{target.share:.0%} {_met(found.share >= target.share)}"
-    for name, limits, number in (
-        ("launches", target.launches, found.num_launches),
-        ("tiles", target.tiles, found.tiles),
-    ):
+def _targets(given: GpuCase, row: Row) -> Iterator[str]:
+    if given.share is not None:
+        yield f"{given.share:.0%} {_met(row['kernels_share'] >= given.share)}"
+    for name, limits in (("launches", given.launches), ("tiles", given.tiles)):
         if limits is not None:
-            yield f"{limits[backward]} {name} {_met(number <= limits[backward])}"
-    yield f"host {_met(not found.is_host_bound)}"
+            limit = limits[row["pass"] == "backward"]
+            yield f"{limit} {name} {_met(row[name] <= limit)}"
+    yield f"host {_met(row['host_bound'] == 'no')}"
 
 
 def _met(is_met: bool) -> str:
@@ -198,18 +142,10 @@ def show(rows: Sequence[Row]) -> None:
 
 def show_markdown(rows: Sequence[Row]) -> None:
     """Print the modelled table of docs/performance.md: one line per call and kernel, forward and backward."""
-    lines = []
-    for forward, backward in zip(rows[::2], rows[1::2], strict=True):
-        both = (forward, backward)
-        lines.append(
-            {
-                "call": forward["call"],
-                "kernel": forward["kernel"],
-                "launches": " / ".join(f"{row['launches']:,}" for row in both),
-                "kernels, ms": " / ".join(f"{row['kernels_ms']:.1f}" for row in both),
-                "other, ms": " / ".join(f"{row['other_ms']:.1f}" for row in both),
-                "kernels' share": " / ".join(f"{row['kernels_share']:.0%}" for row in both),
-                "host, ms": " / ".join(f"{row['host_ms']:.1f}" for row in both),
-            }
-        )
+    columns = {"launches": ",", "kernels_ms": ".1f", "other_ms": ".1f", "kernels_share": ".0%", "host_ms": ".1f"}
+    titles = ("launches", "kernels, ms", "other, ms", "kernels' share", "host, ms")
+    lines: list[Row] = []
+    for both in zip(rows[::2], rows[1::2], strict=True):
+        cells = (" / ".join(format(row[name], form) for row in both) for name, form in columns.items())
+        lines.append({name: both[0][name] for name in ("call", "kernel")} | dict(zip(titles, cells, strict=True)))
     Console(width=160, highlight=False).print(table(lines, markup=True))

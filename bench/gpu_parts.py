@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,10 +54,14 @@ def kernels_alone(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
             row: Row = {"kernel": kernel.name, "head_dim": head_dim, "rows": length}
             row["layout"] = "rows 4 apart" if is_strided else "contiguous"
             for direction, products in (("forward", 1.0), ("backward", 2.5)):
-                seconds = found.get(direction)
-                row[f"{direction}_ms"] = None if seconds is None else seconds * 1e3
-                row[f"{direction}_TFLOPs"] = None if seconds is None else products * flops / seconds / 1e12
+                row[f"{direction}_ms"] = ms(found, direction)
+                row[f"{direction}_TFLOPs"] = products * flops / found[direction] / 1e12 if direction in found else None
             yield row | {"note": found.get("note", "")}
+
+
+def ms(found: dict[str, Any], direction: str) -> float | None:
+    """The milliseconds of a direction; None if it did not run."""
+    return found[direction] * 1e3 if direction in found else None
 
 
 def _tile(device: torch.device, segments: int, length: int, head_dim: int, is_strided: bool) -> Tensor:
@@ -82,9 +87,9 @@ def one_device(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
 
     First with the kernels that ``"auto"`` takes, then with each kernel for all branches.
     """
-    first, _, longest = (given.case for given in ONE_GPU)
-    million = dataclasses.replace(first, seq_len=longest.seq_len, branches=longest.branches)
-    cases = [shortened(case, shrink) for case in (*(given.case for given in ONE_GPU), million)]
+    cases = [given.case for given in ONE_GPU]
+    cases.append(dataclasses.replace(cases[0], seq_len=cases[2].seq_len, branches=cases[2].branches))
+    cases = [shortened(case, shrink) for case in cases]
     names = ["auto", *(kernel.name for kernel in fused_kernels(clock.device, max(HEAD_DIMS)))]
     bare: dict[Case, dict[str, Any]] = {}
     for name, case in itertools.product(names, cases):
@@ -122,10 +127,9 @@ def _compared(ours: dict[str, Any], other: dict[str, Any], name: str) -> Row:
     """A row with the times of both, and how many times as long ``ours`` takes."""
     row: Row = {}
     for direction in ("forward", "backward"):
-        mine, theirs = ours.get(direction), other.get(direction)
-        row[f"{direction}_ms"] = None if mine is None else mine * 1e3
-        row[f"{name}_{direction}_ms"] = None if theirs is None else theirs * 1e3
-        row[f"{direction}_ratio"] = None if mine is None or theirs is None else mine / theirs
+        row[f"{direction}_ms"] = mine = ms(ours, direction)
+        row[f"{name}_{direction}_ms"] = theirs = ms(other, direction)
+        row[f"{direction}_ratio"] = mine / theirs if mine and theirs else None
     notes = [f"{who}: {found['note']}" for who, found in (("ours", ours), (name, other)) if found.get("note")]
     peaks = {"peak_bytes": ours.get("peak_bytes"), f"{name}_peak_bytes": other.get("peak_bytes")}
     return row | peaks | {"note": "; ".join(notes)}
@@ -138,32 +142,27 @@ def rivals(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
         case = Case("", length, branches=branches, head_dim=head_dim, dtype="bf16", **SIZES[head_dim])
         case = shortened(case, shrink)
         ours = or_note(lambda case=case: _ours(clock, case))
-        for name, make in (("LongNet's method", _longnet), ("flex_attention", _flex)):
+        for name, measure in (("LongNet's method", _longnet), ("flex_attention", _flex)):
             if budget.is_spent:
                 return
-            other = or_note(lambda make=make, case=case: _rival(clock, case, make(case, clock.device)))
+            other = or_note(lambda measure=measure, case=case: measure(clock, case))
             yield _described(case) | {"rival": name} | _compared(ours, other, "rival")
 
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _rival(clock: Clock, case: Case, attend: Attend) -> dict[str, Any]:
+def _longnet(clock: Clock, case: Case) -> dict[str, Any]:
     replay = Replay.of(case, clock.device)  # for its inputs
-    tensors = _leaves(replay)
-    if clock.device.type == "cpu" and attend.__module__ == flex_method.__module__:
-        tensors = tuple(x.detach() for x in tensors)
-        return {"forward": clock.seconds(lambda: attend(*tensors)), "note": "no backward on the CPU"}
-    return _measured(clock, lambda: attend(*tensors), lambda out: torch.autograd.grad(out, tensors, replay.grad_out))
+    attend = partial(longnet_method, *replay.tensors, case.branches, is_causal=case.causal)
+    return _measured(clock, attend, replay.backward)
 
 
-def _longnet(case: Case, device: torch.device) -> Attend:
-    return lambda query, key, value: longnet_method(query, key, value, case.branches, is_causal=case.causal)
-
-
-def _flex(case: Case, device: torch.device) -> Attend:
-    options: dict[str, Any] = {"is_causal": case.causal, "device": device, "is_compiled": device.type == "cuda"}
-    return flex_method(case.branches, case.num_heads, case.seq_len, **options)
+def _flex(clock: Clock, case: Case) -> dict[str, Any]:
+    replay, on_gpu = Replay.of(case, clock.device), clock.device.type == "cuda"
+    options: dict[str, Any] = {"is_causal": case.causal, "device": clock.device, "is_compiled": on_gpu}
+    attend = flex_method(case.branches, case.num_heads, case.seq_len, **options)
+    if on_gpu:
+        return _measured(clock, lambda: attend(*replay.tensors), replay.backward)
+    tensors = [x.detach() for x in replay.tensors]
+    return {"forward": clock.seconds(lambda: attend(*tensors)), "note": "no backward on the CPU"}
 
 
 def ring_ranks(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
@@ -185,7 +184,7 @@ def _replayed(clock: Clock, case: Case, rank: int) -> dict[str, Any]:
     replay = Replay.of(case, clock.device, rank=rank, ring_pass=local_copies)
     found = _measured(clock, replay.forward, replay.backward)
     out = replay.forward()
-    calls = {"forward": replay.forward, "backward": lambda: torch.autograd.grad(out, _leaves(replay), replay.grad_out)}
+    calls = {"forward": replay.forward, "backward": lambda: replay.backward(out)}
     rows: dict[str, Any] = {"peak_bytes": found["peak_bytes"]}
     for direction, call in calls.items():
         tiles = replay.num_tiles(backward=direction == "backward")
@@ -198,10 +197,6 @@ def _replayed(clock: Clock, case: Case, rank: int) -> dict[str, Any]:
             "idle_share": clock.idle_share(call),
         }
     return rows
-
-
-def _leaves(replay: Replay) -> tuple[Tensor, ...]:
-    return replay.inputs.query, replay.inputs.key, replay.inputs.value
 
 
 def synchronizations(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]:
@@ -217,7 +212,6 @@ def synchronizations(clock: Clock, budget: Budget, shrink: int) -> Iterator[Row]
 def _calls_by_option(device: torch.device, shrink: int) -> Iterator[tuple[str, Callable[[], Any]]]:
     case = shortened(RINGS[0].case, shrink)
     alone = Replay.of(dataclasses.replace(case, ring_size=1, kv_heads=8), device)
-    query, key, value = _leaves(alone)
     lengths, rates = zip(*case.branches, strict=True)
     mask = torch.zeros(1, case.seq_len, dtype=torch.bool, device=device)
     mask[:, -case.seq_len // 8 :] = True
@@ -231,8 +225,7 @@ def _calls_by_option(device: torch.device, shrink: int) -> Iterator[tuple[str, C
     for name, option in options.items():
 
         def call(option: dict[str, Any] = option) -> Any:
-            out = dilated_attention(query, key, value, lengths, rates, is_causal=True, **option)
-            return torch.autograd.grad(out, (query, key, value), alone.grad_out)
+            return alone.backward(dilated_attention(*alone.tensors, lengths, rates, is_causal=True, **option))
 
         yield name, call
     replay = Replay.of(case, device, rank=busiest_rank(case), ring_pass=local_copies)

@@ -84,17 +84,20 @@ class Replay:
         inputs, call = check_call(given, case.pattern, ring, None, kernel)
         return cls(call, inputs, ring, _start(call, inputs, ring, ring_pass), grad_out)
 
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inputs.query, self.inputs.key, self.inputs.value
+
     def forward(self) -> Tensor:
         out: Tensor = attend(self.inputs, RingExecutor(self.call, self.start))
         return out
 
     def backward(self, out: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(out, (self.inputs.query, self.inputs.key, self.inputs.value), self.grad_out)
+        return torch.autograd.grad(out, self.tensors, self.grad_out)
 
     def num_tiles(self, *, backward: bool) -> int:
-        return sum(
-            len(step.tiles) + len(step.spread_tiles) for _, step in self.call.plan(self.inputs, backward=backward).steps
-        )
+        steps = self.call.plan(self.inputs, backward=backward).steps
+        return sum(len(step.tiles) + len(step.spread_tiles) for _, step in steps)
 
     def flops(self, *, backward: bool) -> int:
         """FLOPs of the visible pairs of query and key. A forward has two matrix products, a backward five."""

@@ -19,10 +19,10 @@ Repeats = Annotated[int, typer.Option(min=1, help="Timed calls of each contestan
 Shrink = Annotated[int, typer.Option(min=1, help="Divide all lengths by this, for a quick run.")]
 RingSize = Annotated[int, typer.Option(min=1, help="Number of ranks. Each has one thread.")]
 Dtype = Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Dtype of the inputs.")]
+Table = Annotated[
+    Path, typer.Argument(exists=True, dir_okay=False, help="File that pytest wrote with --benchmark-json.")
+]
+DtypeShown = Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Show calls of this dtype.")]
 Json = Annotated[
     Path | None, typer.Option(metavar="FILE", callback=_check_directory, help="Write all results to this file.")
-]
-JsonRequired = Annotated[
-    Path,
-    typer.Option("--json", metavar="FILE", callback=_check_directory, help="File for the result, which plot.py draws."),
 ]

@@ -1,13 +1,10 @@
-"""Draws the result files: `python bench/plot.py` draws those in bench/results/.
+"""Draws table.json, which pytest-benchmark wrote: `python bench/plot.py` draws the one in bench/results/.
 
-pytest-benchmark writes table.json. From it come two pictures: time and memory against the sequence length, and against
-the ring size. `claims.py timeline` writes timeline.json. From it comes one timeline for each recorded call.
+There are two pictures: time and memory against the sequence length, and against the ring size.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,38 +12,26 @@ from typing import Annotated, Any
 import matplotlib
 import typer
 from matplotlib.ticker import LogLocator
+from options import DtypeShown, Table
 from records import ORDER, Record, by_contestant, is_on_one_rank, read_records
 
-from ring_backends.plotting import draw_timeline, new_figure
+from ring_backends.plotting import new_figure
 
-_RESULTS = Path(__file__).parent / "results"
 _MARKERS = "osD^vXP*"
 
 
 def main(
-    folder: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="Folder with the result files.")
-    ] = _RESULTS,
-    dtype: Annotated[
-        str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Dtype of the calls to draw from table.json.")
-    ] = "fp32",
+    file: Table = Path(__file__).parent / "results" / "table.json",
+    dtype: DtypeShown = "fp32",
     suffix: Annotated[str, typer.Option(metavar="svg|png|pdf", help="Format of the pictures.")] = "svg",
 ) -> None:
-    """Draw the result files of a folder into that folder."""
-    drawn: list[Path] = []
-    if (table := folder / "table.json").exists():
-        records = [record for record in read_records(table) if record.dtype == dtype]
-        drawn += [
-            _save(by_length(records), folder / f"by-length-{dtype}.{suffix}"),
-            _save(by_ring_size(records), folder / f"by-ring-size-{dtype}.{suffix}"),
-        ]
-    if (timeline := folder / "timeline.json").exists():
-        for number, call in enumerate(json.loads(timeline.read_text())):
-            drawn.append(_save(timeline_figure(call), folder / f"timeline-{number}.{suffix}"))
-    if not drawn:
-        print(f"{folder} has no table.json and no timeline.json; see bench/README.md to make them.", file=sys.stderr)
-        raise typer.Exit(1)
-    print(*drawn, sep="\n")
+    """Draw the calls of a file into its folder."""
+    records = [record for record in read_records(file) if record.dtype == dtype]
+    for name, draw in (("length", by_length), ("ring-size", by_ring_size)):
+        path = file.parent / f"by-{name}-{dtype}.{suffix}"
+        with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # makes the file reproducible
+            draw(records).savefig(path, dpi=150, metadata={"Date": None} if suffix == "svg" else None)
+        print(path)
 
 
 def by_length(records: Sequence[Record]) -> Any:
@@ -54,15 +39,12 @@ def by_length(records: Sequence[Record]) -> Any:
 
     Contestants on one rank are dashed lines in every column.
     """
-    sizes = sorted({record.ring_size for record in records})
+    sizes, lengths = (sorted({getattr(record, name) for record in records}) for name in ("ring_size", "seq_len"))
     figure, axes = _grid(len(sizes))
-    for column, size in enumerate(sizes):
+    for column, size in zip(axes.T, sizes, strict=True):
         lines = by_contestant(records, lambda record, size=size: record.ring_size == size or is_on_one_rank(record))
-        _draw_lines(axes[:, column], lines, lambda record: record.seq_len)
-        axes[0, column].set_title(f"{size} rank{'s' if size > 1 else ''}")
-        axes[1, column].set_xlabel("tokens")
-        for row in axes[:, column]:
-            _label_log(row, sorted({record.seq_len for record in records}))
+        _draw_lines(column, lines, lambda record: record.seq_len)
+        _label(column, f"{size} rank{'s' if size > 1 else ''}", "tokens", lengths)
     return _with_legend(figure, axes)
 
 
@@ -71,29 +53,13 @@ def by_ring_size(records: Sequence[Record], most: int = 3) -> Any:
 
     Contestants on one rank are dashed horizontal lines.
     """
-    lengths = sorted({record.seq_len for record in records})[-most:]
-    sizes = sorted({record.ring_size for record in records})
-    figure, axes = _grid(len(lengths))
-    for column, length in enumerate(lengths):
+    sizes, lengths = (sorted({getattr(record, name) for record in records}) for name in ("ring_size", "seq_len"))
+    figure, axes = _grid(len(lengths[-most:]))
+    for column, length in zip(axes.T, lengths[-most:], strict=True):
         lines = by_contestant(records, lambda record, length=length: record.seq_len == length)
-        _draw_lines(axes[:, column], lines, lambda record: record.ring_size, levels_over=sizes)
-        axes[0, column].set_title(f"{length:,} tokens")
-        axes[1, column].set_xlabel("ranks")
-        for row in axes[:, column]:
-            _label_log(row, sizes)
+        _draw_lines(column, lines, lambda record: record.ring_size, levels_over=sizes)
+        _label(column, f"{length:,} tokens", "ranks", sizes)
     return _with_legend(figure, axes)
-
-
-def timeline_figure(call: dict[str, Any]) -> Any:
-    """Draw one call of ``claims.py timeline``: forward above backward, with one lane per rank."""
-    ranks = call["ranks"]
-    figure = new_figure((10, 2.2 + 0.9 * len(ranks)))
-    for axes, part in zip(figure.subplots(2, 1), ("forward", "backward"), strict=True):
-        draw_timeline(axes, ranks, part)
-        axes.set_title(part, loc="left")
-    figure.suptitle(f"{call['name']}: {call['case']['seq_len']:,} tokens, {call['case']['dtype']}")
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
-    return figure
 
 
 def _grid(columns: int) -> tuple[Any, Any]:
@@ -105,15 +71,13 @@ def _grid(columns: int) -> tuple[Any, Any]:
 
 
 def _draw_lines(
-    axes: Sequence[Any],
-    lines: dict[str, list[Record]],
-    x_of: Callable[[Record], int],
-    levels_over: Sequence[int] | None = None,
+    axes: Sequence[Any], lines: dict[str, list[Record]], x_of: Callable[[Record], int], levels_over: Sequence[int] = ()
 ) -> None:
     """Draw seconds on the first of ``axes``, and MiB on the second.
 
     Args:
-        levels_over: x values over which contestants on one rank are horizontal lines. None: draw them as the others.
+        levels_over: x values over which contestants on one rank are horizontal lines. Without, they are drawn as the
+            others.
     """
     values: tuple[Callable[[Record], float | None], ...] = (
         lambda record: record.total_seconds,
@@ -127,33 +91,29 @@ def _draw_lines(
             alone = is_on_one_rank(records[0])
             if alone and levels_over and points:
                 points = [(x, points[0][1]) for x in levels_over]
-            at = ORDER.index(contestant) if contestant in ORDER else len(ORDER)
+            at = ORDER.index(contestant)
             style: dict[str, Any] = {"linestyle": "--"} if alone else {"marker": _MARKERS[at % len(_MARKERS)]}
             if points:
                 where.plot(*zip(*points, strict=True), label=contestant, color=f"C{at}", **style)
 
 
-def _label_log(axes: Any, values: Sequence[int]) -> None:
-    """Make the x axis logarithmic with ticks at ``values``, and label the y axis with plain numbers."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(values, [f"{value:,}" for value in values])
-    axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:,g}")
-    axes.yaxis.set_minor_formatter("")
+def _label(column: Sequence[Any], title: str, label: str, values: Sequence[int]) -> None:
+    """Make the x axes logarithmic with ticks at ``values``, and label the y axes with plain numbers."""
+    column[0].set_title(title)
+    column[1].set_xlabel(label)
+    for axes in column:
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(values, [f"{value:,}" for value in values])
+        axes.tick_params(axis="x", rotation=30 if max(values) >= 1000 else 0)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.yaxis.set_minor_formatter("")
 
 
 def _with_legend(figure: Any, axes: Any) -> Any:
     named = {name: line for row in axes.flat for line, name in zip(*row.get_legend_handles_labels(), strict=True)}
     figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=min(4, len(named)))
     return figure
-
-
-def _save(figure: Any, path: Path) -> Path:
-    vector = path.suffix == ".svg"
-    with matplotlib.rc_context({"svg.hashsalt": path.stem}):  # makes the file reproducible
-        figure.savefig(path, dpi=150, metadata={"Date": None} if vector else None)
-    return path
 
 
 if __name__ == "__main__":

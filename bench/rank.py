@@ -10,7 +10,6 @@ import ctypes
 import dataclasses
 import gc
 import time
-from collections.abc import Mapping
 from datetime import timedelta
 from functools import lru_cache
 from typing import Any, Literal
@@ -19,10 +18,9 @@ import torch
 import torch.distributed as dist
 from buffers import watched_buffers
 from case import Case
-from contestants import Call, inputs, prepare
+from contestants import Call, prepare
 from torch import Tensor
 
-from ring_backends.comparison.rank import Span, record_spans
 from ring_backends.cost.machine import (
     device_name,
     peak_memory_bytes,
@@ -65,13 +63,10 @@ def timed(case: Case, direction: Direction) -> dict[str, Any]:
     del saved
     if direction != "forward":
         del grads
-    sent = traffic.bytes if call.computed_bytes is None else _sent(call.computed_bytes, direction)
-    return {
-        "seconds": seconds,
-        "wait_seconds": traffic.wait_seconds,
-        "messages": traffic.messages,
-        "bytes": sent,
-    }
+    found = {"seconds": seconds, "wait_seconds": traffic.wait_seconds, "messages": traffic.messages}
+    if call.computed_bytes is None:
+        return found | {"bytes": traffic.bytes}
+    return found | {"bytes": sum(size for name, size in call.computed_bytes.items() if direction in (name, "both"))}
 
 
 def peak_memory(case: Case) -> dict[str, int | None]:
@@ -90,32 +85,17 @@ def peak_memory(case: Case) -> dict[str, int | None]:
     reset_peak_memory(device)
     held = peak_memory_bytes(device)
     call = _prepare(case)
-    if call.attention is None:
+    with contextlib.nullcontext() if call.attention is None else watched_buffers(call.attention) as watch:
         call.backward(call.forward())
-        buffers = None
-    else:
-        with watched_buffers(call.attention) as watch:
-            call.backward(call.forward())
-        buffers = watch.peak_bytes
     synchronize_ranks(device)
-    return {"peak": peak_memory_bytes(device) - held, "buffers": buffers}
+    return {"peak": peak_memory_bytes(device) - held, "buffers": None if watch is None else watch.peak_bytes}
 
 
 def results(case: Case) -> list[Tensor]:
-    """Return query, key, value, grad_out, out, dq, dk and dv of the whole sequence, on the CPU."""
-    ring, device = _ring(case.adapter, case.layout), _device(case)
+    """Return out, dq, dk and dv of the whole sequence, on the CPU."""
     call = _prepare(case)
     out = call.forward()
-    computed = [out.detach(), *call.backward(out)]
-    local = [x.detach() for x in inputs(case, ring, device)] + computed
-    return [ring.unshard(x, seq_len=case.seq_len).cpu() for x in local]
-
-
-def spans(case: Case) -> list[Span]:
-    """Record when this rank computes, posts hops and waits for hops, in one forward and one backward."""
-    device, call = _device(case), _call(case)
-    call.backward(call.forward())
-    return record_spans(call.forward, call.backward, device)
+    return [call.ring.unshard(x, seq_len=case.seq_len).cpu() for x in (out.detach(), *call.backward(out))]
 
 
 def environment(case: Case) -> dict[str, Any]:
@@ -172,7 +152,3 @@ def _device(case: Case) -> torch.device:
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
-
-
-def _sent(computed: Mapping[str, int], direction: Direction) -> int:
-    return sum(size for name, size in computed.items() if direction in (name, "both"))

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from case import ALL_GATHER, DENSE_RING, ON_ONE_RANK, ONE_DEVICE, SDPA
+from case import ADAPTERS, ALL_GATHER, BARE_KERNELS, DENSE_RING, ON_ONE_RANK, ONE_DEVICE, SDPA
 
 # The order of the contestants in tables and pictures.
-ORDER = ("native", "fsdp", "deepspeed", "fairscale", DENSE_RING, ALL_GATHER, ONE_DEVICE, SDPA)
+ORDER = (*ADAPTERS, DENSE_RING, ALL_GATHER, ONE_DEVICE, SDPA, BARE_KERNELS)
 
 
 @dataclass
@@ -56,20 +56,16 @@ def read_records(path: Path) -> list[Record]:
         record.wait_share[direction] = max(found["wait_share"])
     if not records:
         raise ValueError(f"{path}: has no benchmarks; write it with pytest bench --benchmark-json={path}.")
-    return sorted(records.values(), key=lambda record: (record.seq_len, record.ring_size, _place(record.contestant)))
+    return sorted(records.values(), key=lambda x: (x.seq_len, x.ring_size, ORDER.index(x.contestant)))
 
 
 def by_contestant(records: Iterable[Record], chosen: Callable[[Record], bool]) -> dict[str, list[Record]]:
     """Group the records that ``chosen`` accepts by contestant, in :data:`ORDER`."""
     lines: dict[str, list[Record]] = {}
-    for record in sorted(filter(chosen, records), key=lambda record: _place(record.contestant)):
+    for record in sorted(filter(chosen, records), key=lambda record: ORDER.index(record.contestant)):
         lines.setdefault(record.contestant, []).append(record)
     return lines
 
 
 def is_on_one_rank(record: Record) -> bool:
     return record.contestant in ON_ONE_RANK
-
-
-def _place(contestant: str) -> int:
-    return ORDER.index(contestant) if contestant in ORDER else len(ORDER)

@@ -56,12 +56,15 @@ def describe_gpu() -> dict[str, Any]:
     }
 
 
-def ratios(times: Sequence[float], others: Sequence[float]) -> Row:
-    """Two contestants' times, which took turns, as ratio of medians and as median of ratios."""
-    return {
-        "ratio_of_medians": statistics.median(times) / statistics.median(others),
-        "median_of_ratios": statistics.median(a / b for a, b in zip(times, others, strict=True)),
-    }
+def compared(**times: Sequence[float]) -> Row:
+    """The times of two contestants, which took turns: medians, their ratio, the median of the ratios, and all times.
+
+    A median has the name of the argument.
+    """
+    medians = {name: statistics.median(seconds) for name, seconds in times.items()}
+    ours, others = medians.values()
+    both = statistics.median(a / b for a, b in zip(*times.values(), strict=True))
+    return {**medians, "ratio_of_medians": ours / others, "median_of_ratios": both, "calls": times}
 
 
 def table(rows: Sequence[Row], markup: bool = False) -> Table:

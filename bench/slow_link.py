@@ -31,37 +31,32 @@ from typing import Annotated, Any
 
 import typer
 from case import SYNCHRONOUS, Case
-from options import Dtype, Json, Repeats, Shrink
-from report import Row, report
+from options import Dtype, Repeats, Shrink
+from report import Row
 from setups import ring_setups
 
 CONTESTANTS = ("native", SYNCHRONOUS)
 _UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3}
 _PORT = "29400"
+TIMEOUT = 3600.0
+"""Seconds that the ranks may take."""
 
 
 class NoNamespacesError(RuntimeError):
     """This machine cannot make network namespaces or limit the rate of links. The message says why."""
 
 
-def hidden_hops_command(
+def hidden_hops(
     rates: Annotated[str, typer.Option(help="Rates of the link, in the notation of tc.")] = "1gbit,100mbit",
     repeats: Repeats = 5,
     shrink: Shrink = 1,
     dtype: Dtype = "fp32",
-    json: Json = None,
-) -> None:
+) -> list[Row]:
     """Measure the share of time that two ranks wait for hops over a slow link, with and without overlap."""
-    options = {"rates": rates, "repeats": repeats, "shrink": shrink, "dtype": dtype}
-    try:
-        rows = [row for rate in rates.split(",") for row in hidden_hops(rate, repeats, shrink, dtype)]
-    except NoNamespacesError as error:
-        print(f"hidden-hops: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
-    report("hidden hops", options, rows, json)
+    return [row for rate in rates.split(",") for row in at_rate(rate, repeats, shrink, dtype)]
 
 
-def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float = 3600.0) -> list[Row]:
+def at_rate(rate: str, repeats: int, shrink: int, dtype: str) -> list[Row]:
     """Measure each setup with each contestant, at one rate of the link.
 
     ``wire_share`` is the time that the link needs for the bytes, divided by the time of the call.
@@ -73,7 +68,7 @@ def hidden_hops(rate: str, repeats: int, shrink: int, dtype: str, timeout: float
     }
     cases = [dataclasses.replace(case, contestant=name) for case in setups.values() for name in CONTESTANTS]
     with limited_link(rate) as namespaces:
-        ranks = _run_ranks(namespaces, cases, repeats, timeout)
+        ranks = _run_ranks(namespaces, cases, repeats)
     rows = []
     for index, (setup, contestant) in enumerate(itertools.product(setups, CONTESTANTS)):
         calls = [found[index] for found in ranks]
@@ -154,11 +149,11 @@ def _run(*command: str) -> None:
         raise NoNamespacesError(f"{' '.join(command)}: {done.stderr.strip() or f'status {done.returncode}'}.")
 
 
-def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int, timeout: float) -> list[list[dict[str, Any]]]:
+def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int) -> list[list[dict[str, Any]]]:
     """Start one rank per namespace, with the environment variables of torchrun. Return its results, by rank and case.
 
     Raises:
-        RuntimeError: a rank failed, or took longer than ``timeout`` seconds. The message contains its output.
+        RuntimeError: a rank failed, or took longer than :data:`TIMEOUT` seconds. The message contains its output.
     """
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         Path(folder, "cases").write_bytes(pickle.dumps(cases))
@@ -180,14 +175,14 @@ def _run_ranks(namespaces: list[str], cases: list[Case], repeats: int, timeout: 
             stack.callback(process.wait)
             stack.callback(process.kill)
             processes.append(process)
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + TIMEOUT
         while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
             if any(process.poll() for process in processes):
                 break
             time.sleep(0.05)
         for number, process in sorted(enumerate(processes), key=lambda entry: not entry[1].poll()):
             if process.poll() != 0:
-                how = f"took longer than {timeout:g} s" if process.poll() is None else "failed"
+                how = f"took longer than {TIMEOUT:g} s" if process.poll() is None else "failed"
                 raise RuntimeError(f"rank {number} {how}:\n{Path(folder, f'output-{number}').read_text()}")
         return [json_module.loads(Path(folder, f"{number}.json").read_text()) for number in range(2)]
 

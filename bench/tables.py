@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from options import DtypeShown, Table
 from records import read_records
 from report import table
 from rich.console import Console
 
 
 def main(
-    file: Annotated[
-        Path, typer.Argument(exists=True, dir_okay=False, help="File that pytest wrote with --benchmark-json.")
-    ],
-    dtype: Annotated[str, typer.Option(metavar="fp32|bf16|fp16|fp64", help="Show calls of this dtype.")] = "fp32",
+    file: Table,
+    dtype: DtypeShown = "fp32",
     seq_len: Annotated[int | None, typer.Option(help="Show calls of this length. Default: all lengths.")] = None,
 ) -> None:
     """Print the time, memory and bytes of every call, ordered by length and ring size."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+from functools import lru_cache
 
 import contestants
 import pytest
@@ -20,38 +21,22 @@ from ring_backends import Ring
 from ring_backends.testing.reference import reference_attention
 
 # A shard has more rows than a block of the dense ring. The last segment, shard and block are shorter than the others.
-UNEVEN = Case(
-    "", 1101, branches=((100, 1), (701, 2), (1101, 5)), dtype="fp64", num_heads=4, kv_heads=2, head_dim=8
-)  # fmt: skip
+UNEVEN = Case("", 1101, 1, ((100, 1), (701, 2), (1101, 5)), "fp64", num_heads=4, kv_heads=2, head_dim=8)
 NAMES = ("out", "dq", "dk", "dv")
 
 
-_known: dict[Case, list[Tensor]] = {}
-
-
-def reference_results(inputs: list[Tensor], case: Case) -> list[Tensor]:
-    """Return out, dq, dk and dv of the reference.
-
-    The results are cached. Cases that differ only in contestant, ring size or layout have the same inputs and results.
-    """
-    at = dataclasses.replace(case, contestant="", ring_size=1, layout="contiguous")
-    if at not in _known:
-        _known[at] = _compute_reference(inputs, case)
-    return _known[at]
-
-
-def _compute_reference(inputs: list[Tensor], case: Case) -> list[Tensor]:
-    *leaves, grad_out = inputs
-    leaves = [x.double().requires_grad_() for x in leaves]
-    lengths, rates = zip(*case.branches, strict=True)
-    windows = case.pattern.window_lengths
-    out, _ = reference_attention(*leaves, lengths, rates, is_causal=case.causal, window_lengths=windows)
+@lru_cache
+def reference_results(case: Case) -> list[Tensor]:
+    """out, dq, dk and dv of the reference, for a case without contestant. All ranks draw the same inputs."""
+    *leaves, grad_out = contestants.inputs(case, Ring(), torch.device("cpu"))
+    leaves = [x.detach().double().requires_grad_() for x in leaves]
+    out, _ = reference_attention(*leaves, **dataclasses.asdict(case.pattern), is_causal=case.causal)
     return [out.detach(), *torch.autograd.grad(out, leaves, grad_out.double())]
 
 
 def check(worlds: Worlds, case: Case, tolerance: float) -> None:
-    query, key, value, grad_out, *found = worlds.of(case).run(rank.results, case)[0]
-    wanted = reference_results([query, key, value, grad_out], case)
+    found = worlds.of(case).run(rank.results, case)[0]
+    wanted = reference_results(dataclasses.replace(case, contestant="", ring_size=1, layout="contiguous"))
     for name, ours, reference in zip(NAMES, found, wanted, strict=True):
         error = (ours.double() - reference).abs().max() / reference.abs().max()
         assert error < tolerance, f"{name} of {case}"

@@ -92,7 +92,7 @@ def test_rows_move_as_many_bytes_in_one_launch_as_they_must() -> None:
 
 @pytest.mark.parametrize("case", [SMALL, SMALL_RING], ids=["one GPU", "ring"])
 def test_modelled_passes(case: Case) -> None:
-    given = gpu_cases.GpuCase("small", case, gpu_cases.Target(0.9, (40, 80), (1, 1)))
+    given = gpu_cases.GpuCase("small", case, 0.9, (40, 80), (1, 1))
     rows = gpu_model.modelled_rows([given])
     kernels = (gpu_model.FLASH, gpu_model.AUTO, gpu_model.TRITON)
     assert [(row["kernel"], row["pass"]) for row in rows] == [*itertools.product(kernels, ("forward", "backward"))]
@@ -117,7 +117,7 @@ def test_modelled_passes(case: Case) -> None:
 
 def test_a_window_is_one_tile_for_kernels_that_take_bands() -> None:
     case = dataclasses.replace(SMALL, branches=((4096, 1),), window=512)
-    rows = gpu_model.modelled_rows([gpu_cases.GpuCase("small", case, gpu_cases.Target())])
+    rows = gpu_model.modelled_rows([gpu_cases.GpuCase("small", case)])
     found = {(row["kernel"], row["pass"]): row["launches_by_operator"] for row in rows}
     assert found[gpu_model.TRITON, "forward"] == {"forward": 1}
     assert found[gpu_model.TRITON, "backward"] == {"grad_query": 1, "grad_key_value": 1}
@@ -170,7 +170,7 @@ def test_local_copies_fill_every_incoming_buffer() -> None:
 
 
 def test_the_command_writes_the_modelled_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given = gpu_cases.GpuCase("a small call", SMALL, gpu_cases.Target())
+    given = gpu_cases.GpuCase("a small call", SMALL)
     monkeypatch.setattr(gpu, "ONE_GPU", (given,))
     monkeypatch.setattr(gpu, "WINDOWS", ())
     monkeypatch.setattr(gpu, "RINGS", ())

@@ -9,19 +9,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import claims
 import pytest
 import tables
 import typer.testing
 from records import read_records
-from worlds import Worlds
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, worlds: Worlds) -> Path:
-    """A folder with a small table.json and timeline.json."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small table.json."""
     folder = tmp_path_factory.mktemp("results")
     options = ["--smoke", "--seq-lens=256,512", "--contestants=one device", f"--benchmark-json={folder / 'table.json'}"]
     # The marks that select this test must not select its benchmarks.
@@ -35,7 +33,6 @@ def results(tmp_path_factory: pytest.TempPathFactory, worlds: Worlds) -> Path:
         env=environment,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (folder / "timeline.json").write_text(json.dumps(claims.timelines(worlds, 256, 2, "fp32")))
     return folder
 
 
@@ -67,25 +64,21 @@ def test_tables_show_every_call(results: Path) -> None:
     assert refused.exit_code == 2
 
 
-def test_pictures_of_every_result_file(results: Path) -> None:
+def test_pictures(results: Path) -> None:
     pytest.importorskip("matplotlib")
     import plot
 
     application = typer.Typer()
     application.command()(plot.main)
-    shown = typer.testing.CliRunner().invoke(application, [str(results)])
+    shown = typer.testing.CliRunner().invoke(application, [str(results / "table.json")])
     assert shown.exit_code == 0, shown.output
     drawn = {path.name: path.read_text() for path in results.glob("*.svg")}
-    assert set(drawn) == {"by-length-fp32.svg", "by-ring-size-fp32.svg", "timeline-0.svg", "timeline-1.svg"}
+    assert set(drawn) == {"by-length-fp32.svg", "by-ring-size-fp32.svg"}
     for text in ("one device", "seconds, forward + backward"):
         assert f"<!-- {text} -->" in drawn["by-length-fp32.svg"]
-    for text in ("rank 1", "computing a tile", "hop posted"):
-        assert f"<!-- {text} -->" in drawn["timeline-1.svg"]
 
 
-def test_a_folder_without_results_is_an_error(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    import plot
-
-    with pytest.raises(typer.Exit):
-        plot.main(tmp_path, "fp32", "svg")
+def test_a_file_without_benchmarks_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "table.json").write_text("{}")
+    with pytest.raises(ValueError, match="has no benchmarks"):
+        read_records(tmp_path / "table.json")

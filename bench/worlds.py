@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+import contextlib
 from typing import Any
 
 import rank
@@ -13,7 +13,7 @@ from ring_backends.testing.world import World
 _CALL_TIMEOUT = 3 * 3600.0  # seconds; one call of a dense method at 65,536 tokens takes minutes
 
 
-class Worlds:
+class Worlds(contextlib.ExitStack):
     """Holds one world for each adapter and ring size. A world is a set of ranks, and starts at its first use.
 
     This is a context manager. It ends all its worlds at exit.
@@ -23,6 +23,7 @@ class Worlds:
     """
 
     def __init__(self, *, fresh_for_memory: bool = True) -> None:
+        super().__init__()
         self.fresh_for_memory = fresh_for_memory
         self._worlds: dict[tuple[str, int], World] = {}
 
@@ -30,7 +31,7 @@ class Worlds:
         """Return the world for ``case``. Other cases share it."""
         at = case.adapter, case.ring_size
         if at not in self._worlds:
-            self._worlds[at] = World(case.ring_size, call_timeout=_CALL_TIMEOUT)
+            self._worlds[at] = self.enter_context(World(case.ring_size, call_timeout=_CALL_TIMEOUT))
         return self._worlds[at]
 
     def time(self, case: Case, direction: rank.Direction) -> dict[str, Any]:
@@ -61,12 +62,3 @@ class Worlds:
         """Let the ranks free the inputs of earlier cases."""
         for world in self._worlds.values():
             world.run(rank.forget)
-
-    def __enter__(self) -> Worlds:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        for world in self._worlds.values():
-            world.close()

@@ -13,17 +13,20 @@ from typing import Any
 import pytest
 import torch
 from command_line import check_refusal, environment, invoke, kill, refused, shown, start
+from native_ranks import native_ring
 from torch import Tensor
 
 from ring_backends import available_adapters, plotting
+from ring_backends.adapters import native
 from ring_backends.comparison import compare
 from ring_backends.comparison.compare import TENSORS
-from ring_backends.comparison.rank import local_inputs
+from ring_backends.comparison.rank import Span, local_inputs, record_spans
 from ring_backends.ring.launch import Failure, RankFailedError
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind, SequenceLayout
 from ring_backends.schedule.pattern import DilatedPattern
 from ring_backends.schedule.ring_schedule import RingSchedule
+from ring_backends.testing.world import World
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -64,14 +67,14 @@ def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], 
 @EVERY_ADAPTER
 def test_every_adapter_the_all_gather_method_and_one_rank_are_compared(compared: tuple[dict[str, Any], str]) -> None:
     result, printed = compared
-    names = [*available_adapters(), "all-gather", "one rank"]
-    assert [row["name"] for row in result["rows"]] == names
+    reasons = {**available_adapters(), "all-gather": None, "one rank": None}
+    assert [row["name"] for row in result["rows"]] == [*reasons]
     lines = printed.splitlines()
     assert lines[0].startswith(
         "512 tokens, zigzag, causal, 4 heads (2 for keys and values) of 8, float32; "
         "branches (64, 1), (512, 4), (whole sequence, 1, window 100); ring of 2"
     )
-    for name, reason in {**available_adapters(), "all-gather": None, "one rank": None}.items():
+    for name, reason in reasons.items():
         (line,) = (line for line in lines if re.match(rf" ?{name} ", line))
         assert ("unusable" in line) == (reason is not None)
 
@@ -99,10 +102,29 @@ def test_the_rows_hold_what_was_measured(compared: tuple[dict[str, Any], str]) -
     assert rows["all-gather"]["bytes_sent"]["forward"][0] > 0
     assert result["versions"]["torch"] == torch.__version__
     assert "CPU" in result["device"]
-    assert result["options"]["seq_len"] == 512
-    assert result["options"]["segment_lengths"] == [64, 512, None]
-    assert result["options"]["window_lengths"] == [None, None, 100]
-    assert result["options"]["device"] == "cpu"
+    stated = {"segment_lengths": [64, 512, None], "window_lengths": [None, None, 100], "seq_len": 512, "device": "cpu"}
+    assert result["options"].items() >= stated.items()
+
+
+def spans_here() -> list[Span]:
+    """The spans of a forward and a backward of this rank, on a ring of two."""
+    attention = native.RingDilatedAttention([64], [1], ring=native_ring())
+    leaves = [torch.randn(1, 32, 2, 8, requires_grad=True) for _ in range(3)]
+    return record_spans(
+        lambda: attention(*leaves), lambda out: torch.autograd.grad(out.sum(), leaves), torch.device("cpu")
+    )
+
+
+def test_spans_of_all_ranks_share_one_clock(pair: World) -> None:
+    of_ranks = pair.run(spans_here)
+    for part in ("forward", "backward"):
+        whole = [next(span for span in spans if span[:2] == (part, "call")) for spans in of_ranks]
+        for spans, (_, _, first, last) in zip(of_ranks, whole, strict=True):
+            inside = [span for span in spans if span[0] == part and span[1] != "call"]
+            assert {"tile", "post"} <= {what for _, what, _, _ in inside}
+            assert all(first <= begin <= end <= last for _, _, begin, end in inside)
+        # The ranks begin together. Neither can end before the other has begun.
+        assert max(begin for _, _, begin, _ in whole) < min(end for _, _, _, end in whole)
 
 
 def rank_result() -> dict[str, Any]:
