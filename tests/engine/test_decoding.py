@@ -432,7 +432,9 @@ INVALID: dict[str, Callable[[Any, Any], Any]] = {
         torch.tensor([2])
     ),
     r"TypeError: indices = \[0\]: expected a tensor": lambda m, c: c.select_batch([0]),
-    "ValueError: cache has seq_len = 0: there is no batch": lambda m, c: m.new_cache().select_batch(torch.tensor([0])),
+    "ValueError: cache has seq_len = 0: there is no batch yet": lambda m, c: m.new_cache().select_batch(
+        torch.tensor([0])
+    ),
     "ValueError: max_len = 0": lambda m, c: m.new_cache(max_len=0),
 }
 
