@@ -1,10 +1,11 @@
 """The rows and visible pairs of each rank's tiles, counted from a schedule.
 
 A *span* is the part of one segment that one rank holds: a whole segment, or a *piece* of a segment that crosses ranks.
-One tile computes a span's queries against the span's own keys. With the zigzag layout, it also computes a span that
-lies alike in the rank's other chunk. This tile is causal if the call is causal. For every other piece of the segment
-that the queries see, one more tile computes them against its keys, without a mask. With a window, the queries see the
-pieces within its reach, and the last rows of the farthest one.
+Two pieces that fill both chunks of a zigzag rank are one span if their rows follow each other at the same distance. One
+tile computes a span's queries against the span's own keys, together with a span that lies alike in the other chunk.
+This tile is causal if the call is causal. For every other piece of the segment that the queries see, one more tile
+computes them against its keys, without a mask. With a window, the queries see the pieces within its reach, and the last
+rows of the farthest one.
 """
 
 from __future__ import annotations
@@ -67,33 +68,64 @@ class TileCounts:
             of_chunks = (full > 0) * _distinct(full_rows, heads_at) + _distinct(tail_rows, heads_at)
             of_pieces, others = _distinct(branch.rows_of_pieces, heads_at), self._others(branch)
             own += self._by_rank(self.schedule.layout.chunk_ranks(), of_chunks)
-            own += self._by_rank(pieces.rank, of_pieces) - self._joined(branch, full, _distinct(full_rows, heads_at))
+            own += self._by_rank(pieces.rank, _distinct(self._rows_of_spans(branch), heads_at))
+            own -= self._joined(branch, full, _distinct(full_rows, heads_at))
             rows = self._by_rank(pieces.rank, of_pieces * others), self._by_rank(pieces.rank, of_pieces * (others > 0))
             of_branches.append(rows)
         return own, tuple(of_branches)
 
     def _joined(self, branch: BranchSchedule, full: Tensor, of_full: Tensor) -> Tensor:
-        """How many tiles each rank saves because one computes the spans of both its chunks: int64 [ring size].
+        """How many tiles each rank saves because segments of both its chunks share a tile: int64 [ring size].
 
         Args:
             full: number of full segments in each chunk: int64 [chunks].
             of_full: number of tiles of such segments: int64 [1].
         """
         layout, pieces = self.schedule.layout, branch.pieces
-        if layout.num_chunks == layout.ring_size:
-            return self._zeros(torch.int64)
-        starts, of_pieces = layout.chunk_starts(), _distinct(branch.rows_of_pieces, branch.heads_at)
-        lengths, begin = starts.diff(), -starts[:-1] % branch.segment_length
-        low, high = torch.arange(layout.num_chunks, device="cpu").view(2, -1).unbind()
-        high = high.flip(0)  # rank i holds the chunks low[i] and high[i]
-        adjoins = lengths[low] + begin[high] == begin[low] + full[low] * branch.segment_length
-        alike = (full[low] > 0) & (full[high] > 0) & (adjoins | ((full[low] == 1) & (full[high] == 1)))
-        filled = pieces.stop - pieces.start == lengths[pieces.chunk]
-        phase, tiles = torch.full_like(lengths, -1), torch.zeros_like(lengths)
-        phase[pieces.chunk[filled]] = (pieces.start - pieces.segment_start)[filled] % branch.rate
-        tiles[pieces.chunk[filled]] = of_pieces[filled]
-        pieces_alike = (phase[low] == phase[high]) & (phase[low] >= 0) & (lengths[low] == lengths[high])
-        return alike * of_full + pieces_alike * tiles[low]
+        saved = self._zeros(torch.int64)
+        first, second, is_same = self._filling(branch)
+        if layout.num_chunks > layout.ring_size:
+            starts = layout.chunk_starts()
+            lengths, begin = starts.diff(), -starts[:-1] % branch.segment_length
+            low, high = _chunks_of_ranks(layout.ring_size)
+            adjoins = lengths[low] + begin[high] == begin[low] + full[low] * branch.segment_length
+            are_single = (full[low] == 1) & (full[high] == 1)
+            saved += of_full * ((full[low] > 0) & (full[high] > 0) & (adjoins | are_single))
+        lengths = pieces.stop - pieces.start
+        alike = first[~is_same & (lengths[first] == lengths[second])]
+        return saved.index_add_(0, pieces.rank[alike], _distinct(branch.rows_of_pieces, branch.heads_at)[alike])
+
+    def _filling(self, branch: BranchSchedule) -> tuple[Tensor, Tensor, Tensor]:
+        """Pairs of pieces that fill both chunks of a rank and may share a tile.
+
+        Returns:
+            The indices of the first and of the second piece, int64 [pairs]; and whether they are one span, because they
+            belong to the same segment, bool [pairs].
+        """
+        layout, pieces = self.schedule.layout, branch.pieces
+        at = torch.full((layout.num_chunks,), -1, device="cpu")
+        lengths = pieces.stop - pieces.start
+        filling = (lengths == layout.chunk_starts().diff()[pieces.chunk]).nonzero().squeeze(1)
+        at[pieces.chunk[filling]] = filling
+        low, high = _chunks_of_ranks(layout.ring_size if layout.num_chunks > layout.ring_size else 0)
+        first, second = at[low], at[high]
+        exist = (first >= 0) & (second >= 0)
+        first, second = first[exist], second[exist]
+        phase = (pieces.start - pieces.segment_start) % branch.rate
+        is_same = pieces.segment_start[first] == pieces.segment_start[second]
+        fits = phase[first] == phase[second]
+        if branch.band is None:
+            fits &= ~is_same | (lengths[first] % branch.rate == 0)
+        else:
+            fits &= ~is_same
+        return first[fits], second[fits], is_same[fits]
+
+    def _rows_of_spans(self, branch: BranchSchedule) -> Tensor:
+        """Rows of each piece at each offset. Those of two pieces that are one span belong to the second."""
+        rows, (first, second, is_same) = branch.rows_of_pieces.clone(), self._filling(branch)
+        rows[second[is_same]] += rows[first[is_same]]
+        rows[first[is_same]] = 0
+        return rows
 
     def num_tiles(self, travel: Travel) -> tuple[Tensor, Tensor, Tensor]:
         """Tiles of each rank with keys of the same span, of rows that go around, and of spread rows: [ring size] each.
@@ -123,7 +155,7 @@ class TileCounts:
             full, full_rows, tail_rows = self._segments_within(branch)
             own = full.unsqueeze(1) * pairs(full_rows, branch) + pairs(tail_rows, branch)
             total += self._by_rank(self.schedule.layout.chunk_ranks(), own.sum(1))
-            total += self._by_rank(branch.pieces.rank, pairs(branch.rows_of_pieces, branch).sum(1))
+            total += self._by_rank(branch.pieces.rank, pairs(self._rows_of_spans(branch), branch).sum(1))
         return total
 
     @cached_property
@@ -162,7 +194,7 @@ class TileCounts:
 
     def _largest_piece(self, branch: BranchSchedule) -> Tensor:
         """Rows of one head in the longest piece of a crossing segment, by offset: int64 [ring size, offsets]."""
-        rows = branch.rows_of_pieces
+        rows = self._rows_of_spans(branch)
         rank = branch.pieces.rank.unsqueeze(1).expand_as(rows)
         largest = torch.zeros(self.schedule.layout.ring_size, rows.shape[1], dtype=torch.int64, device="cpu")
         return largest.scatter_reduce_(0, rank, rows, "amax")
@@ -171,7 +203,11 @@ class TileCounts:
         """For each piece, the number of other pieces that its queries see: int64 [pieces]."""
         pieces, is_causal = branch.pieces, self.schedule.is_causal
         if branch.band is None:
-            return _tiles_of_pieces(pieces.segment_start, is_causal=is_causal) - 1
+            others = _tiles_of_pieces(pieces.segment_start, is_causal=is_causal) - 1
+            first, second, is_same = self._filling(branch)
+            others[second[is_same]] -= 1
+            others[first[is_same]] -= 0 if is_causal else 1
+            return others
         starts, distance = self.schedule.layout.chunk_starts(), branch.band * branch.rate
         first = torch.maximum(pieces.start - distance, pieces.segment_start)
         last = pieces.stop - 1 if is_causal else torch.minimum(pieces.stop - 1 + distance, pieces.segment_stop - 1)
@@ -182,6 +218,12 @@ class TileCounts:
 
     def _by_rank(self, rank: Tensor, values: Tensor) -> Tensor:
         return sum_by_rank(rank, values, self.schedule.layout.ring_size)
+
+
+def _chunks_of_ranks(ring_size: int) -> tuple[Tensor, Tensor]:
+    """The first and the second chunk of each rank in the zigzag layout: int64 [ring size] each."""
+    rank = torch.arange(ring_size, device="cpu")
+    return rank, 2 * ring_size - 1 - rank
 
 
 def sum_by_rank(rank: Tensor, values: Tensor, ring_size: int) -> Tensor:

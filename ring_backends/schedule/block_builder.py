@@ -52,7 +52,7 @@ class _Span:
         return num_covered(self.phase, offset, rate)
 
     def joined(self, other: _Span, rate: int) -> _Span | None:
-        """Both spans as one, if their rows lie alike and their segments are equally spaced; else None."""
+        """Both spans as equally spaced segments, if their rows lie alike; else None."""
         step = other.local_start - self.local_start
         if self.length != other.length or (self.phase - other.phase) % rate:
             return None
@@ -60,6 +60,12 @@ class _Span:
             stride = step if self.segments == 1 else self.stride
             return replace(self, segments=self.segments + other.segments, stride=stride)
         return None
+
+    def continued(self, other: _Span, rate: int) -> _Span | None:
+        """Both spans of one segment as one, if the rows of the other follow at the same distance; else None."""
+        if self.length % rate or (self.phase - other.phase) % rate:
+            return None
+        return replace(self, length=self.length + other.length)
 
     def rows(
         self, heads: Sequence[int], offsets: Sequence[int], rate: int, num_rows: int, first_row: int = 0
@@ -196,43 +202,56 @@ class BlockBuilder:
         """
         draft = self.drafts[0]
         crossing = self._own_pieces(branch)
+        pieces, are_one = self._spans_of_pieces(branch, crossing)
         own = [
             replace(tile, opens_queries=opens, opens_keys=opens)
-            for span in self._own_spans(branch, crossing)
+            for span in [*self._whole_segments(branch), *pieces]
             for tile in self._tiles(branch, span, span)
         ]
         draft.tiles += own
         for query in crossing:
             for key in crossing:
-                if query.chunk != key.chunk and self._sees(query, key):
+                if query.chunk != key.chunk and self._sees(query, key) and not are_one:
                     draft.tiles += self._tiles(branch, query.span, key.span)
         if self.schedule.pattern.padding == "zeros" and not self.schedule.is_causal:
             draft.phantoms += self._phantoms(branch, crossing)
         keys = tuple(tile.keys for tile in own if isinstance(tile.keys, DilatedRows))
         return BranchRows(tuple(tile.queries for tile in own), keys)
 
-    def _own_spans(self, branch: BranchSchedule, crossing: Sequence[_Piece]) -> Iterator[_Span]:
-        """The spans whose queries see the keys of the same span. Those of two chunks become one if possible."""
-        whole = [*self._whole_segments(branch)]
-        full = [span for span in whole if span.length == branch.segment_length]
-        pieces = [(piece.span, piece.span.length == self.layout.chunk_len(piece.chunk)) for piece in crossing]
-        for spans in (full, [span for span, fills_chunk in pieces if fills_chunk]):
-            joined = spans[0].joined(spans[1], branch.rate) if len(spans) == 2 else None
-            yield from spans if joined is None else [joined]
-        yield from (span for span in whole if span.length != branch.segment_length)
-        yield from (span for span, fills_chunk in pieces if not fills_chunk)
+    def _spans_of_pieces(self, branch: BranchSchedule, pieces: Sequence[_Piece]) -> tuple[list[_Span], bool]:
+        """The spans of this rank's pieces, and whether two pieces of one segment are one span.
+
+        Two pieces that fill both chunks become one span if possible. In local order, the second follows the first.
+        """
+        spans = [piece.span for piece in pieces]
+        if len(pieces) != 2 or any(piece.span.length != self.layout.chunk_len(piece.chunk) for piece in pieces):
+            return spans, False
+        is_same = pieces[0].segment_start == pieces[1].segment_start
+        if is_same and branch.band is not None:
+            return spans, False
+        found = (spans[0].continued if is_same else spans[0].joined)(spans[1], branch.rate)
+        return (spans, False) if found is None else ([found], is_same)
 
     def _whole_segments(self, branch: BranchSchedule) -> Iterator[_Span]:
-        """Yield the segments within one chunk: full segments as one span, and the sequence's short last segment."""
+        """Yield the segments within one chunk: full segments, and the sequence's short last segment.
+
+        The full segments of a chunk are one span, and if possible those of both chunks.
+        """
         w, n = branch.segment_length, self.layout.seq_len
-        base = 0
+        base, full = 0, None
         for piece in self.layout.pieces(self.rank):
             first, last = -(-piece.start // w), piece.stop // w
             if last > first:
-                yield _Span(base + first * w - piece.start, 0, w, last - first, w)
+                span = _Span(base + first * w - piece.start, 0, w, last - first, w)
+                joined = None if full is None else full.joined(span, branch.rate)
+                if full is not None and joined is None:
+                    yield full
+                full = span if joined is None else joined
             if piece and piece.stop == n and n % w and n // w * w >= piece.start:
                 yield _Span(base + n // w * w - piece.start, 0, n % w)
             base += len(piece)
+        if full is not None:
+            yield full
 
     def _phantoms(self, branch: BranchSchedule, crossing: Iterable[_Piece]) -> Iterator[Phantom]:
         """Local query rows of the last segment, with the number of zero keys that they see."""

@@ -271,14 +271,15 @@ def test_segments_within_the_shards_send_no_bytes(layout: str, is_causal: bool) 
     assert [schedule.wire_bytes(rank, batch=2, head_dim=8, itemsize=4) for rank in range(8)] == [0] * 8
 
 
-def test_one_tile_computes_both_chunks_of_a_zigzag_rank() -> None:
-    """Chunks have 32 positions. Whole segments and pieces that fill a chunk are segments of one tile."""
-    pattern = DilatedPattern((8, 32, 64, 48), (1, 2, 4, 4))
-    schedule = RingSchedule(pattern, SequenceLayout(256, 4, "zigzag"), num_heads=4, is_causal=True)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_one_tile_computes_both_chunks_of_a_zigzag_rank(is_causal: bool) -> None:
+    """Chunks have 32 positions. Whole segments, and pieces that fill a chunk, share a tile."""
+    pattern = DilatedPattern((8, 32, 64, 48, 256), (1, 2, 4, 4, 8))
+    schedule = RingSchedule(pattern, SequenceLayout(256, 4, "zigzag"), num_heads=4, is_causal=is_causal)
     (block,) = rank_plan(schedule, 1, batch=1, head_dim=4, itemsize=4).blocks
     tiles = [tile for tile in block.steps[0].tiles if not tile.parcels]
-    segments = {branch: [tile.queries.segments for tile in tiles if tile.branch == branch] for branch in range(4)}
-    assert segments == {0: [8], 1: [2], 2: [2], 3: [1, 1, 1]}
+    sizes = [[(x.queries.segments, x.queries.rows) for x in tiles if x.branch == branch] for branch in range(5)]
+    assert sizes == [[(8, 8)], [(2, 16)], [(2, 8)], [(1, 4), (1, 4), (1, 8)], [(1, 8)]]
 
 
 @pytest.mark.parametrize("rate", [1, 4])
@@ -390,7 +391,7 @@ def test_backward_tiles_have_few_heads() -> None:
 
 
 def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> None:
-    """So these queries need not be gathered again."""
+    """So these queries need not be gathered again. The local tile has those of both chunks, if it is not cut."""
     schedule = RingSchedule(DilatedPattern((1024,), (1,)), SequenceLayout(1024, 2, "zigzag"), 4, is_causal=True)
     for rank, tile_bytes in itertools.product(range(2), (None, 32 * 4 * 4)):
         with fine_cuts():
@@ -398,7 +399,8 @@ def test_the_first_tile_of_a_parcel_has_the_queries_of_the_tile_before_it() -> N
         for block in plan.blocks:
             tiles = [tile for step in block.steps for tile in step.tiles]
             for before, tile in itertools.pairwise(tiles):
-                assert tile.parcels == before.parcels or tile.queries == before.queries
+                is_local = tile_bytes is None and not before.parcels
+                assert is_local or tile.parcels == before.parcels or tile.queries == before.queries
 
 
 def test_the_description_has_tables_of_branches_and_ranks() -> None:
