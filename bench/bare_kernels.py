@@ -15,7 +15,7 @@ import torch
 from case import Case
 from torch import Tensor
 
-from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.kernels import KernelInputs, TileInputs, select_kernel
 
 
 @dataclass(frozen=True)
@@ -72,5 +72,11 @@ def _operators(case: Case, dtype: torch.dtype, device: torch.device) -> tuple[An
             ),
         )
     kernel = select_kernel("auto", KernelInputs(device, dtype, case.head_dim))
-    options: dict[str, Any] = {"is_causal": case.causal, "scale": scale, "key_mask": None}
-    return lambda *tile: kernel.forward(*tile, **options), lambda *tile: kernel.backward(*tile, **options)
+
+    def forward(*rows: Tensor) -> tuple[Tensor, Tensor]:
+        return kernel.forward(TileInputs(*rows, scale, case.causal))
+
+    def backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *results: Tensor) -> Any:
+        return kernel.backward(TileInputs(query, key, value, scale, case.causal), grad_out, *results)
+
+    return forward, backward

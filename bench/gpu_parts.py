@@ -25,7 +25,7 @@ from setups import shortened
 from torch import Tensor
 
 from ring_backends import dilated_attention
-from ring_backends.kernels import Kernel, KernelInputs, kernels, resolve_dtype
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels, resolve_dtype
 
 ROWS = tuple(256 << doubling for doubling in range(8))
 ROWS_IN_ALL, HEADS, RATE = 32_768, 16, 4
@@ -74,11 +74,11 @@ def _tile(device: torch.device, segments: int, length: int, head_dim: int, is_st
 
 def _kernel_seconds(clock: Clock, kernel: Kernel, tile: Sequence[Tensor]) -> dict[str, float]:
     query, key, value, grad_out = tile
-    options: dict[str, Any] = {"is_causal": True, "scale": query.shape[-1] ** -0.5, "key_mask": None}
-    out, lse = kernel.forward(query, key, value, **options)
+    inputs = TileInputs(query, key, value, query.shape[-1] ** -0.5, is_causal=True)
+    out, lse = kernel.forward(inputs)
     return {
-        "forward": clock.seconds(lambda: kernel.forward(query, key, value, **options)),
-        "backward": clock.seconds(lambda: kernel.backward(grad_out, query, key, value, out, lse, **options)),
+        "forward": clock.seconds(lambda: kernel.forward(inputs)),
+        "backward": clock.seconds(lambda: kernel.backward(inputs, grad_out, out, lse)),
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_backends.kernels import Kernel, KernelInputs, select_kernel
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, select_kernel
 
 
 def longnet_method(
@@ -76,9 +76,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, kernel: Kernel, is_causal: bool, query: Tensor, key: Tensor, value: Tensor) -> Any:
-        ctx.kernel = kernel
-        ctx.options = {"is_causal": is_causal, "scale": query.shape[-1] ** -0.5, "key_mask": None}
-        out, lse = kernel.forward(query, key, value, **ctx.options)
+        ctx.kernel, ctx.options = kernel, (query.shape[-1] ** -0.5, is_causal)
+        out, lse = kernel.forward(TileInputs(query, key, value, *ctx.options))
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.mark_non_differentiable(lse)
         return out, lse
@@ -86,5 +85,5 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, _: Tensor) -> Any:
         query, key, value, out, lse = ctx.saved_tensors
-        grads = ctx.kernel.backward(grad_out, query, key, value, out, lse, **ctx.options)
+        grads = ctx.kernel.backward(TileInputs(query, key, value, *ctx.options), grad_out, out, lse)
         return None, None, *(grad.to(query.dtype) for grad in grads)

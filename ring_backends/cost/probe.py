@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ring_backends.cost.hardware import Hardware
 from ring_backends.cost.machine import median_seconds, synchronize, synchronize_ranks
-from ring_backends.kernels import KernelInputs, select_kernel
+from ring_backends.kernels import KernelInputs, TileInputs, select_kernel
 from ring_backends.kernels.gather_rows import gather, scatter_merge
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.ring.transfer import post_batch, post_works
@@ -113,13 +113,12 @@ class RankProbe:
     def _tile(self, rows: int, *, backward: bool, is_causal: bool) -> Callable[[], object]:
         """Make a function that calls the kernel on ``TILE_ROWS`` query rows per head, in segments of ``rows`` rows."""
         kernel = select_kernel("auto", KernelInputs(self.device, self.dtype, self.head_dim))
-        options = {"is_causal": is_causal, "scale": self.head_dim**-0.5, "key_mask": None}
         shape = (TILE_ROWS // rows, self._num_heads, rows, self.head_dim)
         query, key, value, grad_out = (self._randn(*shape) for _ in range(4))
+        tile = TileInputs(query, key, value, self.head_dim**-0.5, is_causal)
         if not backward:
-            return partial(kernel.forward, query, key, value, **options)
-        out, lse = kernel.forward(query, key, value, **options)
-        return partial(kernel.backward, grad_out, query, key, value, out, lse, **options)
+            return partial(kernel.forward, tile)
+        return partial(kernel.backward, tile, grad_out, *kernel.forward(tile))
 
     def _randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)

@@ -19,14 +19,14 @@ from ring_backends.engine.cache import ENDLESS, KeyValueCache
 from ring_backends.engine.call import autocast
 from ring_backends.engine.validation import check_sinks, check_tensors
 from ring_backends.errors import RingMismatchError
-from ring_backends.kernels import Kernel, KernelInputs, PairRule, pairwise, select_kernel, widths
+from ring_backends.kernels import Kernel, KernelInputs, PairRule, TileInputs, pairwise, select_kernel
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.merge import merge_, statistics_dtype
 from ring_backends.kernels.score_mod import PairScores, ScoreMod, check_score_mod, identity
 from ring_backends.kernels.steps import StepKernel
 from ring_backends.ring.calls import Configuration
-from ring_backends.schedule.bands import ANTICAUSAL, Band, Blocks, Part, as_slice, cut_band
+from ring_backends.schedule.bands import ANTICAUSAL, CAUSAL, Band, Blocks, Part, as_slice, cut_band
 from ring_backends.schedule.pattern import DilatedPattern
 
 MAX_EXCHANGED_BYTES = 32 * 2**20
@@ -157,21 +157,18 @@ class Step:
         for block in blocks:
             for part in block.parts:
                 query, into_out, into_lse = (_rows_of(x, part.queries, block) for x in queries)
-                tensors = [query, *(None if x is None else _rows_of(x, part.keys, block) for x in keys)]
+                key, value, mask = (None if x is None else _rows_of(x, part.keys, block) for x in keys)
+                assert key is not None
+                assert value is not None
                 if block.repeats > 1:
-                    tensors = [None if x is None else x.flatten(0, 1) for x in tensors]
-                is_reversed = part.band == ANTICAUSAL
-                if is_reversed:
-                    tensors = [None if x is None else x.flip(2) for x in tensors]
-                *rows, mask = tensors
-                options = {"is_causal": part.band is not None, "scale": scale, "key_mask": mask}
-                if pairs is None:
-                    out, lse = widths.forward(self.kernel, *rows, **options)  # type: ignore[arg-type]
+                    query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+                    mask = None if mask is None else mask.flatten(0, 1)
+                rule = None if pairs is None else PairRule(scores=_of_part(pairs, part, block))
+                inputs = TileInputs(query, key, value, scale, part.band == CAUSAL, mask, rule=rule)
+                if part.band == ANTICAUSAL:
+                    out, lse = (x.flip(2) for x in pairwise.forward(self.kernel, inputs.reversed()))
                 else:
-                    rule = PairRule(scores=_of_part(pairs, part, block, is_reversed))
-                    out, lse = pairwise.forward(self.kernel, rule, *rows, **options)  # type: ignore[arg-type]
-                if is_reversed:
-                    out, lse = out.flip(2), lse.flip(2)
+                    out, lse = pairwise.forward(self.kernel, inputs)
                 if block.repeats > 1:
                     out, lse = (x.unflatten(0, (-1, block.repeats)) for x in (out, lse))
                 merge_(into_out, into_lse, out, lse)
@@ -393,19 +390,14 @@ def _rows_of(tensor: Tensor, rows: range, blocks: Blocks) -> Tensor:
     return found if tensor.dim() == 3 else found.transpose(3, 4)
 
 
-def _of_part(pairs: PairScores, part: Part, blocks: Blocks, is_reversed: bool) -> PairScores:
+def _of_part(pairs: PairScores, part: Part, blocks: Blocks) -> PairScores:
     """The score_mod of a part of the queries and keys."""
     batch, positions = len(pairs.batch), (pairs.query_positions, pairs.key_positions)
     of_queries, of_keys = (_rows_of(x, y, blocks) for x, y in zip(positions, (part.queries, part.keys), strict=True))
     if blocks.repeats > 1:
         of_queries, of_keys = (x.flatten(0, 1).repeat(batch, 1, 1) for x in (of_queries, of_keys))
-    found = replace(
-        pairs,
-        batch=pairs.batch.repeat_interleave(blocks.repeats),
-        query_positions=of_queries,
-        key_positions=of_keys,
-    )
-    return found.reversed() if is_reversed else found
+    batches = pairs.batch.repeat_interleave(blocks.repeats)
+    return replace(pairs, batch=batches, query_positions=of_queries, key_positions=of_keys)
 
 
 @lru_cache(maxsize=256)

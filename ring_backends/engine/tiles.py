@@ -9,14 +9,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ring_backends.engine.sums import BlockGrads, BlockOut
 from ring_backends.engine.wire_buffers import WireBuffer, of_part
-from ring_backends.kernels import Kernel, PairRule, pairwise, widths
+from ring_backends.kernels import Kernel, PairRule, TileInputs, pairwise
 from ring_backends.kernels.base import split_scale
 from ring_backends.kernels.constants import constant
 from ring_backends.kernels.gather_rows import gather, gather_all, gather_into, gathered_shape, row_view
@@ -63,37 +62,6 @@ class SavedRows:
         return SavedRows(*(x[:, :, block.heads] for x in (self.out, self.lse, self.grad_out)))
 
 
-class _TileRows(NamedTuple):
-    """The rows of one tile, [B, H, S, …].
-
-    If the heads do not share the streams evenly, every query head gets a key/value head of its own.
-
-    Attributes:
-        others: further rows of the queries.
-        rule: documents, dropout and score_mod; None without.
-        is_reversed: whether all rows are in reverse order, so that an anticausal tile is a causal one.
-    """
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    key_mask: Tensor | None
-    rule: PairRule | None
-    others: Sequence[Tensor]
-    is_reversed: bool = False
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-    def reversed(self) -> _TileRows:
-        """The same rows in reverse order."""
-        mask = None if self.key_mask is None else self.key_mask.flip(2)
-        rule = None if self.rule is None else self.rule.reversed()
-        query, key, value = (x.flip(2) for x in self.tensors)
-        return _TileRows(query, key, value, mask, rule, [x.flip(2) for x in self.others], is_reversed=True)
-
-
 class TileRunner:
     """Computes the tiles of one forward or backward.
 
@@ -111,13 +79,9 @@ class TileRunner:
 
     def forward(self, tile: Tile, here: StepRows, arrived: WireBuffer | None) -> tuple[Tensor, Tensor]:
         """Compute out and LSE of one tile. ``here`` holds this rank's rows of the tile's block of heads."""
-        rows = self._rows_of(tile, here, arrived)
-        tensors, options = rows.tensors, self._options(tile, rows)
-        if rows.rule is None:
-            out, lse = widths.forward(self.kernel, *tensors, **options)
-        else:
-            out, lse = pairwise.forward(self.kernel, rows.rule, *tensors, **options)
-        return (out.flip(2), lse.flip(2)) if rows.is_reversed else (out, lse)
+        inputs, _ = self._inputs_of(tile, here, arrived)
+        out, lse = pairwise.forward(self.kernel, inputs)
+        return (out.flip(2), lse.flip(2)) if self._reverses(tile) else (out, lse)
 
     def forward_into(
         self, tiles: Sequence[Tile], here: StepRows, arrived: WireBuffer | None, block_out: BlockOut
@@ -158,14 +122,9 @@ class TileRunner:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute dQ, dK and dV of one tile from the global ``out``, ``lse`` and ``grad_out`` of the block's heads."""
         of_queries = {"grad_out": grad_out, "out": out, "lse": lse}
-        rows = self._rows_of(tile, here, arrived, of_queries)
-        its_grad_out, its_out, its_lse = rows.others
-        tensors, options = (its_grad_out, *rows.tensors, its_out, its_lse), self._options(tile, rows)
-        if rows.rule is None:
-            grads = widths.backward(self.kernel, *tensors, **options)
-        else:
-            grads = pairwise.backward(self.kernel, rows.rule, *tensors, **options)
-        if rows.is_reversed:
+        inputs, rows = self._inputs_of(tile, here, arrived, of_queries)
+        grads = pairwise.backward(self.kernel, inputs, *rows)
+        if self._reverses(tile):
             grads = grads[0].flip(2), grads[1].flip(2), grads[2].flip(2)
         if tile.streams_are_grouped:
             return grads
@@ -173,11 +132,9 @@ class TileRunner:
         grad_key, grad_value = (_sum_over_heads(grad, tile) for grad in of_keys)
         return grad_query, grad_key, grad_value
 
-    def _options(self, tile: Tile, rows: _TileRows) -> dict[str, Any]:
-        """The options of the kernel. Any band that is not causal goes to a kernel that takes it."""
-        options = {"is_causal": tile.is_causal or rows.is_reversed, "scale": self.scale, "key_mask": rows.key_mask}
-        has_band = tile.band is not None and not options["is_causal"]
-        return {**options, "band": tile.band} if has_band else options
+    def _reverses(self, tile: Tile) -> bool:
+        """Whether the kernel gets the rows of an anticausal tile in reverse order, in which it is causal."""
+        return tile.band == ANTICAUSAL and not self.kernel.takes_bands
 
     def _groups(self, tiles: Sequence[Tile], block: HeadBlock) -> Iterable[tuple[Kernel, Sequence[Tile]]]:
         """Split the tiles of a step by their kernel, and for kernels of steps by whether their results have sums."""
@@ -204,37 +161,34 @@ class TileRunner:
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 
-    def _rows_of(
+    def _inputs_of(
         self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor] | None = None
-    ) -> _TileRows:
-        """The rows of a tile as its kernel takes them. ``of_queries`` are further tensors of the query rows."""
-        is_reversed = tile.band == ANTICAUSAL and not self.kernel.takes_bands
-        rows = self._gather_rows(tile, here, arrived, of_queries or {}, is_reversed)
-        return rows.reversed() if is_reversed else rows
+    ) -> tuple[TileInputs, list[Tensor]]:
+        """The inputs of a kernel, and the rows of further tensors ``of_queries``.
 
-    def _gather_rows(
-        self,
-        tile: Tile,
-        here: StepRows,
-        arrived: WireBuffer | None,
-        of_queries: Mapping[str, Tensor],
-        is_reversed: bool,
-    ) -> _TileRows:
-        """Gather the rows of a tile. Rows that will be reversed need not be contiguous, since that copies them."""
+        If the heads do not share the streams evenly, every query head gets a key/value head of its own.
+        """
+        inputs, others = self._gathered_inputs(tile, here, arrived, of_queries or {})
+        return (inputs.reversed(), [x.flip(2) for x in others]) if self._reverses(tile) else (inputs, others)
+
+    def _gathered_inputs(
+        self, tile: Tile, here: StepRows, arrived: WireBuffer | None, of_queries: Mapping[str, Tensor]
+    ) -> tuple[TileInputs, list[Tensor]]:
+        in_place = self._reverses(tile)  # reversed rows are copies
         queries, keys = tile.queries, tile.keys
         parts = [("query", here.query, queries)]
         parts += [(name, tensor, queries) for name, tensor in of_queries.items()]
         marks = words = None
         if isinstance(keys, DilatedRows):
             parts += [("key", here.key, keys), ("value", here.value, keys)]
-            *gathered, key, value = self._gather(parts, in_place=is_reversed)
+            *gathered, key, value = self._gather(parts, in_place=in_place)
             if here.key_marks is not None:
                 marks = gather(here.key_marks, keys)
             if here.key_words is not None:
                 words = gather(here.key_words, keys)
         else:
             assert arrived is not None
-            gathered = self._gather(parts, in_place=is_reversed)
+            gathered = self._gather(parts, in_place=in_place)
             key, value, marks = arrived.rows(keys)
             words = None if here.dropout is None else _key_words(here, keys)
         if not tile.streams_are_grouped:
@@ -242,15 +196,16 @@ class TileRunner:
             key, value = key.index_select(1, index), value.index_select(1, index)
             marks, words = (None if x is None else x.index_select(1, index) for x in (marks, words))
         query, *others = gathered
-        if here.query_documents is None and here.dropout is None and here.score_mod is None:
-            return _TileRows(query, key, value, marks, None, others)
-        documents, query_words = (
-            None if x is None else gather(x, queries) for x in (here.query_documents, here.query_words)
-        )
-        mask, key_documents = (marks, None) if documents is None else (None, marks)
-        scores = None if here.score_mod is None else _pair_scores(here, tile, here.score_mod)
-        rule = PairRule(documents, key_documents, here.dropout, query_words, words, scores)
-        return _TileRows(query, key, value, mask, rule, others)
+        rule = None
+        if not (here.query_documents is None and here.dropout is None and here.score_mod is None):
+            documents, query_words = (
+                None if x is None else gather(x, queries) for x in (here.query_documents, here.query_words)
+            )
+            marks, key_documents = (marks, None) if documents is None else (None, marks)
+            scores = None if here.score_mod is None else _pair_scores(here, tile, here.score_mod)
+            rule = PairRule(documents, key_documents, here.dropout, query_words, words, scores)
+        band = None if tile.is_causal else tile.band
+        return TileInputs(query, key, value, self.scale, tile.is_causal, marks, band, rule), others
 
     def _gather(self, parts: Sequence[tuple[str, Tensor, DilatedRows]], *, in_place: bool) -> list[Tensor]:
         """Gather rows, or with ``in_place`` view them if possible. They are valid until the next rows of that name."""

@@ -6,7 +6,7 @@ does not choose the tiles of a rank, and does not communicate. It imports ``sche
 
 from __future__ import annotations
 
-from ring_backends.kernels.base import Kernel, KernelInputs, PairRule
+from ring_backends.kernels.base import Kernel, KernelInputs, PairRule, TileInputs
 from ring_backends.kernels.dtype import auto_dtype, resolve_dtype
 from ring_backends.kernels.registry import available_kernels, explain_choice, kernel_names, kernels, select_kernel
 
@@ -14,6 +14,7 @@ __all__ = [
     "Kernel",
     "KernelInputs",
     "PairRule",
+    "TileInputs",
     "auto_dtype",
     "available_kernels",
     "explain_choice",

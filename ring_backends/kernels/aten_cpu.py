@@ -15,12 +15,11 @@ The operator has these problems, for which this kernel has workarounds:
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel, blank_rows, check_tile, lse_for_backward
+from ring_backends.kernels.base import Kernel, TileInputs, blank_rows, lse_for_backward
 from ring_backends.kernels.math import MathKernel
 from ring_backends.torch_internals import has_values
 
@@ -38,63 +37,35 @@ class AtenCpuFlashKernel(Kernel):
     operators = ("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
     prefers_contiguous = True
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        if key.shape[2] < _FEW_KEYS and not all_finite(query, key):
-            return _MATH.forward(query, key, value, **options)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.key.shape[2] < _FEW_KEYS and not all_finite(tile.query, tile.key):
+            return _MATH.forward(tile)
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            unit_stride(query),
-            unit_stride(key),
-            unit_stride(value),
+            *map(unit_stride, tile.tensors),
             0.0,
-            is_causal,
-            attn_mask=key_bias(key_mask, query),
-            scale=scale,
+            tile.is_causal,
+            attn_mask=key_bias(tile.key_mask, tile.query),
+            scale=tile.scale,
         )
-        if not (all_finite(out) if query.dtype.itemsize >= 4 else all_finite(out, lse)):
-            return _MATH.forward(query, key, value, **options)
-        return (out, lse) if key_mask is None else blank_rows(out, lse, key_mask, is_causal)
+        if not (all_finite(out) if out.dtype.itemsize >= 4 else all_finite(out, lse)):
+            return _MATH.forward(tile)
+        return (out, lse) if tile.key_mask is None else blank_rows(out, lse, tile.key_mask, tile.is_causal)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        if key.shape[2] < _FEW_KEYS and not all_finite(grad_out, query, key, value, out):
-            return _MATH.backward(grad_out, query, key, value, out, lse, **options)
-        dtype = backward_dtype(query.dtype)
-        inputs = [unit_stride(x.to(dtype)) for x in (grad_out, query, key, value, out)]
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        inputs = grad_out, *tile.tensors, out
+        if tile.key.shape[2] < _FEW_KEYS and not all_finite(*inputs):
+            return _MATH.backward(tile, grad_out, out, lse)
+        dtype = backward_dtype(tile.query.dtype)
+        converted = [unit_stride(x.to(dtype)) for x in inputs]
         grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *inputs,
+            *converted,
             lse_for_backward(lse),
             0.0,
-            is_causal,
-            attn_mask=key_bias(key_mask, inputs[1]),
-            scale=scale,
+            tile.is_causal,
+            attn_mask=key_bias(tile.key_mask, converted[1]),
+            scale=tile.scale,
         )
-        if not all_finite(*grads):
-            return _MATH.backward(grad_out, query, key, value, out, lse, **options)
-        return grads
+        return grads if all_finite(*grads) else _MATH.backward(tile, grad_out, out, lse)
 
 
 def backward_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -26,8 +26,8 @@ from ring_backends.kernels.base import (
     RAN_ON_ONE_GPU,
     Kernel,
     KernelInputs,
+    TileInputs,
     blank_rows,
-    check_tile,
     expand_heads,
     lse_for_backward,
     sum_heads,
@@ -87,39 +87,22 @@ class AtenCudaPartsKernel(AtenCudaKernel):
             reasons.append("it does not support a key mask")
         return reasons
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
-        other = self._kernel_instead(query, key, value)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        assert tile.key_mask is None
+        other = self._kernel_instead(tile.query, tile.key, tile.value)
         if other is not None:
-            return widths.forward(other, query, key, value, is_causal=is_causal, scale=scale, key_mask=None)
-        attend = partial(self._attend, is_causal=is_causal, scale=scale)
-        out, lse = in_parts(attend, (query, key, value), entries=MAX_ENTRIES)
+            return widths.forward(other, tile)
+        attend = partial(self._attend, is_causal=tile.is_causal, scale=tile.scale)
+        out, lse = in_parts(attend, tile.tensors, entries=MAX_ENTRIES)
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        assert tile.key_mask is None
+        query, key, value = tile.tensors
         other = self._kernel_instead(query, key, value)
         if other is not None:
-            return widths.backward(
-                other, grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=None
-            )
-        differentiate = partial(self._differentiate, is_causal=is_causal, scale=scale)
+            return widths.backward(other, tile, grad_out, out, lse)
+        differentiate = partial(self._differentiate, is_causal=tile.is_causal, scale=tile.scale)
         tensors = (grad_out.to(query.dtype), query, key, value, out.to(query.dtype), lse_for_backward(lse))
         entries, kv_heads = self._size_of_backward(query, key)
         grad_query, grad_key, grad_value = in_parts(differentiate, tensors, entries=entries, kv_heads=kv_heads)
@@ -177,54 +160,29 @@ class AtenCudaFlashKernel(AtenCudaPartsKernel):
             )
         return reasons
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        if band is None:
-            return super().forward(query, key, value, is_causal=is_causal, scale=scale, key_mask=key_mask)
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        if tile.band is None:
+            return super().forward(tile)
+        assert tile.key_mask is None
+        query, key, value = tile.tensors
         results = []
-        for queries, keys, window in _windows(query.shape[2], key.shape[2], band):
-            attend = partial(_attend_in_window, window=window, scale=scale)
+        for queries, keys, window in _windows(query.shape[2], key.shape[2], tile.band):
+            attend = partial(_attend_in_window, window=window, scale=tile.scale)
             tensors = query[:, :, queries], key[:, :, keys], value[:, :, keys]
             results.append(in_parts(attend, tensors, entries=MAX_ENTRIES))
         out, lse = results[0] if len(results) == 1 else (torch.cat(x, 2) for x in zip(*results, strict=True))
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        if band is None:
-            return super().backward(
-                grad_out, query, key, value, out, lse, is_causal=is_causal, scale=scale, key_mask=key_mask
-            )
-        check_tile(query, key, value, is_causal, key_mask)
-        assert key_mask is None
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        if tile.band is None:
+            return super().backward(tile, grad_out, out, lse)
+        assert tile.key_mask is None
+        query, key, value = tile.tensors
         of_queries = grad_out.to(query.dtype), query, out.to(query.dtype), lse_for_backward(lse)
-        windows = _windows(query.shape[2], key.shape[2], band)
+        windows = _windows(query.shape[2], key.shape[2], tile.band)
         results = []
         for queries, keys, window in windows:
-            differentiate = partial(_differentiate_in_window, window=window, scale=scale)
+            differentiate = partial(_differentiate_in_window, window=window, scale=tile.scale)
             do, q, o, row_lse = (x[:, :, queries] for x in of_queries)
             k, v = key[:, :, keys], value[:, :, keys]
             entries, kv_heads = self._size_of_backward(q, k)
@@ -379,38 +337,24 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
             reasons.append(f"{name} must be a multiple of {multiple} for {inputs.dtype} on this GPU")
         return reasons
 
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, *, is_causal: bool, scale: float, key_mask: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        query, key, value = tile.tensors
         num_heads, seq_q = query.shape[1:3]
         out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
             aligned(query),
             _near(aligned(expand_heads(key, num_heads))),
             _near(aligned(expand_heads(value, num_heads))),
-            _aligned_bias(key_mask, query),
+            _aligned_bias(tile.key_mask, query),
             True,
             0.0,
-            is_causal,
-            scale=scale,
+            tile.is_causal,
+            scale=tile.scale,
         )
         lse = lse[:, :, :seq_q]
-        return (out, lse) if key_mask is None else blank_rows(out, lse, key_mask, is_causal)
+        return (out, lse) if tile.key_mask is None else blank_rows(out, lse, tile.key_mask, tile.is_causal)
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        query, key, value = tile.tensors
         num_heads, num_kv_heads = query.shape[1], key.shape[1]
         unused = unused_dropout_state(query)
         grad_query, grad_key, grad_value, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
@@ -418,15 +362,15 @@ class AtenCudaEfficientKernel(AtenCudaKernel):
             aligned(query),
             aligned(expand_heads(key, num_heads)),
             aligned(expand_heads(value, num_heads)),
-            _aligned_bias(key_mask, query),
+            _aligned_bias(tile.key_mask, query),
             _rows_outermost(out.to(query.dtype)),
             _padded_lse(lse_for_backward(lse)),
             unused,
             unused,
             0.0,
             [True, True, True, False],
-            is_causal,
-            scale=scale,
+            tile.is_causal,
+            scale=tile.scale,
         )
         return grad_query, sum_heads(grad_key, num_kv_heads), sum_heads(grad_value, num_kv_heads)
 

@@ -22,6 +22,7 @@ from ring_backends.kernels.dropout import Dropout
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.operators import operator_reasons
 from ring_backends.kernels.score_mod import PairScores, ScoreMod
+from ring_backends.schedule.bands import Band
 
 RAN_ON_ONE_GPU = (
     "of all GPUs, the tests have run it on an H100 with torch 2.11; to test it on another, run pytest --gpu"
@@ -133,6 +134,57 @@ class PairRule:
         return PairRule(query_documents, key_documents, self.dropout, query_words, key_words, scores)
 
 
+@dataclass(frozen=True)
+class TileInputs:
+    """The rows of one tile, and what its kernel needs to know.
+
+    Attributes:
+        query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
+        key, value: [B, Hk, Sk, D] and [B, Hk, Sk, V] with Hq % Hk == 0; query head h reads key/value head
+            h // (Hq // Hk).
+        scale: factor on the scores. It is positive: see :func:`split_scale`.
+        is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
+        key_mask: bool [B, Hk, Sk], True = ignore this key; None for none.
+        band: any other band; None if every row sees all keys. Only for kernels with ``takes_bands``.
+        rule: documents, dropout and score_mod; None without. Only for :mod:`ring_backends.kernels.pairwise`.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    scale: float
+    is_causal: bool = False
+    key_mask: Tensor | None = None
+    band: Band | None = None
+    rule: PairRule | None = None
+
+    def __post_init__(self) -> None:  # the arguments of users were checked before
+        batch, num_heads, seq_q, head_dim = self.query.shape
+        num_kv_heads, seq_k = self.key.shape[1:3]
+        # The ATen CPU operator dereferences a null pointer if there is no key.
+        assert self.query.numel() > 0, f"empty query {tuple(self.query.shape)}"
+        assert self.key.numel() > 0, f"empty key {tuple(self.key.shape)}"
+        assert self.key.shape == (batch, num_kv_heads, seq_k, head_dim), (self.query.shape, self.key.shape)
+        assert self.value.shape[:3] == self.key.shape[:3], (self.key.shape, self.value.shape)
+        assert self.value.shape[3] > 0, self.value.shape
+        assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
+        assert not self.is_causal or seq_q == seq_k, f"a causal tile is square, got {seq_q} x {seq_k}"
+        if self.key_mask is not None:
+            assert self.key_mask.dtype == torch.bool, self.key_mask.dtype
+            assert self.key_mask.shape == (batch, num_kv_heads, seq_k), (self.key_mask.shape, self.key.shape)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.query, self.key, self.value
+
+    def reversed(self) -> TileInputs:
+        """The rows of an anticausal tile in reverse order, in which it is causal."""
+        mask = None if self.key_mask is None else self.key_mask.flip(2)
+        rule = None if self.rule is None else self.rule.reversed()
+        query, key, value = (x.flip(2) for x in self.tensors)
+        return TileInputs(query, key, value, self.scale, True, mask, rule=rule)
+
+
 class Kernel(ABC):
     """One implementation of tile attention. It has no state: the registry holds one instance of each.
 
@@ -151,8 +203,7 @@ class Kernel(ABC):
         has_score_mod: whether it can run calls with a score_mod, at least with some.
         takes_value_dim: whether V may differ from D. For other kernels, the narrower rows are padded with zeros
             (:mod:`ring_backends.kernels.widths`).
-        takes_bands: whether :meth:`forward` and :meth:`backward` have the argument ``band``, and run tiles with any
-            band. Other kernels run full and causal tiles.
+        takes_bands: whether it runs tiles with any band. Other kernels run full and causal tiles.
         reads_ignored_keys: whether a NaN in a key that ``key_mask`` ignores would reach results. The engine then sets
             ignored keys and values to 0.
     """
@@ -192,25 +243,8 @@ class Kernel(ABC):
         return 1
 
     @abstractmethod
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
         """Attend from every query row to the keys of this tile. Called without gradient tracking.
-
-        Args:
-            query: [B, Hq, Sq, D]; all sizes are at least 1, strides are free.
-            key, value: [B, Hk, Sk, D] and [B, Hk, Sk, V] with Hq % Hk == 0; query head h reads key/value head
-                h // (Hq // Hk).
-            is_causal: whether row t sees only keys 0 … t. Requires Sq == Sk.
-            scale: factor on the scores. It is positive: see :func:`split_scale`.
-            key_mask: bool [B, Hk, Sk], True = ignore this key.
 
         Returns:
             (out, lse): out [B, Hq, Sq, V] in the dtype of query; lse [B, Hq, Sq] in the statistics dtype. A row whose
@@ -218,25 +252,12 @@ class Kernel(ABC):
         """
 
     @abstractmethod
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Compute this tile's contribution to the gradients of the global softmax.
 
         Args:
             grad_out, out: [B, Hq, Sq, V], any float dtype.
             lse: [B, Hq, Sq]. ``out`` and ``lse`` belong to the *global* softmax, over this tile's keys and all others.
-            query, key, value, is_causal, scale, key_mask: as in :meth:`forward`.
 
         Returns:
             (grad_query, grad_key, grad_value), shaped as query, key and value, in the dtype of the inputs or in the
@@ -253,23 +274,6 @@ def split_scale(scale: float) -> tuple[float, float]:
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return 0.0, 1.0
     return math.copysign(1.0, scale), abs(scale)
-
-
-def check_tile(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, key_mask: Tensor | None) -> None:
-    """Assert the shapes that :meth:`Kernel.forward` requires. Arguments of users were checked before."""
-    batch, num_heads, seq_q, head_dim = query.shape
-    num_kv_heads, seq_k = key.shape[1], key.shape[2]
-    # The ATen CPU operator dereferences a null pointer if there is no key.
-    assert query.numel() > 0, f"empty query {tuple(query.shape)}"
-    assert key.numel() > 0, f"empty key {tuple(key.shape)}"
-    assert key.shape == (batch, num_kv_heads, seq_k, head_dim), (query.shape, key.shape)
-    assert value.shape[:3] == key.shape[:3], (key.shape, value.shape)
-    assert value.shape[3] > 0, value.shape
-    assert num_heads % num_kv_heads == 0, (num_heads, num_kv_heads)
-    assert not is_causal or seq_q == seq_k, f"a causal tile is square, got {seq_q} x {seq_k}"
-    if key_mask is not None:
-        assert key_mask.dtype == torch.bool, key_mask.dtype
-        assert key_mask.shape == (batch, num_kv_heads, seq_k), (key_mask.shape, key.shape)
 
 
 def blind_rows(key_mask: Tensor, num_heads: int, seq_q: int, is_causal: bool) -> Tensor:

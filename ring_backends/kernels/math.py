@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ring_backends.kernels.base import Kernel, PairRule, check_tile
+from ring_backends.kernels.base import Kernel, PairRule, TileInputs
 from ring_backends.kernels.dtype import without_autocast
 from ring_backends.kernels.merge import statistics_dtype
 from ring_backends.kernels.score_mod import PairScores
@@ -56,61 +56,33 @@ class MathKernel(Kernel):
     def __init__(self, block: int | None = None) -> None:
         self.block = block
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        rule: PairRule | None = None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """As :meth:`Kernel.forward`. ``rule`` adds documents, dropout and a score_mod."""
-        check_tile(query, key, value, is_causal, key_mask)
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        """As :meth:`Kernel.forward`, also with ``tile.rule``."""
+        query, key, value = tile.tensors
         is_finite = _is_finite(value)
         out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:-1], dtype=statistics_dtype(query.dtype))
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
-                out[:, :, rows], lse[:, :, rows] = _forward_rows(
-                    query, key, value, scale, key_mask, rule, rows, pairs, is_finite=is_finite
-                )
+            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if tile.is_causal else tile.band):
+                out[:, :, rows], lse[:, :, rows] = _forward_rows(tile, rows, pairs, is_finite=is_finite)
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        rule: PairRule | None = None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """As :meth:`Kernel.backward`, with gradients in the statistics dtype. ``rule`` is as in the forward."""
-        check_tile(query, key, value, is_causal, key_mask)
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As :meth:`Kernel.backward`, also with ``tile.rule``, and with gradients in the statistics dtype."""
+        query, key, value = tile.tensors
         is_finite = all(map(_is_finite, (grad_out, query, key, value, out)))  # out is NaN if another tile has one
         stats = statistics_dtype(query.dtype)
         grad_query = torch.empty_like(query, dtype=stats)
         grad_key = torch.zeros_like(key, dtype=stats)
         grad_value = torch.zeros_like(value, dtype=stats)
         with without_autocast(query.device):
-            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if is_causal else band):
+            for rows, pairs in self._row_blocks(query, key.shape[2], CAUSAL if tile.is_causal else tile.band):
                 grad_query[:, :, rows] = _backward_rows(
-                    *(grad_out, query, key, value, out, lse, scale, key_mask, rule, rows, pairs, grad_key, grad_value),
-                    is_finite=is_finite,
+                    tile, grad_out, out, lse, rows, pairs, grad_key, grad_value, is_finite=is_finite
                 )
-        if key_mask is not None:
-            grad_key.masked_fill_(key_mask.unsqueeze(-1), 0.0)
-            grad_value.masked_fill_(key_mask.unsqueeze(-1), 0.0)
+        if tile.key_mask is not None:
+            grad_key.masked_fill_(tile.key_mask.unsqueeze(-1), 0.0)
+            grad_value.masked_fill_(tile.key_mask.unsqueeze(-1), 0.0)
         return grad_query, grad_key, grad_value
 
     def _row_blocks(self, query: Tensor, seq_k: int, band: Band | None) -> Iterator[tuple[slice, list[_BlockPair]]]:
@@ -135,21 +107,11 @@ def block_size(num_heads: int) -> int:
     return min(max(size // 64 * 64, 64), 1024)
 
 
-def _forward_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-    rule: PairRule | None,
-    rows: slice,
-    pairs: list[_BlockPair],
-    *,
-    is_finite: bool,
-) -> tuple[Tensor, Tensor]:
+def _forward_rows(tile: TileInputs, rows: slice, pairs: list[_BlockPair], *, is_finite: bool) -> tuple[Tensor, Tensor]:
     """out [B, Hq, b, V] and lse [B, Hq, b] of one block of b rows, in the statistics dtype."""
+    (query, key, value), key_mask, rule = tile.tensors, tile.key_mask, tile.rule
     num_kv_heads = key.shape[1]
-    q = _fold(query[:, :, rows], num_kv_heads, statistics_dtype(query.dtype)) * scale
+    q = _fold(query[:, :, rows], num_kv_heads, statistics_dtype(query.dtype)) * tile.scale
     repeats = query.shape[1] // num_kv_heads
     maximum = q.new_full((*q.shape[:-1], 1), -torch.inf)
     total = torch.zeros_like(maximum)
@@ -183,15 +145,10 @@ def _forward_rows(
 
 
 def _backward_rows(
+    tile: TileInputs,
     grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
     out: Tensor,
     lse: Tensor,
-    scale: float,
-    key_mask: Tensor | None,
-    rule: PairRule | None,
     rows: slice,
     pairs: list[_BlockPair],
     grad_key: Tensor,
@@ -204,6 +161,7 @@ def _backward_rows(
     ``do`` is the gradient of the output, ``p`` the softmax weights of the pair, ``ds`` the gradient of its scores. The
     score_mod and its gradient are computed between the products: few blocks of scores are held at a time.
     """
+    (query, key, value), key_mask, rule = tile.tensors, tile.key_mask, tile.rule
     num_kv_heads, repeats = key.shape[1], query.shape[1] // key.shape[1]
     stats = grad_key.dtype
     row_lse = _fold(lse[:, :, rows].unsqueeze(-1), num_kv_heads, stats)
@@ -215,7 +173,7 @@ def _backward_rows(
     o = _fold(out[:, :, rows], num_kv_heads, stats)
     delta = (do * o).sum(-1, keepdim=True).masked_fill(blind, 0.0)
     grad_q = torch.zeros_like(q)
-    q *= scale
+    q *= tile.scale
     for pair in pairs:
         k, v = _key_block(key, key_mask, pair), _key_block(value, key_mask, pair)
         product = scores = q @ k.transpose(-1, -2)
@@ -254,7 +212,7 @@ def _backward_rows(
         grad_key[:, :, keys] += _product(ds.transpose(-1, -2), q, unseen_by)
         grad_value[:, :, keys] += _product(p.transpose(-1, -2), do, unseen_by)
         del product, scores, p, ds, hidden, unseen, unseen_by, zero, gradient  # before the next block is computed
-    return _unfold(grad_q.mul_(scale).masked_fill(blind, 0.0), repeats)
+    return _unfold(grad_q.mul_(tile.scale).masked_fill(blind, 0.0), repeats)
 
 
 def _fold(x: Tensor, num_kv_heads: int, dtype: torch.dtype) -> Tensor:

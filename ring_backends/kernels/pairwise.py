@@ -13,18 +13,15 @@ math kernel.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import groupby, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ring_backends.kernels import widths
-from ring_backends.kernels.base import Kernel, PairRule
+from ring_backends.kernels.base import Kernel, PairRule, TileInputs
 from ring_backends.kernels.math import MathKernel
 from ring_backends.kernels.merge import merge_, statistics_dtype
-from ring_backends.schedule.bands import Band
 from ring_backends.torch_internals import has_values
 
 _MATH = MathKernel()
@@ -36,74 +33,57 @@ MIN_MEAN_RUN = 32
 """A tile is cut at the ends of documents if they have at least this many rows on average."""
 
 
-def forward(
-    kernel: Kernel,
-    rule: PairRule,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_mask: Tensor | None,
-    band: Band | None = None,
-) -> tuple[Tensor, Tensor]:
-    """As :meth:`Kernel.forward`, for the pairs that ``rule`` allows.
+def forward(kernel: Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
+    """As :meth:`Kernel.forward`, also for the pairs that a rule allows, and for any V.
 
-    Without dropout and score_mod, out of a full or causal tile is in the statistics dtype.
+    With documents, out of a full or causal tile is in the statistics dtype.
     """
-    if rule.needs_math or band is not None:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        return _MATH.forward(query, key, value, **options, rule=rule, band=band)
-    stats = statistics_dtype(query.dtype)
+    if tile.rule is None:
+        return widths.forward(kernel, tile)
+    if tile.rule.needs_math or tile.band is not None:
+        return _MATH.forward(tile)
+    query, value, stats = tile.query, tile.value, statistics_dtype(tile.query.dtype)
     out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=stats)
     lse = query.new_full(query.shape[:-1], -torch.inf, dtype=stats)
-    for batch, rows, keys, on_diagonal, some_rule in _parts(rule, is_causal):
-        tensors = query[batch, :, rows], key[batch, :, keys], value[batch, :, keys]
-        mask = None if key_mask is None else key_mask[batch, :, keys]
-        attend = partial(widths.forward, kernel) if some_rule is None else partial(_MATH.forward, rule=some_rule)
-        part = attend(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
-        merge_(out[batch, :, rows], lse[batch, :, rows], *part)
+    for batch, rows, _, part in _parts(tile, tile.rule):
+        results = widths.forward(kernel, part) if part.rule is None else _MATH.forward(part)
+        merge_(out[batch, :, rows], lse[batch, :, rows], *results)
     return out, lse
 
 
 def backward(
-    kernel: Kernel,
-    rule: PairRule,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
-    is_causal: bool,
-    scale: float,
-    key_mask: Tensor | None,
-    band: Band | None = None,
+    kernel: Kernel, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :meth:`Kernel.backward`, for the pairs that ``rule`` allows. Gradients are in the statistics dtype."""
-    if rule.needs_math or band is not None:
-        options: dict[str, Any] = {"is_causal": is_causal, "scale": scale, "key_mask": key_mask}
-        return _MATH.backward(grad_out, query, key, value, out, lse, **options, rule=rule, band=band)
-    stats = statistics_dtype(query.dtype)
+    """As :meth:`Kernel.backward`, also for the pairs that a rule allows, and for any V.
+
+    With a rule, gradients are in the statistics dtype.
+    """
+    if tile.rule is None:
+        return widths.backward(kernel, tile, grad_out, out, lse)
+    if tile.rule.needs_math or tile.band is not None:
+        return _MATH.backward(tile, grad_out, out, lse)
+    stats = statistics_dtype(tile.query.dtype)
     grad_query, grad_key, grad_value = (
-        torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in (query, key, value)
+        torch.zeros_like(x, dtype=stats, memory_format=torch.contiguous_format) for x in tile.tensors
     )
-    for batch, rows, keys, on_diagonal, some_rule in _parts(rule, is_causal):
-        of_rows = [x[batch, :, rows] for x in (grad_out, query, out, lse)]
-        tensors = of_rows[0], of_rows[1], key[batch, :, keys], value[batch, :, keys], of_rows[2], of_rows[3]
-        mask = None if key_mask is None else key_mask[batch, :, keys]
-        its_own = partial(widths.backward, kernel)
-        differentiate = its_own if some_rule is None else partial(_MATH.backward, rule=some_rule)
-        part = differentiate(*tensors, is_causal=on_diagonal, scale=scale, key_mask=mask)
-        grad_query[batch, :, rows] += part[0]
-        grad_key[batch, :, keys] += part[1]
-        grad_value[batch, :, keys] += part[2]
+    for batch, rows, keys, part in _parts(tile, tile.rule):
+        of_rows = [x[batch, :, rows] for x in (grad_out, out, lse)]
+        grads = widths.backward(kernel, part, *of_rows) if part.rule is None else _MATH.backward(part, *of_rows)
+        grad_query[batch, :, rows] += grads[0]
+        grad_key[batch, :, keys] += grads[1]
+        grad_value[batch, :, keys] += grads[2]
     return grad_query, grad_key, grad_value
 
 
-def _parts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, PairRule | None]]:
+def _parts(tile: TileInputs, rule: PairRule) -> Iterator[tuple[slice, slice, slice, TileInputs]]:
+    """Yield the parts of a tile with documents: batch, rows, keys and inputs, with a rule if several documents meet."""
+    for batch, rows, keys, is_causal, some_rule in _cuts(rule, tile.is_causal):
+        mask = None if tile.key_mask is None else tile.key_mask[batch, :, keys]
+        tensors = tile.query[batch, :, rows], tile.key[batch, :, keys], tile.value[batch, :, keys]
+        yield batch, rows, keys, TileInputs(*tensors, tile.scale, is_causal, mask, rule=some_rule)
+
+
+def _cuts(rule: PairRule, is_causal: bool) -> Iterator[tuple[slice, slice, slice, bool, PairRule | None]]:
     """Yield (batch, rows, keys, whether the causal diagonal crosses them, their rule if several documents meet)."""
     assert rule.query_documents is not None
     assert rule.key_documents is not None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ring_backends.kernels import triton_launch
-from ring_backends.kernels.base import RAN_ON_ONE_GPU, KernelInputs, check_tile
+from ring_backends.kernels.base import RAN_ON_ONE_GPU, KernelInputs, TileInputs
 from ring_backends.kernels.score_mod import ScoreMod, TranslatedScoreMod
 from ring_backends.kernels.steps import Grads, PackedParcels, StepKernel, StepRows
 from ring_backends.kernels.triton_launch import Launch
@@ -71,46 +71,19 @@ class TritonDilatedKernel(StepKernel):
         depends_on_pairs = inputs.has_key_mask or inputs.has_documents or inputs.has_dropout or inputs.has_score_mod
         return 0 if inputs.device.type == "cuda" and depends_on_pairs else 1
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        out = query.new_empty(*query.shape[:3], value.shape[3])
+    def forward(self, tile: TileInputs) -> tuple[Tensor, Tensor]:
+        query = tile.query
+        out = query.new_empty(*query.shape[:3], tile.value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-        rows = _rows(query, key, value, key_mask)
-        tiles = _tiles(query, key, CAUSAL if is_causal else band)
-        self.forward_into(tiles, rows, None, out.transpose(1, 2), lse.transpose(1, 2), scale=scale)
+        into = out.transpose(1, 2), lse.transpose(1, 2)
+        self.forward_into(_tiles(tile), _rows(tile), None, *into, scale=tile.scale)
         return out, lse
 
-    def backward(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        *,
-        is_causal: bool,
-        scale: float,
-        key_mask: Tensor | None,
-        band: Band | None = None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        check_tile(query, key, value, is_causal, key_mask)
-        rows = _rows(query, key, value, key_mask)
-        grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in (query, key, value))
+    def backward(self, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        grad_query, grad_key, grad_value = (x.new_empty(x.shape, dtype=torch.float32) for x in tile.tensors)
         sums = Grads(*(x.transpose(1, 2) for x in (grad_query, grad_key, grad_value)))
-        grad_out, out, lse = grad_out.to(query.dtype).transpose(1, 2), out.transpose(1, 2), lse.transpose(1, 2)
-        tiles = _tiles(query, key, CAUSAL if is_causal else band)
-        self.backward_into(tiles, rows, None, grad_out, out, lse, sums, None, scale=scale)
+        grad_out, out, lse = (x.transpose(1, 2) for x in (grad_out.to(tile.query.dtype), out, lse))
+        self.backward_into(_tiles(tile), _rows(tile), None, grad_out, out, lse, sums, None, scale=tile.scale)
         return grad_query, grad_key, grad_value
 
     def forward_into(
@@ -163,14 +136,16 @@ def _not_translated(score_mod: ScoreMod) -> list[str]:
     return []
 
 
-def _rows(query: Tensor, key: Tensor, value: Tensor, key_mask: Tensor | None) -> StepRows:
-    """The tensors [B, H, S, D] and the mask [B, Hk, Sk] of a single tile as the rows of a step."""
-    mask = None if key_mask is None else key_mask.transpose(1, 2)
-    return StepRows(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask)
+def _rows(tile: TileInputs) -> StepRows:
+    """The tensors and the mask of a single tile as the rows of a step."""
+    mask = None if tile.key_mask is None else tile.key_mask.transpose(1, 2)
+    query, key, value = (x.transpose(1, 2) for x in tile.tensors)
+    return StepRows(query, key, value, mask)
 
 
-def _tiles(query: Tensor, key: Tensor, band: Band | None) -> tuple[Tile, ...]:
-    return (_tile(query.shape[2], query.shape[1], key.shape[2], key.shape[1], band),)
+def _tiles(tile: TileInputs) -> tuple[Tile, ...]:
+    band = CAUSAL if tile.is_causal else tile.band
+    return (_tile(tile.query.shape[2], tile.query.shape[1], tile.key.shape[2], tile.key.shape[1], band),)
 
 
 @lru_cache(maxsize=256)

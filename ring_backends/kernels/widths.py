@@ -7,40 +7,34 @@ results, and what travels over the ring keep their widths.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ring_backends.kernels.base import Kernel
+from ring_backends.kernels.base import Kernel, TileInputs
 
 
-def forward(kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def forward(kernel: Kernel, tile: TileInputs) -> tuple[Tensor, Tensor]:
     """As :meth:`Kernel.forward`, for any V."""
-    head_dim, value_dim = query.shape[3], value.shape[3]
+    head_dim, value_dim = tile.query.shape[3], tile.value.shape[3]
     if kernel.takes_value_dim or head_dim == value_dim:
-        return kernel.forward(query, key, value, **options)
-    out, lse = kernel.forward(*_padded(query, key, value), **options)
+        return kernel.forward(tile)
+    query, key, value = _padded(*tile.tensors)
+    out, lse = kernel.forward(replace(tile, query=query, key=key, value=value))
     return out[..., :value_dim], lse
 
 
 def backward(
-    kernel: Kernel,
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    **options: Any,
+    kernel: Kernel, tile: TileInputs, grad_out: Tensor, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As :meth:`Kernel.backward`, for any V."""
-    head_dim, value_dim = query.shape[3], value.shape[3]
+    head_dim, value_dim = tile.query.shape[3], tile.value.shape[3]
     if kernel.takes_value_dim or head_dim == value_dim:
-        return kernel.backward(grad_out, query, key, value, out, lse, **options)
-    grad_out, query, key, value, out = _padded(grad_out, query, key, value, out)
-    grad_query, grad_key, grad_value = kernel.backward(grad_out, query, key, value, out, lse, **options)
-    return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+        return kernel.backward(tile, grad_out, out, lse)
+    query, key, value, grad_out, out = _padded(*tile.tensors, grad_out, out)
+    grads = kernel.backward(replace(tile, query=query, key=key, value=value), grad_out, out, lse)
+    return grads[0][..., :head_dim], grads[1][..., :head_dim], grads[2][..., :value_dim]
 
 
 def _padded(*tensors: Tensor) -> list[Tensor]:

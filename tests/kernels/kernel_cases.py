@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import Kernel, KernelInputs, kernels, widths
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, kernels, widths
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel
 from ring_backends.kernels.aten_cuda import AtenCudaEfficientKernel, AtenCudaFlashKernel
 from ring_backends.kernels.aten_cudnn import AtenCudaCudnnKernel
@@ -235,22 +235,22 @@ def run_tile(
     kernel: Kernel, query: Tensor, key: Tensor, value: Tensor, grad_out: Tensor, **options: Any
 ) -> tuple[Tensor, ...]:
     """out, lse, dq, dk and dv of one tile that sees all keys."""
-    options = {"is_causal": False, "key_mask": None, **options}
-    out, lse = kernel.forward(query, key, value, **options)
-    return out, lse, *kernel.backward(grad_out, query, key, value, out, lse, **options)
+    tile = TileInputs(query, key, value, **options)
+    out, lse = kernel.forward(tile)
+    return out, lse, *kernel.backward(tile, grad_out, out, lse)
 
 
 def check_a_row_without_keys(kernel: Kernel, dtype: torch.dtype, tolerance: float) -> None:
     """A row with infinite LSE has no gradient, as if it had no gradient of out."""
     query, key, value, grad_out, _ = make_inputs(Case(seq_older=0), dtype)
-    options: dict[str, Any] = {"is_causal": True, "scale": 0.4, "key_mask": None}
-    out, lse = kernel.forward(query, key, value, **options)
+    tile = TileInputs(query, key, value, scale=0.4, is_causal=True)
+    out, lse = kernel.forward(tile)
     lse[:, :, 4] = -torch.inf
     out[:, :, 4] = 0.0
-    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    grads = kernel.backward(tile, grad_out, out, lse)
     grad_out[:, :, 4] = 0.0
     lse[:, :, 4] = 0.0
-    wanted = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    wanted = kernel.backward(tile, grad_out, out, lse)
     assert (grads[0][:, :, 4] == 0).all()
     assert max(map(error, grads, wanted)) < tolerance
 
@@ -261,22 +261,22 @@ def run_tiles(kernel: Kernel, case: Case, dtype: torch.dtype, device: str) -> di
     query, key, value, grad_out = (LAYOUTS[case.layout](x.to(device)) for x in tensors)
     key_mask = key_mask.to(device)
     versions = [x._version for x in (query, key, value, grad_out, key_mask)]
-    tiles: list[tuple[Tensor, Tensor, dict[str, Any]]] = []
-    for keys in (slice(0, case.seq_k), slice(case.seq_k, None)):
+    tiles = []
+    for keys, is_causal, band in (
+        (slice(0, case.seq_k), case.is_causal, case.band),
+        (slice(case.seq_k, None), False, None),
+    ):
         mask = key_mask[:, :, keys] if case.masked else None
-        options = {"is_causal": case.is_causal and not tiles, "scale": case.scale, "key_mask": mask}
-        if case.band is not None and not tiles:
-            options["band"] = case.band
-        tiles.append((key[:, :, keys], value[:, :, keys], options))
+        tiles.append(TileInputs(query, key[:, :, keys], value[:, :, keys], case.scale, is_causal, mask, band))
 
-    forwards = [widths.forward(kernel, query, *inputs, **options) for *inputs, options in tiles]
+    forwards = [widths.forward(kernel, tile) for tile in tiles]
     assert all((x.dtype, y.dtype) == (dtype, statistics_dtype(dtype)) for x, y in forwards)
     lse = torch.logaddexp(*(tile_lse.double() for _, tile_lse in forwards))
     shift = lse.masked_fill(lse == -torch.inf, 0.0)
     out = torch.stack([x.double() * torch.exp(y.double() - shift).unsqueeze(-1) for x, y in forwards]).sum(0)
 
     given = LAYOUTS[case.layout](out.to(dtype)), rows_outside(lse.to(statistics_dtype(dtype)))
-    grads = [widths.backward(kernel, grad_out, query, *inputs, *given, **options) for *inputs, options in tiles]
+    grads = [widths.backward(kernel, tile, grad_out, *given) for tile in tiles]
     assert all(grad.dtype in (dtype, statistics_dtype(dtype)) for tile_grads in grads for grad in tile_grads)
     assert versions == [x._version for x in (query, key, value, grad_out, key_mask)], "the kernel modified an input"
     (dq1, *of_first), (dq2, *of_second) = grads

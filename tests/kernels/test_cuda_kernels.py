@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ring_backends.kernels import Kernel, KernelInputs, aten_cuda, aten_cudnn, available_kernels
+from ring_backends.kernels import Kernel, KernelInputs, TileInputs, aten_cuda, aten_cudnn, available_kernels
 from ring_backends.kernels.math import MathKernel
 from ring_backends.schedule.bands import Band, trimmed
 from ring_backends.testing.marks import needs_gpu
@@ -267,7 +267,7 @@ def test_a_head_beyond_the_limits_of_flash_is_an_error() -> None:
     lse = torch.empty(1, 8, 2**21 + 1, device="meta")
     kernel = aten_cuda.AtenCudaFlashKernel()
     with pytest.raises(ValueError, match=r"2097153 rows in one tile of 8 heads .*triton_dilated"):
-        kernel.backward(rows, rows, key, key, rows, lse, is_causal=True, scale=1.0, key_mask=None)
+        kernel.backward(TileInputs(rows, key, key, scale=1.0), rows, rows, lse)
 
 
 @pytest.mark.parametrize("value_dim", [64, 32])
@@ -286,13 +286,13 @@ def test_cudnn_leaves_single_rows_to_flash(value_dim: int) -> None:
 def test_a_plan_of_cudnn_serves_every_layout_of_the_gradient(value_dim: int) -> None:
     query, key = (torch.randn(2, 7, 4, 16).transpose(1, 2) for _ in range(2))
     value = torch.randn(2, 7, 4, value_dim).transpose(1, 2)
-    kernel, options = aten_cudnn.AtenCudaCudnnKernel(), {"is_causal": True, "scale": 0.3, "key_mask": None}
+    kernel, tile = aten_cudnn.AtenCudaCudnnKernel(), TileInputs(query, key, value, 0.3, is_causal=True)
     grad_out = torch.randn(value.shape)
     wide = torch.nn.functional.pad(grad_out, (0, 8))[..., :-8]
     with CudaOperators(cudnn_lse_dims=4) as model:
-        out, lse = kernel.forward(query, key, value, **options)
+        out, lse = kernel.forward(tile)
         found = [
-            kernel.backward(do, query, key, value, of, lse, **options)
+            kernel.backward(tile, do, of, lse)
             for do, of in ((grad_out, out), (wide, out.transpose(1, 2).contiguous().transpose(1, 2)))
         ]
     assert len(model.cudnn_plans) == 1
@@ -332,9 +332,9 @@ def test_keys_far_apart_on_a_gpu() -> None:
     memory = torch.zeros(4100, 2**19, device="cuda", dtype=torch.float16)
     key = memory[:, :64].normal_()[None, None]
     query = torch.randn(1, 1, 40, 64, device="cuda", dtype=torch.float16)
-    kernel, options = aten_cuda.AtenCudaEfficientKernel(), {"is_causal": False, "scale": 0.125, "key_mask": None}
-    out, lse = kernel.forward(query, key, key, **options)
-    wanted_out, wanted_lse = kernel.forward(query, key.contiguous(), key.contiguous(), **options)
+    kernel, near = aten_cuda.AtenCudaEfficientKernel(), key.contiguous()
+    out, lse = kernel.forward(TileInputs(query, key, key, scale=0.125))
+    wanted_out, wanted_lse = kernel.forward(TileInputs(query, near, near, scale=0.125))
     torch.testing.assert_close(out, wanted_out)
     torch.testing.assert_close(lse, wanted_lse)
 

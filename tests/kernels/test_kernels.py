@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -27,7 +28,7 @@ from kernel_cases import (
 )
 from torch import Tensor
 
-from ring_backends.kernels import Kernel
+from ring_backends.kernels import Kernel, TileInputs
 from ring_backends.kernels.aten_cpu import AtenCpuFlashKernel, backward_dtype
 from ring_backends.kernels.math import MathKernel
 from ring_backends.testing.marks import matrix_but
@@ -74,10 +75,10 @@ def test_a_nan_of_another_tile_stays_in_its_row(is_causal: bool) -> None:
     """A row that is NaN because of another tile gives no gradient to keys that it does not see, or that are masked."""
     query, key, value, grad_out = (torch.randn(1, 1, 4, 8) for _ in range(4))
     key_mask = torch.tensor([[[False, True, False, False]]])
-    options = {"is_causal": is_causal, "scale": 0.5, "key_mask": key_mask}
-    out, lse = MathKernel().forward(query, key, value, **options)
+    tile = TileInputs(query, key, value, 0.5, is_causal, key_mask)
+    out, lse = MathKernel().forward(tile)
     out[:, :, 1], lse[:, :, 1] = torch.nan, torch.nan
-    for grad in MathKernel().backward(grad_out, query, key, value, out, lse, **options)[1:]:
+    for grad in MathKernel().backward(tile, grad_out, out, lse)[1:]:
         rows = grad[0, 0].isfinite().all(1).tolist()
         assert rows == ([False, True, True, True] if is_causal else [False, True, False, False])
 
@@ -92,9 +93,9 @@ def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(
     query, key, value, grad_out, _ = make_inputs(Case(seq_q=length, seq_k=length, seq_older=0), torch.float32)
     key_mask = torch.zeros(key.shape[:-1], dtype=torch.bool)
     key_mask[:, :, 2] = True
-    options: dict[str, Any] = {"is_causal": True, "scale": scale, "key_mask": key_mask}
-    out, lse = kernel.forward(query, key, value, **options)
-    grads = kernel.backward(grad_out, query, key, value, out, lse, **options)
+    tile = TileInputs(query, key, value, scale, is_causal=True, key_mask=key_mask)
+    out, lse = kernel.forward(tile)
+    grads = kernel.backward(tile, grad_out, out, lse)
 
     def same(actual: Tensor, expected: Tensor) -> bool:
         """Compare bitwise for the math kernel. A NaN makes other kernels switch to it, so allow a tolerance."""
@@ -104,44 +105,44 @@ def test_nan_and_inf_do_not_reach_rows_that_do_not_see_them(
         return x.index_fill(2, torch.tensor([position]), poison)
 
     # Spoil a masked key. No result changes.
-    inputs = query, spoiled(key, 2), spoiled(value, 2)
-    assert all(map(same, kernel.forward(*inputs, **options), (out, lse)))
-    assert all(map(same, kernel.backward(grad_out, *inputs, out, lse, **options), grads))
+    masked = replace(tile, key=spoiled(key, 2), value=spoiled(value, 2))
+    assert all(map(same, kernel.forward(masked), (out, lse)))
+    assert all(map(same, kernel.backward(masked, grad_out, out, lse), grads))
 
     # Spoil value 7. Rows 0 to 6 do not see it and do not change. The other rows are not finite.
-    out2, lse2 = kernel.forward(query, key, spoiled(value, 7), **options)
+    out2, lse2 = kernel.forward(replace(tile, value=spoiled(value, 7)))
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2, lse)
     assert not out2[:, :, 7:].isfinite().any()
 
     # Spoil key 7. out, LSE and query gradients of rows 0 to 6 do not change.
-    out2, lse2 = kernel.forward(query, spoiled(key, 7), value, **options)
+    out2, lse2 = kernel.forward(replace(tile, key=spoiled(key, 7)))
     assert same(out2[:, :, :7], out[:, :, :7])
     assert same(lse2[:, :, :7], lse[:, :, :7])
-    dq, _, _ = kernel.backward(grad_out, query, spoiled(key, 7), spoiled(value, 7), out, lse, **options)
+    hidden = replace(tile, key=spoiled(key, 7), value=spoiled(value, 7))
+    dq, _, _ = kernel.backward(hidden, grad_out, out, lse)
     assert same(dq[:, :, :7], grads[0][:, :, :7])
 
     # Spoil query 3 and its gradient. Later keys, which it does not see, keep their gradients.
-    _, dk, dv = kernel.backward(spoiled(grad_out, 3), spoiled(query, 3), key, value, out, lse, **options)
+    _, dk, dv = kernel.backward(replace(tile, query=spoiled(query, 3)), spoiled(grad_out, 3), out, lse)
     assert same(dk[:, :, 4:], grads[1][:, :, 4:])
     assert same(dv[:, :, 4:], grads[2][:, :, 4:])
     assert not dv[:, :, [0, 1, 3]].isfinite().any()
 
     # Spoil the last query, which sees all keys except the masked one.
     last = length - 1
-    _, dk, dv = kernel.backward(spoiled(grad_out, last), spoiled(query, last), key, value, out, lse, **options)
+    _, dk, dv = kernel.backward(replace(tile, query=spoiled(query, last)), spoiled(grad_out, last), out, lse)
     assert (dk[:, :, 2] == 0).all()
     assert (dv[:, :, 2] == 0).all()
 
 
-@pytest.mark.parametrize("kernel", CPU_KERNELS, ids=kernel_id)
-def test_invalid_tiles_raise(kernel: Kernel) -> None:
+def test_invalid_tiles_raise() -> None:
     query, key = torch.randn(1, 2, 4, 8), torch.randn(1, 2, 3, 8)
     for empty in (key[:, :, :0], key[:0]):
         with pytest.raises(AssertionError):
-            kernel.forward(query, empty, empty, is_causal=False, scale=1.0, key_mask=None)
+            TileInputs(query, empty, empty, scale=1.0)
     with pytest.raises(AssertionError, match="square"):
-        kernel.forward(query, key, key, is_causal=True, scale=1.0, key_mask=None)
+        TileInputs(query, key, key, scale=1.0, is_causal=True)
 
 
 def cpu_with(*instructions: str, architecture: str = "x86_64") -> Any:
@@ -169,9 +170,9 @@ def test_gradients_in_fp32_without_such_instructions(dtype: torch.dtype) -> None
     query, key, value, grad_out, key_mask = make_inputs(case, dtype)
     exact = (x.double() for x in (query, key, value, grad_out))
     expected = dense_with_grads(*exact, hidden_pairs(case, key_mask), case.scale)
-    inputs = grad_out, query, key, value, expected["out"], expected["lse"].float()
+    tile = TileInputs(query, key, value, case.scale)
     with cpu_with():
-        grads = AtenCpuFlashKernel().backward(*inputs, is_causal=False, scale=case.scale, key_mask=None)
+        grads = AtenCpuFlashKernel().backward(tile, grad_out, expected["out"], expected["lse"].float())
     for name, grad in zip(("dq", "dk", "dv"), grads, strict=True):
         assert grad.dtype == torch.float32
         assert error(grad, expected[name]) < 1e-5
@@ -210,9 +211,9 @@ def test_math_ignores_autocast() -> None:
 def test_an_infinite_number_in_half_precision(dtype: torch.dtype, name: str) -> None:
     """The operator of torch returns a finite out for some rows that are NaN, but no finite LSE."""
     generator = torch.Generator().manual_seed(0)
-    tile = {x: torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for x in ("query", "key", "value")}
-    tile[name][0, 0, 32, 3] = torch.inf
-    options = {"is_causal": False, "scale": 0.25, "key_mask": None}
-    got, expected = (kernel.forward(**tile, **options) for kernel in (AtenCpuFlashKernel(), MathKernel()))
+    rows = {x: torch.randn(1, 2, 64, 16, generator=generator).to(dtype) for x in ("query", "key", "value")}
+    rows[name][0, 0, 32, 3] = torch.inf
+    tile = TileInputs(**rows, scale=0.25)
+    got, expected = (kernel.forward(tile) for kernel in (AtenCpuFlashKernel(), MathKernel()))
     for x, y in zip(got, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2, equal_nan=True)
