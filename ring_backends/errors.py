@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class AdapterUnavailableError(ImportError):
     """An adapter's framework is not installed, or cannot run here. The message says why, and what to install."""
@@ -21,3 +24,21 @@ class RingPeerError(RuntimeError):
     For a hop of attention, the message names the step, and the ranks from which and to which this rank was
     transferring.
     """
+
+
+@contextlib.contextmanager
+def importing(what: str, extra: str) -> Iterator[None]:
+    """Wraps the imports of an optional package.
+
+    Args:
+        what: what cannot be imported without it, for the error.
+        extra: the extra of this distribution that installs it.
+
+    Raises:
+        AdapterUnavailableError: an import fails.
+    """
+    try:
+        yield
+    except ImportError as error:
+        install = f"install it with pip install 'ring-backends[{extra}]'"
+        raise AdapterUnavailableError(f"{what} ({error}); {install}.") from error

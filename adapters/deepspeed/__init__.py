@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
 from ring_backends.engine.inputs import AttentionInputs
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import importing
 from ring_backends.joining import as_timedelta, check_options, join_ring, show_auto_options
 from ring_backends.ring.rendezvous import connect, start_world, world_ring
 from ring_backends.ring.ring import Ring
@@ -29,16 +29,11 @@ from ring_backends.schedule.checks import check_integer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
 
-try:
+with importing("the deepspeed adapter cannot import DeepSpeed", "deepspeed"):
     from ring_backends.adapters.deepspeed.ring_pass import post_hop, start_deepspeed
     from ring_backends.adapters.deepspeed.settings import engine_settings
     from ring_backends.adapters.deepspeed.training import DeepSpeedTraining
     from ring_backends.adapters.deepspeed.ulysses import UlyssesAttention, UlyssesRing, connect_ulysses
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"the deepspeed adapter cannot import DeepSpeed ({error}); install it with "
-        "pip install 'ring-backends[deepspeed]'."
-    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

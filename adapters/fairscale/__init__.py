@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize, refuse_arrangement
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import importing
 from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.ring.rendezvous import start_world_of_one, world_ring
 from ring_backends.ring.ring import Ring
@@ -26,20 +26,11 @@ from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import MakeOptimizer, TrainingState
 
-try:
+with importing("the fairscale adapter cannot import FairScale", "fairscale"):
     from fairscale.nn.model_parallel import initialize as model_parallel
 
     from ring_backends.adapters.fairscale.ring_pass import RingTransport, post_hop
-    from ring_backends.adapters.fairscale.training import (
-        FairScaleTraining,
-        FullyShardedTraining,
-        ShardedTraining,
-    )
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"the fairscale adapter cannot import FairScale ({error}); install it with "
-        "pip install 'ring-backends[fairscale]'."
-    ) from error
+    from ring_backends.adapters.fairscale.training import FairScaleTraining, FullyShardedTraining, ShardedTraining
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

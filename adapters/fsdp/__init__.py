@@ -35,7 +35,7 @@ from ring_backends.adapters.fsdp.sharding import (
 from ring_backends.adapters.fsdp.training import FSDP1Training, FSDP2Training, ShardedTraining
 from ring_backends.attention import RingDilatedAttention as _RingDilatedAttention
 from ring_backends.cost.arrangement import AutoOptions, RingSize
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import importing
 from ring_backends.joining import join_ring, show_auto_options
 from ring_backends.ring.rendezvous import connect, world_ring
 from ring_backends.ring.ring import Ring
@@ -44,13 +44,8 @@ from ring_backends.ring.transfer import Transfer
 from ring_backends.schedule.layout import LayoutKind
 from ring_backends.training.state import TrainingState
 
-try:
+with importing("the fsdp adapter cannot import NumPy, which torch.distributed.checkpoint needs", "fsdp"):
     import_module("numpy")
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"the fsdp adapter cannot import NumPy, which torch.distributed.checkpoint needs ({error}); "
-        "install it with pip install 'ring-backends[fsdp]'."
-    ) from error
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -21,21 +21,17 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from ring_backends.adapters import native
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import AdapterUnavailableError, importing
 from ring_backends.integrations.transformers.whole_batches import put_on_ring, share_parameters
 from ring_backends.ring.collectives import agree
 from ring_backends.ring.rendezvous import world_ring
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 
-try:
+with importing("accelerate cannot be imported", "hf"):
     from accelerate import Accelerator
     from accelerate.scheduler import AcceleratedScheduler
     from accelerate.utils import recursively_apply
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"accelerate cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 __all__ = ["attach"]
 

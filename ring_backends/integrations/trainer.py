@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import AdapterUnavailableError, importing
 from ring_backends.integrations.accelerate import join, make_attention, replace_methods
 from ring_backends.integrations.transformers.inputs import IGNORED, documents_of
 from ring_backends.integrations.transformers.whole_batches import (
@@ -34,12 +34,8 @@ from ring_backends.integrations.transformers.whole_batches import (
 from ring_backends.ring.ring import Ring
 from ring_backends.schedule.layout import LayoutKind
 
-try:
+with importing("transformers' Trainer cannot be imported", "hf"):
     from transformers import Trainer
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"transformers' Trainer cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 __all__ = ["attach"]
 

@@ -13,16 +13,13 @@ batches instead, and :func:`generate` continues a text.
 
 from __future__ import annotations
 
-from ring_backends.errors import AdapterUnavailableError
+from ring_backends.errors import importing
 
-try:  # importing a module of this package imports the package first, so this covers all of them
+# Importing a module of this package imports the package first, so this covers all of them.
+with importing("transformers cannot be imported", "hf"):
     from ring_backends.integrations.transformers.attention import describe, register
     from ring_backends.integrations.transformers.generation import generate
     from ring_backends.integrations.transformers.inputs import IGNORED, shard_inputs
     from ring_backends.integrations.transformers.whole_batches import remove_ring, use_ring
-except ImportError as error:
-    raise AdapterUnavailableError(
-        f"transformers cannot be imported ({error}); install it with pip install 'ring-backends[hf]'."
-    ) from error
 
 __all__ = ["IGNORED", "describe", "generate", "register", "remove_ring", "shard_inputs", "use_ring"]
