@@ -12,14 +12,12 @@ the number of branches. The gradients are exact.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.func import functional_call
 
 from ring_backends.attention import RingDilatedAttention
@@ -27,6 +25,7 @@ from ring_backends.multihead import RingDilatedMultiheadAttention
 from ring_backends.registry import create_attention, load_adapter
 from ring_backends.ring.collectives import all_reduce
 from ring_backends.ring.ring import Ring
+from ring_backends.torch_internals import with_backward
 
 __all__ = [
     "RingDilatedAttentionProduction",
@@ -195,6 +194,7 @@ def create_dilated_attention(
     Raises:
         ValueError, TypeError: an argument is invalid.
 
+    >>> import torch
     >>> with warnings.catch_warnings():
     ...     warnings.simplefilter("ignore", FutureWarning)
     ...     attention = create_dilated_attention("standard", [16, 64], [1, 2])
@@ -286,37 +286,16 @@ def _divide(attention: nn.Module, args: object, out: Tensor) -> Tensor:
 
 
 def _part(ring: Ring, whole: Tensor) -> Tensor:
-    return _apply(whole, ring.shard, partial(ring.unshard, seq_len=whole.shape[1]))
+    return with_backward(whole, ring.shard, partial(ring.unshard, seq_len=whole.shape[1]))
 
 
 def _whole(ring: Ring, part: Tensor, seq_len: int) -> Tensor:
-    return _apply(part, partial(ring.unshard, seq_len=seq_len), ring.shard)
+    return with_backward(part, partial(ring.unshard, seq_len=seq_len), ring.shard)
 
 
 def _shared(ring: Ring, parameter: Tensor) -> Tensor:
     """A parameter that every rank applies to its part. Its gradient is the sum over the ranks."""
-    return _apply(parameter, lambda tensor: tensor, partial(all_reduce, ring, "gradient of a parameter"))
-
-
-def _apply(tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
-    """Apply a function. ``backward`` maps the gradient of the result to that of ``tensor``."""
-    result: Tensor = _WithBackward.apply(tensor, function, backward)  # type: ignore[no-untyped-call]
-    return result
-
-
-class _WithBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]
-    ) -> Tensor:
-        ctx.map_gradient = backward
-        result = function(tensor)
-        return result.view_as(result)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.map_gradient(grad), None, None
+    return with_backward(parameter, lambda tensor: tensor, partial(all_reduce, ring, "gradient of a parameter"))
 
 
 def _ring(adapter: str, ring_size: int | None) -> Ring:

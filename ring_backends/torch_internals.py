@@ -1,4 +1,4 @@
-"""Access to torch's internals: private names, dispatch modes, and tensors without values.
+"""Access to torch's internals: private names, dispatch modes, tensors without values, and gradients of one's own.
 
 A private name is looked up when it is needed. If torch has changed, the error names it.
 """
@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.profiler import record_function
 from torch.utils import _python_dispatch
 
@@ -95,3 +96,21 @@ def untraced(function: Callable[P, Result]) -> Callable[P, Result]:
             return thread.submit(function, *args, **kwargs).result()
 
     return run
+
+
+def with_backward(tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply a function. ``backward`` maps the gradient of the result to that of ``tensor``."""
+    return cast(Tensor, _WithBackward.apply(tensor, function, backward))  # type: ignore[no-untyped-call]
+
+
+class _WithBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, function: Callable[[Tensor], Tensor], backward: Any) -> Tensor:
+        ctx.map_gradient = backward
+        result = function(tensor)
+        return result.view_as(result)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.map_gradient(grad), None, None

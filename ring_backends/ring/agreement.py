@@ -41,8 +41,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import NOTHING, Call, Configuration, grace
 from ring_backends.ring.differences import all_equal, describe_differences
-from ring_backends.ring.notices import Notices
-from ring_backends.ring.reports import REFUSED, Report, error_of_reports
+from ring_backends.ring.notices import REFUSED, Notices, Report, error_of_reports
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, StreamHop, StreamHopError
 
 

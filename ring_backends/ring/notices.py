@@ -1,5 +1,7 @@
 """What the ranks of a ring publish for each other in its store: configurations, refusals and reports.
 
+A rank publishes a report when it closes a ring. :func:`error_of_reports` finds the error that all reports show.
+
 Every request to the store has a timeout, because the host of the store may be gone.
 """
 
@@ -17,9 +19,17 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.calls import Call, grace
-from ring_backends.ring.reports import REFUSED, Report
+from ring_backends.ring.differences import all_equal, describe_differences
+from ring_backends.ring.stream_hops import HeaderMismatchError
 from ring_backends.ring.watchdog import call_with_timeout
+
+REFUSED = "refused"
+"""The field under which a rank publishes why it refuses a call, in place of a configuration."""
+
+Report = dict[str, Any]
+"""``calls``: positions of a rank's latest calls by number. ``raised``: its own error. ``refused``: refused calls."""
 
 
 @dataclass(eq=False)
@@ -198,3 +208,42 @@ class Notices:
 
 def _configuration_key(number: int, rank: int) -> str:
     return f"check/{number}/{rank}"
+
+
+def error_of_reports(
+    reports: Mapping[int, Report], rank: int, what: str, timeout: timedelta, cause: BaseException
+) -> RingMismatchError | RingPeerError:
+    """The error that explains a failed wait.
+
+    Args:
+        reports: by ring rank; those of lost ranks are missing.
+        rank: this rank. Its report is there.
+        what, timeout, cause: the wait that failed, its timeout, and how it failed.
+    """
+    for number in reports[rank]["calls"]:
+        positions = {other: end["calls"][number] for other, end in sorted(reports.items()) if number in end["calls"]}
+        if not all_equal(positions.values()):
+            return RingMismatchError(f"in call {number} of the ring " + describe_differences(positions))
+    made = {other: {*end["calls"]} for other, end in reports.items()}
+    refusals = [
+        f"rank {refusing} {text}"
+        for refusing, end in sorted(reports.items())
+        for number, text in end[REFUSED].items()
+        if any(number in calls for other, calls in made.items() if other != refusing)
+    ]
+    if refusals:
+        return RingMismatchError(
+            f"{'; '.join(refusals)}. The other ranks made the call; all ranks must make it. The ring is closed; "
+            "make a new one with initialize()."
+        )
+    raised = [f"rank {other} raised {end['raised']}" for other, end in sorted(reports.items()) if end["raised"]]
+    if raised:
+        return RingPeerError(f"{what}, but {'; '.join(raised)}. Look at its log.")
+    if isinstance(cause, HeaderMismatchError):
+        return RingMismatchError(
+            f"{what}, but {cause}. Every rank must make the same calls in the same order with the same arguments."
+        )
+    return RingPeerError(
+        f"{what}, and the wait failed within the ring's timeout of {timeout.total_seconds():g} s: {cause}. A rank has "
+        "died, stalled or left; look at its log, or raise the timeout of initialize() if it is only slow."
+    )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+
+from ring_backends.torch_internals import with_backward
 
 if TYPE_CHECKING:
     from ring_backends.ring.ring import Ring
@@ -50,20 +52,8 @@ def _largest_of_ranks(ring: Ring, largest: Tensor, ties: Tensor) -> Tensor:
         return pooled
     shares = torch.where(of_ranks == pooled.unsqueeze(1), _of_ranks(ring, ties), 0)
     shares = shares.to(torch.promote_types(of_ranks.dtype, torch.float32))
-    shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
-    return cast(Tensor, _LargestOfRanks.apply(of_ranks, pooled, shares.to(of_ranks.dtype)))  # type: ignore[no-untyped-call]
-
-
-class _LargestOfRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, of_ranks: Tensor, pooled: Tensor, shares: Tensor) -> Tensor:
-        ctx.save_for_backward(shares)
-        return pooled.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (shares,) = ctx.saved_tensors
-        return grads[0].unsqueeze(1) * shares, None, None
+    shares = (shares / shares.sum(1, keepdim=True).clamp(min=1)).to(of_ranks.dtype)
+    return with_backward(of_ranks, lambda _: pooled, lambda grad: grad.unsqueeze(1) * shares)
 
 
 def sum_of_ranks(ring: Ring, of_rank: Tensor, name: str = "unshard") -> Tensor:
@@ -75,8 +65,7 @@ def sum_of_ranks(ring: Ring, of_rank: Tensor, name: str = "unshard") -> Tensor:
     Args:
         name: what the sum is for. The ranks compare it.
     """
-    total: Tensor = ring.with_layout("contiguous")._unshard(name, of_rank.unsqueeze(0), 0, ring.size).sum(0)
-    return total
+    return ring.with_layout("contiguous")._unshard(name, of_rank.unsqueeze(0), 0, ring.size).sum(0)
 
 
 def _outermost(ring: Ring, rows: Tensor, counts: Tensor, seq_len: int, *, is_last: bool) -> Tensor:
@@ -95,8 +84,7 @@ def _outermost(ring: Ring, rows: Tensor, counts: Tensor, seq_len: int, *, is_las
 
 def _of_ranks(ring: Ring, of_rank: Tensor) -> Tensor:
     """A tensor [batch, …] of every rank, [batch, ring size, …]. The gradient of each rank's part returns to it."""
-    gathered: Tensor = ring.with_layout("contiguous").unshard(of_rank.unsqueeze(1), seq_len=ring.size)
-    return gathered
+    return cast(Tensor, ring.with_layout("contiguous").unshard(of_rank.unsqueeze(1), seq_len=ring.size))
 
 
 def _check(ring: Ring, rows: Tensor, mask: Tensor | None, how: How, seq_len: int) -> None:

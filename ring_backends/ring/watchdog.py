@@ -14,9 +14,12 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from ring_backends.ring.agreement import Agreement
 
 Answer = TypeVar("Answer")
 
@@ -61,29 +64,16 @@ def call_with_timeout(
     return answers[0] if answers else default
 
 
-class Waiting(Protocol):
-    """An object that waits for peers, such as a ring's Agreement."""
-
-    def wait_number(self) -> int | None:
-        """The number of the current wait; None if there is none."""
-
-    def end_vain_wait(self) -> None:
-        """End the wait if the store shows that the peer will not come, or the wait's deadline is over."""
-
-    def examine_stream(self) -> None:
-        """Close the ring if a hop that a CUDA stream waits for has failed, or will not end."""
-
-
 class Watchdog:
-    """A thread that examines the long waits of this process."""
+    """A thread that examines the long waits of this process. A ring's Agreement knows its wait, and can end it."""
 
     def __init__(self) -> None:
-        self._rings: weakref.WeakSet[Waiting] = weakref.WeakSet()
+        self._rings: weakref.WeakSet[Agreement] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, ring: Waiting) -> None:
+    def add(self, ring: Agreement) -> None:
         """Watch a ring from now on."""
         with self._lock:
             self._rings.add(ring)

@@ -45,7 +45,7 @@ from ring_backends.engine.wire_buffers import RowFormat
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring.agreement import Agreement
 from ring_backends.ring.calls import Call, Configuration
-from ring_backends.ring.reports import REFUSED
+from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.ring import Ring
 from ring_backends.ring.stream_hops import FollowedHop, FollowedHops, Headers, StreamHop
 from ring_backends.ring.transfer import WorkTransfer

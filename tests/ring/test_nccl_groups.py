@@ -21,7 +21,7 @@ from ring_backends.adapters import native
 from ring_backends.errors import RingMismatchError, RingPeerError
 from ring_backends.ring import collectives, rendezvous, transfer
 from ring_backends.ring.agreement import Agreement
-from ring_backends.ring.reports import REFUSED
+from ring_backends.ring.notices import REFUSED
 from ring_backends.ring.stream_hops import Headers
 from ring_backends.testing.calls import RankResult, check_results, expected, join, run_case_here
 from ring_backends.testing.correctness import EDGE_CASES
