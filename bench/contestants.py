@@ -75,7 +75,7 @@ def prepare(case: Case, ring: Ring, device: torch.device) -> Call:
     computed_bytes = None
     if case.contestant == ALL_GATHER:
         call = AttentionInputs(query, key, value, is_causal=case.causal, seq_len=case.seq_len)
-        computed_bytes = AllGatherExecutor.of(call, case.pattern, ring).wire_bytes(key)
+        computed_bytes = AllGatherExecutor(call, case.pattern, ring).wire_bytes(key)
     return Call(
         ring,
         lambda: attend(query, key, value),

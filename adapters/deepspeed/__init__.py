@@ -111,7 +111,7 @@ class DeepSpeedRingDilatedAttention(_RingDilatedAttention):
             return super()._attend(inputs)
         # Built at the first call, and again after another ring has been assigned, for example after unpickling.
         if self._trades is None or self._trades.ring is not self.ring:
-            self._trades = UlyssesAttention.of(self)
+            self._trades = UlyssesAttention(self, self.ring)
         return self._trades(inputs)
 
 

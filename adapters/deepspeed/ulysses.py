@@ -130,7 +130,6 @@ class _ShareOfHeads(DilatedPattern):
         super().check(seq_len=seq_len, num_heads=num_heads * self.ulysses_size)
 
 
-@dataclass(frozen=True)
 class UlyssesAttention:
     """One attention module's calls over a :class:`UlyssesRing`.
 
@@ -140,23 +139,12 @@ class UlyssesAttention:
         share: attention over ``ring.hop_ring`` for this rank's share of the heads.
     """
 
-    module: RingDilatedAttention
-    ring: UlyssesRing
-    share: RingDilatedAttention
-
-    @classmethod
-    def of(cls, module: RingDilatedAttention) -> UlyssesAttention:
-        ring, pattern = module.ring, module.pattern
-        assert isinstance(ring, UlyssesRing)
-        share = type(module)(
-            **vars(pattern),
-            ring=ring.hop_ring,
-            scale=module.scale,
-            kernel=module.kernel,
-            grad_wire_dtype=module.grad_wire_dtype,
-        )
-        share.pattern = _ShareOfHeads(**vars(pattern), ulysses_size=ring.ulysses_size, ulysses_rank=ring.ulysses_rank)
-        return cls(module, ring, share)
+    def __init__(self, module: RingDilatedAttention, ring: UlyssesRing) -> None:
+        self.module, self.ring, branches = module, ring, vars(module.pattern)
+        options: Any = {name: getattr(module, name) for name in ("scale", "kernel", "grad_wire_dtype")}
+        self.share = type(module)(**branches, ring=ring.hop_ring, **options)
+        sizes: Any = {"ulysses_size": ring.ulysses_size, "ulysses_rank": ring.ulysses_rank}
+        self.share.pattern = _ShareOfHeads(**branches, **sizes)
 
     # A compiled graph cannot compare the ranks' calls.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from ring_backends.adapters.fsdp.reading import CheckpointPlanner, CheckpointReader
 from ring_backends.adapters.fsdp.sharding import Sharding
-from ring_backends.adapters.fsdp.unused import reduce_gradients_of_all_parameters
 from ring_backends.errors import RingPeerError
 from ring_backends.ring.rendezvous import start_world_of_one
 from ring_backends.ring.ring import Ring
@@ -225,7 +224,7 @@ class FSDP2Training(ShardedTraining):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        reduce_gradients_of_all_parameters(self.model)
+        _reduce_gradients_of_all_parameters(self.model)
 
     def _sharded_parts(self) -> Iterator[tuple[str, nn.Module]]:
         parts: Iterator[tuple[str, nn.Module]] = self.model.named_modules()
@@ -314,3 +313,46 @@ class FSDP1Training(ShardedTraining):
 
     def _whole_state(self, module: nn.Module) -> dict[str, Tensor]:
         return cast(dict[str, Tensor], get_model_state_dict(module, options=StateDictOptions(full_state_dict=True)))
+
+
+def _reduce_gradients_of_all_parameters(model: nn.Module) -> None:
+    """Make FSDP2 reduce a gradient of every trained parameter, in one dtype: zeros if this rank has not used it.
+
+    FSDP2 leaves parameters that a rank has not used in a step, such as those of an expert that got no tokens there, out
+    of this rank's reduce-scatter. Other ranks include them, so gradients of different parameters would be added. Every
+    rank must reduce zeros instead. torch 2.13 has a setting for that, but its zeros have the dtype of the parameters.
+
+    In mixed precision, FSDP2 accumulates gradients over micro-batches in the dtype of the reduction. It leaves
+    gradients that the last micro-batch is the first to give, and zeros, in the dtype of the parameters. It then refuses
+    to reduce them together with accumulated gradients. So they are cast before.
+    """
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            for group in _groups(part):
+                group.post_backward = partial(_reduce_all, group, group.post_backward)
+
+
+def _groups(part: FSDPModule) -> list[Any]:
+    """The groups of parameters that FSDP2 reduces together. Before torch 2.13, a module has at most one."""
+    state = internal(part, "_get_fsdp_state", "training with FSDP2")()
+    groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
+    if groups is not None:
+        return groups
+    group = internal(state, "_fsdp_param_group", "training with FSDP2")
+    return [] if group is None else [group]
+
+
+def _reduce_all(group: Any, reduce: Callable[..., None], *unused: Any) -> None:
+    """Set missing gradients before ``reduce``, FSDP2's own reduction of one group after its backward."""
+    if group.reduce_grads:
+        # A parameter that no forward has gathered yet has no such attribute.
+        parameters = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+        missing = [parameter for parameter in parameters if parameter.unsharded_accumulated_grad is None]
+        is_accumulated = len(missing) < len(parameters)
+        for parameter in missing:
+            whole = parameter.unsharded_param
+            if whole.requires_grad and whole.grad is None:
+                whole.grad = torch.zeros_like(whole)
+            if is_accumulated:
+                parameter.to_accumulated_grad_if_needed()
+    reduce(*unused)

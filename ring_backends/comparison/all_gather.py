@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ring_backends.engine.autograd import attend
-from ring_backends.engine.call import AttentionCall, check_call
+from ring_backends.engine.call import check_call
 from ring_backends.engine.inputs import AttentionInputs
 from ring_backends.engine.local_rows import local_rows
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
@@ -42,7 +42,6 @@ class _Rows(WireBuffer):
         }
 
 
-@dataclass(frozen=True)
 class AllGatherExecutor:
     """Computes a call from the collected rows of all ranks, with the same tiles as the ring.
 
@@ -52,19 +51,11 @@ class AllGatherExecutor:
         forward_plans, backward_plans: the plans of all ranks. They determine the rows that each rank contributes.
     """
 
-    call: AttentionCall
-    ring: Ring
-    forward_plans: Sequence[RankPlan]
-    backward_plans: Sequence[RankPlan]
-
-    @classmethod
-    def of(cls, inputs: AttentionInputs, pattern: DilatedPattern, ring: Ring) -> AllGatherExecutor:
-        inputs, call = check_call(inputs, pattern, ring, None, "auto")
-        forward_plans, backward_plans = (
-            tuple(replace(call, rank=rank, few_hops=False).plan(inputs, backward=backward) for rank in range(ring.size))
-            for backward in (False, True)
-        )
-        return cls(call, ring, forward_plans, backward_plans)
+    def __init__(self, inputs: AttentionInputs, pattern: DilatedPattern, ring: Ring) -> None:
+        inputs, self.call = check_call(inputs, pattern, ring, None, "auto")
+        self.ring, calls = ring, [replace(self.call, rank=rank, few_hops=False) for rank in range(ring.size)]
+        self.forward_plans = [call.plan(inputs, backward=False) for call in calls]
+        self.backward_plans = [call.plan(inputs, backward=True) for call in calls]
 
     def wire_bytes(self, key: Tensor) -> dict[str, int]:
         """Compute the bytes that each rank sends in the collectives, for the ring algorithms of gloo and NCCL.
@@ -226,5 +217,5 @@ def all_gather_attention(
     """
     assert value.shape == key.shape, "values of another width are not compared"
     inputs = AttentionInputs(query, key, value, is_causal=is_causal, seq_len=seq_len)
-    out: Tensor = attend(inputs, AllGatherExecutor.of(inputs, pattern, ring))
+    out: Tensor = attend(inputs, AllGatherExecutor(inputs, pattern, ring))
     return out

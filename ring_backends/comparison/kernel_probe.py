@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ring_backends.cost.machine import device_name, median_seconds
 from ring_backends.engine.sums import BlockGrads, BlockOut, Result
@@ -51,7 +49,7 @@ def measure_kernels(
     """
     times = []
     for dtype, head_dim, rows, rate in itertools.product(dtypes, head_dims, all_rows, RATES):
-        branch = _Branch.of(device, dtype, head_dim, rows, max(all_rows) // rows, rate)
+        branch = _Branch(device, dtype, head_dim, rows, max(all_rows) // rows, rate)
         case = {"dtype": str(dtype).removeprefix("torch."), "head_dim": head_dim, "rows": rows, "rate": rate}
         for kernel in kernels():
             if kernel.name == "math" or kernel.not_supported_reasons(KernelInputs(device, dtype, head_dim)):
@@ -61,33 +59,22 @@ def measure_kernels(
     return {"device": device_name(device), "times": times}
 
 
-@dataclass(frozen=True)
 class _Branch:
     """One branch over a sequence: its tile, its inputs, and the sums that results are merged into and added to."""
 
-    tile: Tile
-    inputs: StepRows
-    grad_out: Tensor
-    out: BlockOut
-    grads: BlockGrads
-
-    @classmethod
-    def of(
-        cls, device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, segments: int, rate: int
-    ) -> _Branch:
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype, head_dim: int, rows: int, segments: int, rate: int
+    ) -> None:
         length = rows * rate
         runs = head_runs(range(HEADS), [head % rate for head in range(HEADS)])
         lattice = DilatedRows(0, segments, length, rate, rows, runs)
         shape = (1, segments * length, HEADS, head_dim)
-        query, key, value, grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+        query, key, value, self.grad_out = (torch.randn(shape, device=device, dtype=dtype) for _ in range(4))
+        self.tile, self.inputs = Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL), StepRows(query, key, value)
         stats, block = statistics_dtype(dtype), HeadBlock(slice(HEADS), slice(HEADS), (), Roles())
-        return cls(
-            Tile(0, lattice, lattice, tuple(range(HEADS)), CAUSAL),
-            StepRows(query, key, value),
-            grad_out,
-            BlockOut(Result(query, dtype=stats), torch.empty(shape[:3], device=device, dtype=stats), block),
-            BlockGrads(Result(query, dtype=stats), Result(key, dtype=stats), Result(value, dtype=stats), block),
-        )
+        out, *grads = (Result(x, dtype=stats) for x in (query, query, key, value))
+        self.out = BlockOut(out, torch.empty(shape[:3], device=device, dtype=stats), block)
+        self.grads = BlockGrads(*grads, block)  # type: ignore[call-arg, arg-type]
 
     def calls(self, kernel: Kernel) -> tuple[Callable[[], None], Callable[[], None]]:
         """The forward and backward with a kernel. The backward takes the results so far."""

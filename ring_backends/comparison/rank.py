@@ -87,9 +87,9 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     ring: Ring = module.initialize(layout=setup.layout)
     # A small call first, so that loading libraries and opening connections are not measured.
     small = dataclasses.replace(setup, seq_len=_WARM_UP_TOKENS * ring.size)
-    _Call.of(small, name, ring, module, device).seconds()
+    _Call(small, name, ring, module, device).seconds()
 
-    call = _Call.of(setup, name, ring, module, device)
+    call = _Call(setup, name, ring, module, device)
     synchronize_ranks(device)
     reset_peak_memory(device)
     before = peak_memory_bytes(device)
@@ -102,7 +102,7 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     bytes_sent = {"forward": forward_bytes, "backward": ring.traffic.bytes - forward_bytes}
     if name == ALL_GATHER:
         inputs = AttentionInputs(*call.inputs, is_causal=setup.is_causal, seq_len=setup.seq_len)
-        bytes_sent = AllGatherExecutor.of(inputs, setup.pattern, ring).wire_bytes(inputs.key)
+        bytes_sent = AllGatherExecutor(inputs, setup.pattern, ring).wire_bytes(inputs.key)
     largest_error, largest = _compare_with_exact(directory, results, ring, setup.seq_len)
     del out, results
 
@@ -123,19 +123,13 @@ def measure(setup: Setup, name: str, directory: Path) -> dict[str, Any]:
     }
 
 
-@dataclasses.dataclass(frozen=True)
 class _Call:
     """A method with this rank's inputs."""
 
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-    inputs: tuple[Tensor, Tensor, Tensor]
-    grad_out: Tensor
-    device: torch.device
-
-    @classmethod
-    def of(cls, setup: Setup, name: str, ring: Ring, module: Any, device: torch.device) -> _Call:
-        *inputs, grad_out = _inputs(setup, ring, device)
-        return cls(_method(setup, name, ring, module), cast(Any, tuple(inputs)), grad_out, device)
+    def __init__(self, setup: Setup, name: str, ring: Ring, module: Any, device: torch.device) -> None:
+        query, key, value, self.grad_out = _inputs(setup, ring, device)
+        self.inputs, self.device = (query, key, value), device
+        self.attend = _method(setup, name, ring, module)
 
     def forward(self) -> Tensor:
         return self.attend(*self.inputs)
@@ -157,7 +151,7 @@ class _Call:
         return forward, time.perf_counter() - started
 
 
-def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _method(setup: Setup, name: str, ring: Ring, module: Any) -> Callable[..., Tensor]:
     pattern = dataclasses.asdict(setup.pattern)
     sharded: Any = {"is_causal": setup.is_causal, "seq_len": setup.seq_len}
     if name == ONE_RANK:

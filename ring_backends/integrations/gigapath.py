@@ -379,7 +379,7 @@ class _SlideEncoder:
         if 0 in x.shape[:2]:
             raise ValueError(f"x is {[*x.shape]}: give at least one slide, each with at least one tile.")
         kept = None if padding_mask is None else self._check_padding_mask(padding_mask, x)
-        slides = Sequences.of(x.shape, kept, num_leading=1)
+        slides = Sequences(x.shape, kept, num_leading=1)
         is_plain = type(weight) is nn.Parameter  # a wrapper that shards parameters may convert x
         if is_plain and x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
             raise TypeError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -243,7 +243,7 @@ class _OnRing:
         if self.ignore_padding and mask is not None:
             all_padding = f"{mask_name} of {self.name} is True at all tokens of sequence %d"
             kept = kept_columns(mask != 0, f"{all_padding}: a sequence needs at least one token. True marks padding.")
-        sequences = Sequences.of(shape, kept)
+        sequences = Sequences(shape, kept)
         for length in {*sequences.lengths}:
             ring_attention = self.part.layers[0].self_attn.ring_attention
             ring_attention.pattern.check(seq_len=length, num_heads=self.part.layers[0].self_attn.num_heads)
@@ -436,27 +436,22 @@ def _raise_export_error(encoder: Any) -> NoReturn:
         raise RuntimeError(_NO_EXPORT)
 
 
-@dataclass(frozen=True)
 class Sequences:
     """A batch of sequences that are distributed over a ring, each by itself.
 
-    Attributes:
-        num_columns: n of the whole tensors [batch, n, …].
-        lengths: the number of tokens of each sequence.
+    Args:
+        shape: the shape of the whole tensors, which begins with [batch, n].
         kept: the columns of each sequence's tokens, int64; None if there is no padding.
         num_leading: how many tokens, such as a class token, come before the columns.
+
+    Attributes:
+        lengths: the number of tokens of each sequence.
     """
 
-    num_columns: int
-    lengths: tuple[int, ...]
-    kept: list[Tensor] | None = None
-    num_leading: int = 0
-
-    @classmethod
-    def of(cls, shape: Sequence[int], kept: list[Tensor] | None, num_leading: int = 0) -> Sequences:
-        """The sequences of whole tensors whose shape begins with ``shape``, [batch, n]."""
+    def __init__(self, shape: Sequence[int], kept: list[Tensor] | None, num_leading: int = 0) -> None:
+        self.num_columns, self.kept, self.num_leading = shape[1], kept, num_leading
         numbers = [shape[1]] * shape[0] if kept is None else [len(columns) for columns in kept]
-        return cls(shape[1], tuple(number + num_leading for number in numbers), kept, num_leading)
+        self.lengths = tuple(number + num_leading for number in numbers)
 
     def columns(self, device: torch.device) -> list[Tensor]:
         """The columns of each sequence's tokens, without the leading ones: int64."""

@@ -162,7 +162,7 @@ def collectives(case: AttentionCase) -> dict[str, Any]:
     ):
         inputs, _ = attend(ring, case)
     dist.barrier()
-    executor = AllGatherExecutor.of(inputs, DilatedPattern(**case.pattern_options()), ring)
+    executor = AllGatherExecutor(inputs, DilatedPattern(**case.pattern_options()), ring)
     return {
         "all-gather": [call.args[1].nbytes for call in all_gather.call_args_list],
         "reduce-scatter": [call.args[0].nbytes for call in reduce_scatter.call_args_list],

@@ -34,7 +34,7 @@ def test_every_usable_kernel_is_timed_in_every_case() -> None:
 def test_the_timed_calls_compute_attention(name: str) -> None:
     """Into empty sums, the forward and backward of the branch are those of ``dilated_attention``."""
     (kernel,) = (kernel for kernel in kernels() if kernel.name == name)
-    branch = _Branch.of(CPU, torch.float32, 16, 8, 2, rate=4)
+    branch = _Branch(CPU, torch.float32, 16, 8, 2, rate=4)
     leaves = tuple(x.clone().requires_grad_() for x in (branch.inputs.query, branch.inputs.key, branch.inputs.value))
     out, lse = dilated_attention(*leaves, [32], [4], is_causal=True, kernel="math", return_lse=True)
     branch.calls(kernel)[0]()
