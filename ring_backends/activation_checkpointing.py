@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
@@ -49,8 +49,7 @@ def keep_attention() -> Contexts:
     fp32 (fp64 for fp64). As with every selective checkpoint, the results must not be changed in place, and only one
     backward may pass through the region. All ranks of a ring must checkpoint the same regions.
     """
-    contexts: Contexts = create_selective_checkpoint_contexts(attention_operators())
-    return contexts
+    return cast(Contexts, create_selective_checkpoint_contexts(attention_operators()))
 
 
 def remember_attention(

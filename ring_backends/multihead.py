@@ -136,7 +136,10 @@ class RingDilatedMultiheadAttention(nn.Module):
         attention = cast(RingDilatedAttention, self.attention)
         is_step = cache is not None and seq_len is None
         with attention.ring.report_refusals():
-            self._check_rows(x)
+            if x.dim() != 3 or x.shape[-1] != self.embed_dim:
+                expected = f"[batch, local seq, embed_dim = {self.embed_dim}]"
+                raise ValueError(f"x has shape {tuple(x.shape)}: expected {expected}; reshape it.")
+            check_dtype(x, self.q_proj.weight)
             _check_cache(cache, document_ids, dropout_seed)
             if not is_step:
                 seq_len = whole_length(x, attention.ring, seq_len)
@@ -164,13 +167,6 @@ class RingDilatedMultiheadAttention(nn.Module):
         if self.inner_attn_ln is not None:
             out = self.inner_attn_ln(out)
         return cast(Tensor, self.out_proj(out))
-
-    def _check_rows(self, x: Tensor) -> None:
-        if x.dim() != 3 or x.shape[-1] != self.embed_dim:
-            raise ValueError(
-                f"x has shape {tuple(x.shape)}: expected [batch, local seq, embed_dim = {self.embed_dim}]; reshape it."
-            )
-        check_dtype(x, self.q_proj.weight)
 
     def extra_repr(self) -> str:
         sizes = f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
@@ -211,12 +207,8 @@ def check_dtype(x: Tensor, weight: Tensor) -> None:
 def whole_length(x: Tensor, ring: Ring, seq_len: int | None) -> int:
     """Check that ``x`` is this rank's part of ``seq_len`` tokens, and return the length of the whole sequence."""
     seq_len = x.shape[1] * ring.size if seq_len is None else seq_len
-    expected = ring.layout(seq_len).local_len(ring.rank)
-    if x.shape[1] != expected:
-        raise ValueError(
-            f"x has {x.shape[1]} local rows, but this rank holds {expected} rows of seq_len = {seq_len}; shard the "
-            "sequence with ring.shard(x, dim=1), and pass its length as seq_len."
-        )
+    ring.layout(seq_len)  # check_rows() also accepts no tokens at all
+    ring.check_rows("x", x, seq_len)
     return seq_len
 
 

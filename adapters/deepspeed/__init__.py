@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -91,8 +91,7 @@ def _sequence_parallel_group(group: DeviceMesh | dist.ProcessGroup | None, mpu: 
             f"mpu = {mpu!r}: expected a ProcessGroup or an object with get_sequence_parallel_group(), such as "
             "deepspeed.runtime.sequence_parallel.parallel_state_sp."
         )
-    sequence_group: dist.ProcessGroup = mpu.get_sequence_parallel_group()
-    return sequence_group
+    return cast(dist.ProcessGroup, mpu.get_sequence_parallel_group())
 
 
 class DeepSpeedRingDilatedAttention(_RingDilatedAttention):

@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import deepspeed.comm as comm
 import torch
@@ -215,8 +215,7 @@ class UlyssesAttention:
             back = order.argsort()
             out, lse = out[:, back], lse[:, :, back]
         statistics.append(lse)
-        contiguous: Tensor = out.contiguous()
-        return contiguous
+        return cast(Tensor, out.contiguous())
 
     def _order(self, seq_len: int, device: torch.device) -> Tensor | None:
         """The permutation that takes the group's rows to the order of the hop ring's shard; None if they are equal."""

@@ -182,16 +182,14 @@ def _is_hybrid(part: FullyShardedDataParallel) -> bool:
 
 def _replicas(part: FullyShardedDataParallel) -> dist.ProcessGroup:
     """The process group over which a hybrid FullyShardedDataParallel replicates."""
-    group: dist.ProcessGroup = internal(part, "_inter_node_pg", "a hybrid FullyShardedDataParallel")
-    return group
+    return cast(dist.ProcessGroup, internal(part, "_inter_node_pg", "a hybrid FullyShardedDataParallel"))
 
 
 def _policy(name: str, policy: Policy, mixed_precision: torch.dtype | None, options: Mapping[str, Any]) -> Policy:
     """The user's policy if there is one, else ``policy``."""
     if name in options and mixed_precision is not None and name != "mixed_precision":
         raise ValueError(f"{name} and mixed_precision = {mixed_precision} are both given: leave one of them out.")
-    own: Policy = options.get(name) or policy
-    return own
+    return cast(Policy, options.get(name) or policy)
 
 
 def _refuse_ignored(parameters: Iterable[nn.Parameter], name: str) -> None:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -235,8 +235,7 @@ class TrainingRun:
             "data_size": self.ring.data_size,
             "text_fingerprint": self.document.fingerprint(),
         }
-        plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-        return plain
+        return cast(dict[str, Any], json.loads(json.dumps(values, default=str)))
 
     # Output.
 

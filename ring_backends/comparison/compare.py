@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ring_backends.ring.launch import Failure, RankFailedError, launch, refuse_launcher
 from ring_backends.schedule.pattern import DilatedPattern
@@ -112,8 +112,7 @@ def compare(setup: Setup, on_method: Callable[[str], None] = lambda name: None) 
 
 def _on_rank(function: str, *arguments: Any) -> dict[str, Any]:
     """Call a function of :mod:`ring_backends.comparison.rank`, which imports torch, in a rank."""
-    result: dict[str, Any] = getattr(import_module("ring_backends.comparison.rank"), function)(*arguments)
-    return result
+    return cast(dict[str, Any], getattr(import_module("ring_backends.comparison.rank"), function)(*arguments))
 
 
 def _summarize(ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -41,24 +41,20 @@ class Estimate:
         return self.ring.schedule
 
     @cached_property
-    def alone(self) -> RingCost:
-        """The cost on one device."""
-        return self.ring.on_ring(1)
-
-    @cached_property
-    def seconds(self) -> dict[str, dict[str, float]]:
-        """Estimated seconds of the ``"ring"`` and of one device (``"alone"``), in ``"forward"`` and ``"backward"``."""
-        return {"ring": self._seconds(self.ring), "alone": self._seconds(self.alone)}
-
-    @property
     def largest(self) -> dict[str, dict[str, Any]]:
         """Each quantity of the cost of the ``"ring"`` and of ``"one_device"``, as the largest value over all ranks."""
-        return {"ring": self._largest(self.ring), "one_device": self._largest(self.alone)}
+        return {"ring": self._largest(self.ring), "one_device": self._largest(self.ring.on_ring(1))}
+
+    @property
+    def _both_seconds(self) -> list[float]:
+        """Estimated seconds of forward and backward together, on the ring and on one device."""
+        return [sum(cost["seconds"].values()) for cost in self.largest.values()]
 
     @property
     def speedup(self) -> float:
         """Seconds on one device divided by seconds on the ring. The ring pays if this is above 1."""
-        return sum(self.seconds["alone"].values()) / sum(self.seconds["ring"].values())
+        ring, alone = self._both_seconds
+        return alone / ring
 
     @cached_property
     def smallest_rings(self) -> RingChoice | None:
@@ -89,7 +85,7 @@ class Estimate:
 
     def verdict(self) -> str:
         """Say in one sentence whether the ring pays, and which smallest rings fit."""
-        here, alone = (format_seconds(sum(self.seconds[name].values())) for name in ("ring", "alone"))
+        here, alone = map(format_seconds, self._both_seconds)
         ring_size = self.ring.ring_size
         ring = f"At {self.schedule.layout.seq_len:,} tokens a ring of {ring_size:,}"
         if ring_size == 1:

@@ -18,7 +18,7 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -406,8 +406,7 @@ def is_on_ring(module: nn.Module, replacement: type) -> bool:
 
 def ring_of(encoder: Any) -> Ring:
     """The ring of the layers' attention, so that a ring that is assigned to it after unpickling is used everywhere."""
-    ring: Ring = encoder.layers[0].self_attn.ring_attention.ring
-    return ring
+    return cast(Ring, encoder.layers[0].self_attn.ring_attention.ring)
 
 
 def _refuse_data_parallel() -> NoReturn:
@@ -544,15 +543,13 @@ class _SelfAttention:
     def _attend_alike(self, q: Tensor, k: Tensor, v: Tensor, seq_len: int, is_causal: bool) -> Tensor:
         options = {"seq_len": seq_len, "is_causal": is_causal}
         if not hasattr(self.module, "ring_branches"):
-            out: Tensor = self.module.ring_attention(q, k, v, **options)
-            return out
+            return cast(Tensor, self.module.ring_attention(q, k, v, **options))
         outs, lses = zip(
             *(branch(q, k, v, return_lse=True, **options) for branch in self.module.ring_branches), strict=True
         )
         # The LSEs have no gradient. All are −∞ where no branch covers a position.
         weights = torch.stack(lses).softmax(0).nan_to_num().transpose(2, 3)[..., None]
-        mixed: Tensor = (torch.stack(outs) * weights.to(q.dtype)).sum(0)
-        return mixed
+        return (torch.stack(outs) * weights.to(q.dtype)).sum(0)
 
 
 class _Dropout:

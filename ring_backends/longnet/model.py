@@ -282,39 +282,28 @@ class LongNet(nn.Module):
         *,
         num_heads: int,
         attention: nn.Module,
-        scale_embedding: bool = False,
-        activation: str = "gelu",
-        layer_norm_eps: float = 1e-5,
-        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        **options: Any,
     ) -> _Model:
         """Make a model from a state_dict, whose names and shapes determine the sizes of the model.
 
         Args:
             state_dict: state_dict of torchscale's encoder or decoder alone, with names such as ``layers.0.…``.
-            num_heads, attention, scale_embedding, activation, layer_norm_eps: as in :class:`LongNet`.
-            device: device of the parameters.
             dtype: dtype of the parameters. None means that of the state_dict.
+            num_heads, attention: as in :class:`LongNet`.
+            options: scale_embedding, activation, layer_norm_eps and device, as in :class:`LongNet`.
 
         Raises:
             ValueError: the state_dict is not that of a LongNet, or the LongNet is not supported.
         """
         sizes = sizes_of(state_dict)
         dtype = dtype or state_dict["layers.0.self_attn.q_proj.weight"].dtype
-        sizes |= {"scale_embedding": scale_embedding, "activation": activation, "layer_norm_eps": layer_norm_eps}
-        model = cls(num_heads=num_heads, attention=attention, device=device, dtype=dtype, **sizes)
+        model = cls(num_heads=num_heads, attention=attention, dtype=dtype, **sizes, **options)
         load_parameters(model, state_dict)
         return model
 
     @classmethod
-    def from_torchscale(
-        cls: type[_Model],
-        module: nn.Module,
-        attention: nn.Module,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> _Model:
+    def from_torchscale(cls: type[_Model], module: nn.Module, attention: nn.Module, **options: Any) -> _Model:
         """Make a model from torchscale's, with a copy of its parameters and with what a state_dict does not show.
 
         These are the number of heads, the activation, the scale of embeddings and the epsilon of LayerNorm.
@@ -322,8 +311,7 @@ class LongNet(nn.Module):
         Args:
             module: torchscale's class of the same name.
             attention: as in :class:`LongNet`.
-            device: device of the parameters.
-            dtype: dtype of the parameters. None means that of ``module``.
+            options: device and dtype of the parameters. Without a dtype, it is that of ``module``.
 
         Raises:
             TypeError: ``module`` is of another class.
@@ -342,20 +330,18 @@ class LongNet(nn.Module):
             scale_embedding=published.embed_scale != 1,
             activation=published.args.activation_fn,
             layer_norm_eps=layer.final_layer_norm.eps,
-            device=device,
-            dtype=dtype,
+            **options,
         )
 
     @classmethod
     def from_checkpoint(
-        cls: type[_Model],
-        path: str | os.PathLike[str],
-        attention: nn.Module,
-        *,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        cls: type[_Model], path: str | os.PathLike[str], attention: nn.Module, **options: Any
     ) -> _Model:
         """Load the model from a file that ``ring-backends convert`` wrote.
+
+        Args:
+            attention: as in :class:`LongNet`.
+            options: device and dtype of the parameters. Without a dtype, it is that of the file.
 
         Raises:
             ValueError: the file has another format, holds another class, or was converted for another pattern.
@@ -374,8 +360,8 @@ class LongNet(nn.Module):
                     f"attention has {getattr(attention, 'pattern', None)}: {os.fspath(path)!r} was converted for "
                     f"{pattern}; make the attention with those arguments, or convert it again."
                 )
-        options = {name: found[name] for name in OPTIONS}
-        return cls.from_state_dict(found["state_dict"], attention=attention, device=device, dtype=dtype, **options)
+        options |= {name: found[name] for name in OPTIONS}
+        return cls.from_state_dict(found["state_dict"], attention=attention, **options)
 
 
 class LongNetEncoder(LongNet):

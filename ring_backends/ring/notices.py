@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -125,8 +125,7 @@ class Notices:
             self.store.set("failed", str(self.rank))
 
         call_with_timeout(self._patience, publish, default=None)
-        as_read: Report = json.loads(report)
-        return as_read
+        return cast(Report, json.loads(report))
 
     def collect_reports(self, own: Report, call: Call, seconds: float) -> dict[int, Report]:
         """The reports by rank, of those ranks that publish one within ``seconds``, or refuse a call of this rank."""

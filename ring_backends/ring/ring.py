@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -156,8 +156,7 @@ class Ring:
             "gradients": "needed" if needs_gradient else "not needed",
         }
         call = self.agreement.begin(Configuration(fields))
-        unsharded: Tensor = _Unshard.apply(tensor, self, dim, seq_len, call)  # type: ignore[no-untyped-call]
-        return unsharded
+        return cast(Tensor, _Unshard.apply(tensor, self, dim, seq_len, call))  # type: ignore[no-untyped-call]
 
     def pool(
         self, rows: Tensor, mask: Tensor | None = None, how: How = "mean", *, seq_len: int | None = None

@@ -104,8 +104,7 @@ def _following(node: Node) -> list[Node]:
 
 
 def _sequence_number(node: Node) -> int:
-    number: int = internal(node, "_sequence_nr", "the order of a backward")()
-    return number
+    return cast(int, internal(node, "_sequence_nr", "the order of a backward")())
 
 
 def is_eager_forward() -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -84,8 +84,7 @@ def read_mask(function: MaskFunction, padding: Tensor | None) -> RingMask:
     """Recognise a mask of transformers by its code. Any other has a refusal."""
     if function in (causal_mask_function, bidirectional_mask_function):
         return RingMask(padding, function is causal_mask_function)
-    mask: RingMask = _read_overlays(function, padding)
-    return mask
+    return cast(RingMask, _read_overlays(function, padding))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
